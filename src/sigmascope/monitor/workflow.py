@@ -60,8 +60,7 @@ from sigmascope.stages.summary import (
     printable,
     seconds,
 )
-from sigmascope.stages.text_encoding import TextEncodingThresholds
-from sigmascope.stages.text_summary import sections as text_sections
+from sigmascope.stages.text_encoding import TextEncodingThresholds, text_sections
 from sigmascope.units import percent
 
 _log = logging.getLogger(__name__)

@@ -108,7 +108,9 @@ def _folded_table(folded: Folded) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for path, sums in sorted(folded.stages.items()):
         *around, name = path.split("/")
-        together = [seconds(one) for one in (sums.seconds, sums.seconds / sums.count, sums.longest_seconds)]
+        together = [
+            seconds(duration) for duration in (sums.seconds, sums.seconds / sums.count, sums.longest_seconds)
+        ]
         steps = f"{sums.steps:,} × {seconds(sums.step_seconds / sums.steps)}" if sums.steps else ""
         table.add_row(
             Text("  " * len(around) + name), f"{sums.count:,}", *together, f"{sums.failures or ''}", steps
@@ -116,9 +118,8 @@ def _folded_table(folded: Folded) -> Table:
     return table
 
 
-def new_table(title: str) -> Table:
-    """An empty table whose rows fit 80 columns."""
-    # One space between columns
+def new_table(title: str | Text) -> Table:
+    """An empty table with one space between its columns, whose rows fit 80 columns."""
     return Table(
         title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
     )
@@ -289,8 +290,8 @@ def _owner_line(owner: PeakOwner) -> str:
 def _owner_figures(owner: PeakOwner) -> str:
     grown = None if owner.grown_bytes is None else f"{mib(owner.grown_bytes)} MiB more than before"
     weights = None if owner.component_bytes is None else f"its weights {mib(owner.component_bytes)} MiB"
-    told = ", ".join(one for one in (grown, weights) if one is not None)
-    return f" ({told})" if told else ""
+    figures = ", ".join(words for words in (grown, weights) if words is not None)
+    return f" ({figures})" if figures else ""
 
 
 def device_lines(run: Run) -> Iterator[RenderableType]:
@@ -341,7 +342,7 @@ def render_profile(profile: StepsProfile) -> RenderableType:
 
 
 def _block_table(title: str, profile: StepsProfile) -> Table:
-    table = _profile_table(title)
+    table = new_table(Text(title))
     table.add_column("Block", overflow="fold")
     for name in ("Calls", "Device" if profile.device else "CPU", "Share", "Python", "MiB", "growth"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -359,29 +360,18 @@ def _block_table(title: str, profile: StepsProfile) -> Table:
     return table
 
 
-def _profile_table(title: str) -> Table:
-    return Table(
-        title=Text(title),
-        title_justify="left",
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
 def _block_seconds(block: BlockProfile) -> float:
     return block.cpu_seconds if block.device_seconds is None else block.device_seconds
 
 
 def _operator_table(profile: StepsProfile) -> Table:
-    table = _profile_table("\nOperators by their own time")
+    table = new_table(Text("\nOperators by their own time"))
     table.add_column("Operator", overflow="fold")
     for name in ("Calls", "CPU", "Device"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in profile.operators[:_MOST_OPERATORS]:
-        device = UNKNOWN if one.self_device_seconds is None else seconds(one.self_device_seconds)
-        table.add_row(Text(one.name), str(one.calls), seconds(one.self_cpu_seconds), device)
+    for operator in profile.operators[:_MOST_OPERATORS]:
+        device = UNKNOWN if operator.self_device_seconds is None else seconds(operator.self_device_seconds)
+        table.add_row(Text(operator.name), str(operator.calls), seconds(operator.self_cpu_seconds), device)
     return table
 
 

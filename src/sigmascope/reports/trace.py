@@ -91,10 +91,10 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     events: list[Event] = []
     for number, (run, begun) in enumerate(zip(runs, beginnings, strict=True), start=1):
         clean = without_prompts(run, prompts)
-        told = run if prompts == "full" else without_words(run)
-        found = _run_events(told, number, (begun - first) * 1000)
+        readable = run if prompts == "full" else without_words(run)
+        run_events = _run_events(readable, number, (begun - first) * 1000)
         # The rest of an event is ours, whatever a prompt says.
-        events += (_readable({**event, "args": clean(event["args"])}) for event in found)
+        events += (_readable({**event, "args": clean(event["args"])}) for event in run_events)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -258,8 +258,8 @@ def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
-    found = [part for stage in run.stages for part in _slices_in(stage, None, offset_ns)]
-    return sorted(found, key=lambda part: (part.started_ns, -part.ended_ns))
+    slices = [part for stage in run.stages for part in _slices_in(stage, None, offset_ns)]
+    return sorted(slices, key=lambda part: (part.started_ns, -part.ended_ns))
 
 
 def _slices_in(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice]:
@@ -334,26 +334,26 @@ def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
         offset_ns: Where the trace's clock stands when the run begins.
     """
     of_each_rank = (PROCESS_COUNTER,) if run.host is not None else (PROCESS_COUNTER, SYSTEM_COUNTER)
-    found: list[Reading] = []
+    readings: list[Reading] = []
     for stage in run.stages:
         if not is_rank(stage):
-            found += _all_in((stage,), offset_ns)
+            readings += _all_in((stage,), offset_ns)
             continue
         for reading in (*_memory_counters(stage, offset_ns), *_all_in(stage.children, offset_ns)):
             own = f"{stage.name}: {reading.counter}" if reading.counter in of_each_rank else reading.counter
-            found.append(replace(reading, counter=own))
+            readings.append(replace(reading, counter=own))
     highest: dict[tuple[str, int], Reading] = {}
-    for reading in found:
+    for reading in readings:
         key = (reading.counter, reading.at_ns)
-        highest[key] = max(reading, highest.get(key, reading), key=lambda one: one.value)
+        highest[key] = max(reading, highest.get(key, reading), key=lambda reading: reading.value)
     return sorted(highest.values(), key=lambda reading: (reading.at_ns, reading.counter))
 
 
 def _all_in(outermost: Sequence[Stage], offset_ns: int) -> Iterator[Reading]:
     """All readings of one process, by its outermost stages."""
     for stage in outermost:
-        for one in stage.walk():
-            yield from _memory_counters(one, offset_ns)
+        for inner in stage.walk():
+            yield from _memory_counters(inner, offset_ns)
         yield from _curve_readings(stage, offset_ns)
         yield from _busy_readings(stage, offset_ns)
 
@@ -436,7 +436,11 @@ def stage_arguments(stage: Stage) -> dict[str, Any]:
     known = {
         "error": stage.error,
         **_memory_figures(stage),
-        **{f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent},
+        **{
+            f"{device.device}_busy_percent": device.busy_percent.mean
+            for device in devices
+            if device.busy_percent
+        },
         **{f"module.{name}": _module_text(facts) for name, facts in stage.modules.items()},
         **{f"tensor.{name}": _tensor_text(facts) for name, facts in stage.tensors.items()},
         **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
@@ -488,9 +492,9 @@ def _at(column: Sequence[Any], index: int) -> Any:
 
 def finding_arguments(finding: Finding) -> dict[str, Any]:
     """A finding's words and its evidence."""
-    told = {"severity": finding.severity, "message": finding.message, "what_to_do": finding.advice}
+    words = {"severity": finding.severity, "message": finding.message, "what_to_do": finding.advice}
     evidence = {f"evidence.{name}": value for name, value in finding.evidence.items()}
-    return {name: value for name, value in {**told, **evidence}.items() if value is not None}
+    return {name: value for name, value in {**words, **evidence}.items() if value is not None}
 
 
 def flat_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

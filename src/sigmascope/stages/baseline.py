@@ -1,22 +1,48 @@
-"""What every stage's baseline and analysis hold: a model's state, memory, a duration, and what was raised.
+"""What every stage's baseline and analysis hold: memory, time, peaks, what was raised, and models' states.
 
-A model's identity is its `id()`, which tells objects apart while they live. Nothing here keeps a model alive.
+A baseline keeps what its analysis needs in `references`, and no model and no tensor alive. An analysis begins with
+`measure`, and `Measurement.as_dict` gives the entries that all analyses have; a stage adds what is its own.
 """
 
 import math
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeVar, cast
 
 from torch import nn
 
+from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import exception_details, read_host
-from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot, PeakMemory, mib
-from sigmascope.stages.schema import GpuNow, MemoryNow, ModelStateDict
+from sigmascope.probes.reading import error_text, exception_details, lookup, read_host
+from sigmascope.records.facts import TensorFacts
+from sigmascope.records.memory import (
+    MIB,
+    AcceleratorMemory,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+    PeakMemoryDict,
+    mib,
+)
+from sigmascope.stages.schema import (
+    Check,
+    GpuNow,
+    MemoryNow,
+    ModelStateDict,
+    StageAnalysis,
+    StageBaseline,
+    StatisticsDict,
+    TensorDict,
+)
 
+NO_BASELINE: Final = "there is no baseline"
+NO_ACCELERATOR: Final = "no accelerator was found"
+NO_PEAKS: Final = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+TEXT_NOT_KEPT = "an error that was told in words, which are not kept"
+NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
 COMPARED = (
     "model_id",
     "class_type",
@@ -27,12 +53,228 @@ COMPARED = (
     "patches_uuid",
     "adapters",
 )
-TEXT_NOT_KEPT = "an error that was told in words, which are not kept"
-NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
+
+_BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
+_Dict = TypeVar("_Dict")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class References:
+    """What a baseline keeps for its analysis, beside what a stage adds. Models are referred to weakly."""
+
+    snapshot: MemorySnapshot
+    accelerator: Accelerator | None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…)"
+
+
+_References = TypeVar("_References", bound=References)
+
+
+def baseline_of(references: References) -> StageBaseline:
+    """The entries that all baselines have."""
+    return {"timestamp": time.time(), "memory": memory_now(references.snapshot), "references": references}
+
+
+def references_of(baseline: object, kind: type[_References]) -> _References | None:
+    """What a stage's baseline keeps; None for one of another stage, or one that was read from a file."""
+    references = lookup(baseline, "references")
+    return references if isinstance(references, kind) else None
+
+
+def plain_baseline(baseline: object) -> dict[str, Any] | None:
+    """The baseline without what it keeps for the analysis."""
+    if not isinstance(baseline, Mapping):
+        return None
+    entries = read_host(lambda: dict(baseline)).value or {}
+    return {name: value for name, value in entries.items() if name != "references"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What every analysis measures: memory now and against the baseline, time, peaks, and what was raised.
+
+    Attributes:
+        baseline: As the caller handed it over.
+        snapshot: Memory now.
+        impact: Memory before and now; None without a baseline.
+        seconds: What the stage took; None if that is not known.
+        why_no_time: Why it is not.
+        peak: The highest memory of the stage.
+        error: What it raised.
+    """
+
+    baseline: object
+    snapshot: MemorySnapshot
+    impact: MemoryImpact | None
+    seconds: float | None
+    why_no_time: str | None
+    peak: PeakMemory | PeakMemoryDict | None
+    error: BaseException | str | None
+
+    def as_dict(self, success: bool, problems: str = "", **unavailable: str) -> StageAnalysis:
+        """The entries that all analyses have.
+
+        Args:
+            success: Whether the stage did what it should.
+            problems: What is wrong with its results, which is the error where nothing was raised.
+            unavailable: Reasons of the stage's own.
+        """
+        error = self.error
+        return {
+            "success": success,
+            "error": problems or None if error is None else error_text(error),
+            "exception_details": exception_dict(error) if isinstance(error, BaseException) else None,
+            "elapsed_time": self.seconds,
+            "peak_memory": self.peak.as_dict() if isinstance(self.peak, PeakMemory) else self.peak,
+            "baseline": plain_baseline(self.baseline),
+            "current_memory": memory_now(self.snapshot),
+            "unavailable": {**self._reasons(), **unavailable},
+        }
+
+    def _reasons(self) -> dict[str, str]:
+        reasons = {} if self.impact is not None else {"memory_impact": NO_BASELINE}
+        if self.peak is None:
+            reasons["peak_memory"] = NO_PEAKS
+        if self.why_no_time is not None:
+            reasons["elapsed_time"] = self.why_no_time
+        return reasons
+
+
+def measure(
+    baseline: object,
+    elapsed_time: object,
+    peak_memory: PeakMemory | PeakMemoryDict | None,
+    error: BaseException | str | None,
+) -> Measurement:
+    """Read memory, before the analysis takes any itself, and check what the caller handed over.
+
+    Args:
+        baseline: What the stage's capture gave; None if there was none.
+        elapsed_time: Seconds.
+        peak_memory: The peak of the stage that watched.
+        error: What the stage raised.
+    """
+    references = references_of(baseline, References)
+    now = memory_snapshot(None if references is None else references.accelerator)
+    before = memory_before(baseline)
+    impact = None if before is None else MemoryImpact(before, now)
+    return Measurement(baseline, now, impact, *checked_seconds(elapsed_time), peak_memory, error)
+
+
+def memory_before(baseline: object) -> MemorySnapshot | None:
+    """Memory at the baseline, also of one that was read from a file."""
+    references = references_of(baseline, References)
+    if references is not None:
+        return references.snapshot
+    memory = lookup(baseline, "memory")
+    return snapshot_of(memory) if isinstance(memory, Mapping) else None
+
+
+def snapshot_of(memory: Mapping[str, Any]) -> MemorySnapshot:
+    """The snapshot that a `MemoryNow` was made of, as far as it tells."""
+    ram, gpus = memory.get("ram") or {}, memory.get("gpus") or {}
+    return MemorySnapshot(
+        nbytes_in(ram, "total"),
+        nbytes_in(ram, "used"),
+        nbytes_in(ram, "available"),
+        nbytes_in(memory, "process_rss"),
+        tuple(device_memory(name, gpu) for name, gpu in gpus.items()),
+    )
+
+
+def device_memory(name: str, figures: object) -> AcceleratorMemory:
+    """The memory of a device by figures that name their unit."""
+    return AcceleratorMemory(
+        name,
+        nbytes_in(figures, "allocated"),
+        nbytes_in(figures, "reserved"),
+        nbytes_in(figures, "total"),
+        nbytes_in(figures, "free"),
+        nbytes_in(figures, "driver_used"),
+    )
+
+
+def nbytes_in(figures: object, name: str) -> int | None:
+    """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
+    if not isinstance(figures, Mapping):
+        value = getattr(figures, name, getattr(figures, f"{name}_bytes", None))
+        return value if isinstance(value, int) else None
+    for suffix, unit in _BYTES_BY_SUFFIX.items():
+        value = figures.get(f"{name}{suffix}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return round(value * unit)
+    return None
+
+
+def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
+    """A duration, or None and what is wrong with it."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
+    if not math.isfinite(seconds) or seconds < 0:
+        return None, f"{seconds} s is no duration"
+    return float(seconds), None
+
+
+def exception_dict(error: BaseException) -> dict[str, str]:
+    """`exception_details` of an analysis: type, message and stack trace. Nothing of it stays alive."""
+    return asdict(exception_details(error)) | {"type": type(error).__qualname__}
+
+
+def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
+    """The share of the growth to the peak that was given back, or None and why it is not known.
+
+    Of the device in use where there is one, else of this process.
+
+    Args:
+        peak: A stage's `PeakMemory`.
+        impact: Memory before and after.
+    """
+    if impact is None or not isinstance(peak, PeakMemory):
+        return None, "it takes a baseline and the peak of a stage"
+    device = impact.current.device_in_use()
+    share = (
+        peak.rss_cleanup_effectiveness(impact)
+        if device is None
+        else peak.cleanup_effectiveness(impact, device)
+    )
+    return share, "memory did not grow" if share is None else None
+
+
+def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
+    """The snapshot in MiB and percentages; `gpu` is the device in use."""
+    in_use = snapshot.device_in_use()
+    return {
+        "ram": {
+            "used_mb": mib(snapshot.ram_used_bytes),
+            "available_mb": mib(snapshot.ram_available_bytes),
+            "total_mb": mib(snapshot.ram_total_bytes),
+            "percent_used": snapshot.ram_percent_used(),
+        },
+        "process_rss_mb": mib(snapshot.process_rss_bytes),
+        "gpu": _gpu_now(snapshot.accelerator(in_use or "")),
+        "gpus": {memory.device: _gpu_now(memory) for memory in snapshot.accelerators},
+        "unavailable": dict(snapshot.unavailable),
+    }
+
+
+def _gpu_now(memory: AcceleratorMemory) -> GpuNow:
+    return {
+        "allocated_mb": mib(memory.allocated_bytes),
+        "reserved_mb": mib(memory.reserved_bytes),
+        "total_mb": mib(memory.total_bytes),
+        "free_mb": mib(memory.free_bytes),
+        "driver_used_mb": mib(memory.driver_used_bytes),
+        "fragmentation": memory.fragmentation(),
+        "allocated_reserved_ratio": memory.allocated_ratio(),
+    }
 
 
 def model_state(model: object) -> ModelStateDict:
     """Identity, class, device, patches and adapters of a model or what wraps one. Never raises.
+
+    A model's identity is its `id()`, which tells objects apart while they live.
 
     Args:
         model: An `nn.Module`, ComfyUI's `ModelPatcher` or `CLIP`, a pipeline, or None.
@@ -43,20 +285,28 @@ def model_state(model: object) -> ModelStateDict:
     return _unknown_state(reading.reason or "unknown") if reading.value is None else reading.value
 
 
+def state_now(baseline: object, name: str, reference: Callable[[], Any] | None) -> ModelStateDict:
+    """A model's state now, with what changed since the baseline.
+
+    Args:
+        baseline: What the stage's capture gave.
+        name: Under which the baseline has the model's state.
+        reference: That to the model in what the baseline keeps.
+    """
+    if references_of(baseline, References) is None:
+        return _unknown_state(NO_BASELINE)
+    before: ModelStateDict = lookup(baseline, name)
+    model = None if reference is None else reference()
+    if model is None and before["model_id"] is not None:
+        return _unknown_state("the model is gone, or takes no weak reference")
+    state = model_state(model)
+    if model is not None:
+        state["changed"] = changes(before, state)
+    return state
+
+
 def _unknown_state(reason: str) -> ModelStateDict:
-    return {
-        "model_id": None,
-        "class_type": None,
-        "wrapper_class": None,
-        "device": None,
-        "dtype": None,
-        "parameters": None,
-        "patches_count": None,
-        "patches_uuid": None,
-        "adapters": [],
-        "changed": None,
-        "unavailable": dict.fromkeys(COMPARED, reason),
-    }
+    return unknown(ModelStateDict, reason, adapters=[])
 
 
 def _state_of(model: object) -> ModelStateDict:
@@ -100,12 +350,12 @@ def identity(model: object) -> int:
 
 def _adapters(model: object) -> list[str]:
     """Names of the PEFT adapters that act on the model, at whatever depth they were injected."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     modules = modules_in(model) if isinstance(model, nn.Module) else ()
     for module in modules:
         active = getattr(module, "active_adapters", None) if hasattr(module, "lora_A") else None
-        found |= dict.fromkeys(map(str, active)) if isinstance(active, list | tuple) else {}
-    return list(found)
+        names |= dict.fromkeys(map(str, active)) if isinstance(active, list | tuple) else {}
+    return list(names)
 
 
 def changes(before: ModelStateDict, after: ModelStateDict) -> list[str]:
@@ -134,64 +384,37 @@ def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any
     return None if None in models.values() else models
 
 
-def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
-    """The snapshot in MiB and percentages; `gpu` is the device in use."""
-    in_use = snapshot.device_in_use()
+def check_of(problems: Iterable[str], *, known: bool) -> Check:
+    """A check: passed if there is no problem, None if nothing is known that could be one."""
+    messages = list(dict.fromkeys(problems))
+    return {"passed": False if messages else True if known else None, "messages": messages}
+
+
+def tensor_dict(facts: TensorFacts) -> TensorDict:
+    """A tensor's facts as analyses hold them."""
     return {
-        "ram": {
-            "used_mb": mib(snapshot.ram_used_bytes),
-            "available_mb": mib(snapshot.ram_available_bytes),
-            "total_mb": mib(snapshot.ram_total_bytes),
-            "percent_used": snapshot.ram_percent_used(),
-        },
-        "process_rss_mb": mib(snapshot.process_rss_bytes),
-        "gpu": _gpu_now(snapshot.accelerator(in_use or "")),
-        "gpus": {memory.device: _gpu_now(memory) for memory in snapshot.accelerators},
-        "unavailable": dict(snapshot.unavailable),
+        "shape": list(facts.shape),
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "size_mb": facts.nbytes / MIB,
+        "num_elements": facts.num_elements,
+        "statistics": _statistics(facts),
+        "unavailable": dict(facts.unavailable),
     }
 
 
-def _gpu_now(memory: AcceleratorMemory) -> GpuNow:
+def _statistics(facts: TensorFacts) -> StatisticsDict:
     return {
-        "allocated_mb": mib(memory.allocated_bytes),
-        "reserved_mb": mib(memory.reserved_bytes),
-        "total_mb": mib(memory.total_bytes),
-        "free_mb": mib(memory.free_bytes),
-        "driver_used_mb": mib(memory.driver_used_bytes),
-        "fragmentation": memory.fragmentation(),
-        "allocated_reserved_ratio": memory.allocated_ratio(),
+        "min": facts.min,
+        "max": facts.max,
+        "mean": facts.mean,
+        "std": facts.std,
+        "nan_count": facts.nan_count,
+        "inf_count": facts.inf_count,
     }
 
 
-def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
-    """The share of the growth to the peak that was given back, or None and why it is not known.
-
-    Of the device in use where there is one, else of this process.
-
-    Args:
-        peak: A stage's `PeakMemory`.
-        impact: Memory before and after.
-    """
-    if impact is None or not isinstance(peak, PeakMemory):
-        return None, "it takes a baseline and the peak of a stage"
-    device = impact.current.device_in_use()
-    share = (
-        peak.rss_cleanup_effectiveness(impact)
-        if device is None
-        else peak.cleanup_effectiveness(impact, device)
-    )
-    return share, "memory did not grow" if share is None else None
-
-
-def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
-    """A duration, or None and what is wrong with it."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
-    if not math.isfinite(seconds) or seconds < 0:
-        return None, f"{seconds} s is no duration"
-    return float(seconds), None
-
-
-def exception_dict(error: BaseException) -> dict[str, str]:
-    """`exception_details` of an analysis: type, message and stack trace. Nothing of it stays alive."""
-    return asdict(exception_details(error)) | {"type": type(error).__qualname__}
+def unknown(kind: type[_Dict], reason: str, **known: object) -> _Dict:
+    """A dict of `schema` in which all is None for one reason, but for what is known."""
+    names = [name for name in kind.__annotations__ if name != "unavailable" and name not in known]
+    return cast(_Dict, {**dict.fromkeys(names), **known, "unavailable": dict.fromkeys(names, reason)})

@@ -21,12 +21,11 @@ from torch import Tensor
 from sigmascope.files import without_home
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
-from sigmascope.records.memory import MIB
+from sigmascope.stages.baseline import tensor_dict, unknown
 from sigmascope.stages.prompt_facts import as_text
 from sigmascope.stages.schema import ConditioningDict, EntryDict, TensorDict
 from sigmascope.stages.text_encoders import EncoderFacts, identify
 
-_TENSOR_FACTS = ("shape", "dtype", "device", "size_mb", "num_elements", "statistics")
 _MOST_LISTS = 8  # nested in each other around ComfyUI's pairs
 MAIN_NAMES = (
     "prompt_embeds",
@@ -77,7 +76,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Conditioning:
     """All entries, and in what they were: "tensor", "comfyui", "mapping", "sequence", "none" or a class."""
 
     structure: str
@@ -89,13 +88,13 @@ class Found:
         return next((entry for entry in self.entries if entry.tensor is not None), Entry(None))
 
 
-def read_conditioning(conditioning: object) -> tuple[Found, str | None]:
+def read_conditioning(conditioning: object) -> tuple[Conditioning, str | None]:
     """The tensors of a conditioning, or none and why it could not be read. Never raises."""
     reading = read_host(lambda: find_conditioning(conditioning))
-    return reading.value or Found(type(conditioning).__name__), reading.reason
+    return reading.value or Conditioning(type(conditioning).__name__), reading.reason
 
 
-def find_conditioning(conditioning: object) -> Found:
+def find_conditioning(conditioning: object) -> Conditioning:
     """The tensors of a conditioning, by entry. Nothing is copied or moved.
 
     Raises:
@@ -103,17 +102,17 @@ def find_conditioning(conditioning: object) -> Found:
     """
     conditioning = node_outputs(conditioning)
     if conditioning is None:
-        return Found("none")
+        return Conditioning("none")
     pairs = _comfyui_pairs(conditioning)
     if pairs is not None:
-        return Found("comfyui", tuple(_comfyui_entry(*pair) for pair in pairs))
+        return Conditioning("comfyui", tuple(_comfyui_entry(*pair) for pair in pairs))
     leaves = list(leaves_of(conditioning))
     structure = _structure(conditioning)
     if not leaves:
-        return Found(structure)
+        return Conditioning(structure)
     if structure == "sequence" and len(leaves) > 1 and _is_one_text_an_item(leaves, conditioning):
-        return Found(structure, tuple(Entry(leaf.tensor) for leaf in leaves))
-    return Found(structure, (entry_of(leaves, plain_values(conditioning)),))
+        return Conditioning(structure, tuple(Entry(leaf.tensor) for leaf in leaves))
+    return Conditioning(structure, (entry_of(leaves, plain_values(conditioning)),))
 
 
 def _comfyui_pairs(conditioning: object, depth: int = 0) -> list[tuple[Any, Mapping[Any, Any]]] | None:
@@ -244,27 +243,30 @@ def _tensor_of(leaf: Leaf | None) -> Tensor | None:
 
 
 def conditioning_facts(
-    found: Found, encoders: Sequence[EncoderFacts], statistics: bool | None, reason: str | None = None
+    conditioning: Conditioning,
+    encoders: Sequence[EncoderFacts],
+    statistics: bool | None,
+    reason: str | None = None,
 ) -> ConditioningDict:
     """Everything that is known of one conditioning.
 
     Args:
-        found: Its tensors.
+        conditioning: Its tensors.
         encoders: The live encoders that may have made it.
         statistics: As in `probes.tensor_facts`: None reads values of CPU tensors only.
         reason: Why it could not be read, if it could not.
     """
-    entries = [_entry_dict(entry, statistics) for entry in found.entries]
+    entries = [_entry_dict(entry, statistics) for entry in conditioning.entries]
     index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
     if index is None:
-        return _without_tensor(found, entries, reason)
+        return _without_tensor(conditioning, entries, reason)
     main, entry = entries[index]["tensor"], entries[index]
     assert main is not None
     shape = main["shape"]
     encoder = identify(shape, encoders)
     return {
         "status": "success",
-        "structure": found.structure,
+        "structure": conditioning.structure,
         "shape": shape,
         "dtype": main["dtype"],
         "device": main["device"],
@@ -278,7 +280,7 @@ def conditioning_facts(
         "attention_mask": entry["attention_mask"],
         "metadata": entry["metadata"],
         "entries": entries,
-        "total_size_mb": sum(tensor["size_mb"] for one in entries for tensor in tensors_of(one)),
+        "total_size_mb": sum(tensor["size_mb"] for facts in entries for tensor in tensors_of(facts)),
         "statistics": main["statistics"],
         "tensor_dump": None,
         "unavailable": dict(main["unavailable"]),
@@ -290,70 +292,42 @@ def _entry_dict(entry: Entry, statistics: bool | None) -> EntryDict:
         "tensor": _tensor_or_none(entry.tensor, statistics),
         "pooled": _tensor_or_none(entry.pooled, statistics),
         "attention_mask": _tensor_or_none(entry.attention_mask, statistics),
-        "others": {name: _tensor_dict(tensor, statistics) for name, tensor in entry.others.items()},
+        "others": {
+            name: tensor_dict(tensor_facts(tensor, statistics=statistics))
+            for name, tensor in entry.others.items()
+        },
         "metadata": dict(entry.metadata),
     }
 
 
 def _tensor_or_none(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
-    return None if tensor is None else _tensor_dict(tensor, statistics)
+    return None if tensor is None else tensor_dict(tensor_facts(tensor, statistics=statistics))
 
 
-def _tensor_dict(tensor: Tensor, statistics: bool | None) -> TensorDict:
-    facts = tensor_facts(tensor, statistics=statistics)
-    return {
-        "shape": list(facts.shape),
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": facts.nbytes / MIB,
-        "num_elements": facts.num_elements,
-        "statistics": {
-            "min": facts.min,
-            "max": facts.max,
-            "mean": facts.mean,
-            "std": facts.std,
-            "nan_count": facts.nan_count,
-            "inf_count": facts.inf_count,
-        },
-        "unavailable": dict(facts.unavailable),
-    }
-
-
-def _without_tensor(found: Found, entries: list[EntryDict], reason: str | None) -> ConditioningDict:
+def _without_tensor(
+    conditioning: Conditioning, entries: list[EntryDict], reason: str | None
+) -> ConditioningDict:
     if reason is not None:
         status, why = "failed", reason
-    elif found.structure == "none":
+    elif conditioning.structure == "none":
         status, why = "missing", "no conditioning was given"
     else:
-        status, why = "no_tensor", _why_none(found, entries)
-    names = ("clip_variant", "encoder_family", "encoder", "pooled", "attention_mask", "total_size_mb")
-    return {
-        "status": status,
-        "structure": found.structure,
-        "shape": None,
-        "dtype": None,
-        "device": None,
-        "size_mb": None,
-        "num_elements": None,
-        "sequence_length": None,
-        "clip_variant": None,
-        "encoder_family": None,
-        "encoder": None,
-        "pooled": None,
-        "attention_mask": None,
-        "metadata": {},
-        "entries": entries,
-        "total_size_mb": None,
-        "statistics": None,
-        "tensor_dump": None,
-        "unavailable": dict.fromkeys((*_TENSOR_FACTS, "sequence_length", *names), why),
-    }
+        status, why = "no_tensor", _why_none(conditioning, entries)
+    return unknown(
+        ConditioningDict,
+        why,
+        status=status,
+        structure=conditioning.structure,
+        metadata={},
+        entries=entries,
+        tensor_dump=None,
+    )
 
 
-def _why_none(found: Found, entries: list[EntryDict]) -> str:
+def _why_none(conditioning: Conditioning, entries: list[EntryDict]) -> str:
     others = [tensor for entry in entries for tensor in tensors_of(entry)]
     if not others:
-        return f"no tensor was found in it ({found.structure})"
+        return f"no tensor was found in it ({conditioning.structure})"
     shown = ", ".join(f"{tuple(tensor['shape'])} {tensor['dtype']}" for tensor in others[:3])
     return f"no embeddings were found in it, but {shown}{', …' if len(others) > 3 else ''}"
 
@@ -374,7 +348,7 @@ class DumpFolder(Protocol):
 
 
 def dump_conditioning(
-    dumps: DumpFolder, name: str, found: Found, facts: ConditioningDict, prompt: object
+    dumps: DumpFolder, name: str, conditioning: Conditioning, facts: ConditioningDict, prompt: object
 ) -> None:
     """Save one conditioning and note in its facts where, or why it was not saved."""
     if facts["status"] != "success":
@@ -383,12 +357,12 @@ def dump_conditioning(
     saved = read_host(
         lambda: dumps.save(
             name,
-            tensors_by_name(found),
+            tensors_by_name(conditioning),
             prompt=prompt if as_text(prompt) is not None else None,
             encoder=facts["encoder_family"],
             clip_variant=facts["clip_variant"],
-            structure=found.structure,
-            entries=[dict(entry.metadata) for entry in found.entries],
+            structure=conditioning.structure,
+            entries=[dict(entry.metadata) for entry in conditioning.entries],
         )
     )
     if saved.value is None:
@@ -397,10 +371,10 @@ def dump_conditioning(
         facts["tensor_dump"] = without_home(str(saved.value))
 
 
-def tensors_by_name(found: Found) -> dict[str, Tensor]:
+def tensors_by_name(conditioning: Conditioning) -> dict[str, Tensor]:
     """`embeddings`, `pooled`, `attention_mask` and `other.…`; a second entry's begin with `entry_2.`, and so on."""
     named: dict[str, Tensor] = {}
-    for number, entry in enumerate(found.entries, 1):
+    for number, entry in enumerate(conditioning.entries, 1):
         prefix = "" if number == 1 else f"entry_{number}."
         named |= {
             f"{prefix}{name}": tensor for name, tensor in _named_tensors(entry).items() if tensor is not None

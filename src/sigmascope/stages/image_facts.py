@@ -1,10 +1,8 @@
-"""The pictures or video that go into a VAE or come out of it, in whatever they are handed over.
+"""The pictures or video that go into a VAE or come out of it, in whatever they are handed over, and their axes.
 
 Known forms: a tensor or array, ComfyUI's images [frames, height, width, colours], a list of PIL images,
 arrays or tensors, a list of such lists, and a mapping that holds one of these. Nothing is copied or
-converted.
-
-`pictures_dict` and `vae_dict` give the facts as baselines and analyses hold them.
+converted. `pictures_dict` gives the facts as baselines and analyses hold them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +15,10 @@ from torch import Tensor
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.facts import TensorFacts
-from sigmascope.records.latents import SampleFacts, VaeFacts
+from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
-from sigmascope.stages.latent_layout import picture_layout, sizes_of, without_mask
-from sigmascope.stages.schema import PicturesDict, VaeDict
+from sigmascope.stages.baseline import unknown
+from sigmascope.stages.schema import PicturesDict
 
 NAMES = (
     "frames",
@@ -35,6 +33,15 @@ NAMES = (
     "reference_image",
 )
 """What the pictures are called in a mapping or a pipeline's output, best first."""
+COLOURS_AND_ALPHA = 4
+_COLOURS = (3, 1, COLOURS_AND_ALPHA)
+_SMALLEST_SIDE = 4
+_COLOURS_LAST: dict[int, Layout] = {3: "HWC", 4: "BHWC", 5: "BFHWC"}
+_COLOURS_BEFORE: dict[int, tuple[Layout, ...]] = {
+    3: ("CHW",),
+    4: ("BCHW", "CFHW"),
+    5: ("BCFHW", "BFCHW"),
+}
 _NOT_READ = "pictures in a list are not counted as one tensor"
 
 
@@ -111,11 +118,11 @@ def _read_list(items: Sequence[object], vae: VaeFacts | None, statistics: bool |
         empty = TensorFacts((0,), "unknown", "cpu", 0, 0)
         return Pictures(SampleFacts(empty, frames=0, batch=1, form="empty list"))
     read = [_read_item(item, vae, statistics) for item in items]
-    known = [one.facts for one in read if one.facts is not None]
+    known = [item.facts for item in read if item.facts is not None]
     if len(known) < len(read):
-        reasons = (one.reason for one in read if one.facts is None)
+        reasons = (item.reason for item in read if item.facts is None)
         return Pictures(None, reason=next(reasons, None))
-    sizes = tuple(dict.fromkeys(size for one in read for size in one.sizes))
+    sizes = tuple(dict.fromkeys(size for item in read for size in item.sizes))
     if len(known) == 1 and known[0].tensor.shape[3:]:
         return Pictures(replace(known[0], form=f"list of 1 {known[0].form}"), sizes)
     return Pictures(_together(known, is_nested=isinstance(items[0], list | tuple)), sizes)
@@ -151,7 +158,7 @@ def _is_picture(thing: object) -> bool:
 
 def _together(known: Sequence[SampleFacts], *, is_nested: bool) -> SampleFacts:
     """One sample of many: sizes are the first one's, bytes the sum, values those of all."""
-    first, tensors = known[0], [one.tensor for one in known]
+    first, tensors = known[0], [sample.tensor for sample in known]
     per_item = (first.frames if is_nested else first.frames or 1) or 0
     shape = (len(known), *first.tensor.shape)
     facts = TensorFacts(
@@ -187,17 +194,14 @@ def _fold(combine: Any, values: Sequence[Any]) -> Any:
 def _held_by_name(data: object) -> Any:
     """What a mapping or a pipeline's output holds under one of the names."""
     held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
-    return next((one for one in held if one is not None and not callable(one)), None)
+    return next((value for value in held if value is not None and not callable(value)), None)
 
 
 def pictures_dict(pictures: Pictures) -> PicturesDict:
     """The pictures' facts as an analysis holds them."""
     facts = pictures.facts
     if facts is None:
-        names = set(PicturesDict.__annotations__) - {"sizes", "unavailable"}
-        nothing: dict[str, Any] = dict.fromkeys(names)
-        reasons = dict.fromkeys(names, pictures.reason or "unknown")
-        return {**nothing, "sizes": [], "unavailable": reasons}  # type: ignore[typeddict-item]
+        return unknown(PicturesDict, pictures.reason or "unknown", sizes=[])
     tensor = facts.tensor
     return {
         "form": facts.form,
@@ -220,19 +224,89 @@ def pictures_dict(pictures: Pictures) -> PicturesDict:
     }
 
 
-def vae_dict(facts: VaeFacts) -> VaeDict:
-    """The VAE's facts as an analysis holds them."""
-    return {
-        "class_name": facts.class_name,
-        "latent_channels": facts.latent_channels,
-        "image_channels": facts.image_channels,
-        "spatial_factor": facts.spatial_factor,
-        "temporal_factor": facts.temporal_factor,
-        "first_frame_apart": facts.first_frame_apart,
-        "is_video": facts.is_video,
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": mib(facts.nbytes),
-        "source": facts.source,
-        "unavailable": dict(facts.unavailable),
-    }
+def picture_layout(
+    shape: Sequence[int], channels: int | None = None, *, is_video: bool = False
+) -> Layout | None:
+    """The layout of pictures or videos as pipelines and ComfyUI hand them over; None if no axis can be colours.
+
+    Args:
+        shape: Of 3 to 5 axes. The last wins where it and an earlier one could both be colours. A first axis of 1
+            is a batch, such as a mask's, and a grey picture's colour only to a VAE that takes such.
+        channels: What the VAE takes; otherwise 3, 1 or 4 are colours.
+        is_video: Whether the first of 4 axes counts frames and not separate pictures.
+    """
+    layout = _picture_layout(shape, channels)
+    return {"BCHW": "FCHW", "BHWC": "FHWC"}.get(layout or "", layout) if is_video else layout  # type: ignore[return-value]
+
+
+def _picture_layout(shape: Sequence[int], channels: int | None) -> Layout | None:
+    """Colours are on the last axis, wherever that may be; else where the likeliest number of them is."""
+    colours = tuple(dict.fromkeys((channels, *_COLOURS) if channels else _COLOURS))
+    if shape[-1:] and shape[-1] in colours and min(shape[-3:-1], default=0) > _SMALLEST_SIDE:
+        return _COLOURS_LAST.get(len(shape))
+    layouts = _COLOURS_BEFORE.get(len(shape), ())
+    fitting = (layout for count in colours for layout in layouts if shape[layout.index("C")] == count)
+    return next((layout for layout in fitting if layout[0] != "C" or shape[0] != 1 or channels == 1), None)
+
+
+def without_mask(items: Sequence[object]) -> Sequence[object]:
+    """The pictures of a list: ComfyUI's LoadImage gives (batch, height, width, colours) and a mask without colours."""
+    if len(items) != 2:
+        return items
+    picture, mask = (tuple(getattr(item, "shape", ())) for item in items)
+    beside = len(picture) == 4 and len(mask) == 3 and picture[0] == mask[0]
+    return items[:1] if beside and picture_layout(picture) == "BHWC" else items
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a tensor by what its axes are; None for an axis that it lacks."""
+
+    batch: int | None = None
+    frames: int | None = None
+    channels: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+def sizes_of(shape: Sequence[int], layout: Layout) -> Sizes:
+    """The sizes of a shape in a layout that names every axis of it.
+
+    Raises:
+        ValueError: The layout has another number of axes.
+    """
+    by_letter = dict(zip(layout, shape, strict=True))
+    return Sizes(*(by_letter.get(letter) for letter in "BFCHW"))
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames, height and width of the pictures, in pixels; None where it is unknown or makes no sense."""
+
+    length: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+    def or_else(self, other: "Video") -> "Video":
+        """The same with what is unknown taken from another."""
+        return Video(
+            other.length if self.length is None else self.length,
+            other.height if self.height is None else self.height,
+            other.width if self.width is None else self.width,
+        )
+
+
+def video_of(length: object, height: object, width: object) -> Video:
+    """The dimensions that a caller names, without those that are none."""
+    return Video(_size_or_none(length, least=0), _size_or_none(height), _size_or_none(width))
+
+
+def _size_or_none(size: object, least: int = 1) -> int | None:
+    if (
+        isinstance(size, bool)
+        or not isinstance(size, int | float)
+        or size != size
+        or abs(size) == float("inf")
+    ):
+        return None
+    return int(size) if size == int(size) and size >= least else None

@@ -18,16 +18,15 @@ None, with the reason in the `unavailable` beside it. The three whose names begi
 of the analysis.
 """
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import error_text, read_host
+from sigmascope.probes.reading import lookup, read_host
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
@@ -39,44 +38,44 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import (
     GpuPeak,
-    MemoryImpact,
     MemoryImpactDict,
     MemorySnapshot,
     PeakMemory,
     PeakMemoryDict,
     highest,
 )
-from sigmascope.records.run import Finding
 from sigmascope.stages.baseline import (
-    changes,
+    NO_BASELINE,
+    References,
+    baseline_of,
     checked_seconds,
-    exception_dict,
-    memory_now,
+    measure,
+    memory_before,
     model_state,
+    nbytes_in,
     reference_to,
+    references_of,
+    state_now,
 )
-from sigmascope.stages.image_facts import Pictures, pictures_dict, read_pictures, vae_dict
+from sigmascope.stages.image_facts import Pictures, Video, pictures_dict, read_pictures, video_of
 from sigmascope.stages.latent_facts import (
-    FoundLatent,
-    Judged,
-    counted,
+    LatentReading,
+    LatentSearch,
+    count_not_finite,
     find_latent,
-    judge,
     latent_analysis,
     no_latent,
+    read_latent,
     reference_frames,
     vace_analysis,
 )
-from sigmascope.stages.latent_layout import Video, video_of
 from sigmascope.stages.latent_performance import (
-    Used,
+    UsedStrategy,
     attempts_of,
-    figure_of,
     gpu_changes,
     memory_change,
     memory_efficiency,
     performance_analysis,
-    snapshot_of,
     strategy_dicts,
     used_strategy,
 )
@@ -87,17 +86,22 @@ from sigmascope.stages.latent_summary import (
     print_start,
     sections,
 )
-from sigmascope.stages.latent_validation import Parts, Seen, failures_of, findings_of, validation_of
+from sigmascope.stages.latent_validation import (
+    CodingFacts,
+    PicturesAndLatent,
+    failures_of,
+    findings_of,
+    validation_of,
+)
 from sigmascope.stages.schema import (
     LatentAnalysis,
     LatentBaseline,
     LatentEncodingAnalysis,
-    ModelStateDict,
     PerformanceAnalysis,
     PicturesDict,
 )
 from sigmascope.stages.summary import print_analysis
-from sigmascope.stages.vae_facts import inner_vae, vae_facts
+from sigmascope.stages.vae_facts import inner_vae, vae_dict, vae_facts
 
 __all__ = [
     "LatentAnalysis",
@@ -116,9 +120,7 @@ __all__ = [
     "print_latent_generation_start",
 ]
 
-NO_BASELINE = "there is no baseline"
-_VAE_FIELDS = tuple(field.name for field in fields(VaeFacts) if field.name != "nbytes")
-NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+_VAE_FIELDS = tuple(entry.name for entry in fields(VaeFacts) if entry.name != "nbytes")
 
 
 def capture_latent_generation_baseline(
@@ -138,7 +140,40 @@ def capture_latent_generation_baseline(
             CPU tensors; False none.
         accelerator: What to ask about devices; None finds out.
     """
-    return capture_pictures(vae_model, video_data, statistics, accelerator)
+    facts = vae_facts(vae_model)
+    pictures = pictures_dict(read_pictures(video_data, facts, statistics))
+    return _baseline(vae_model, facts, "encoding", accelerator, pictures=pictures)
+
+
+def _baseline(
+    vae: object,
+    facts: VaeFacts,
+    direction: Direction,
+    accelerator: Accelerator | None,
+    *,
+    pictures: PicturesDict | None = None,
+    latent: LatentAnalysis | None = None,
+    reading: LatentReading | None = None,
+) -> LatentBaseline:
+    inner = read_host(lambda: inner_vae(vae)).value or vae
+    state = model_state(inner)
+    references = LatentReferences(memory_snapshot(accelerator), accelerator, reference_to(inner), reading)
+    return {
+        **baseline_of(references),
+        "direction": direction,
+        "vae": vae_dict(facts),
+        "model_state": state,
+        "pictures": pictures,
+        "latent": latent,
+    }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LatentReferences(References):
+    """What a latent stage's baseline keeps: the VAE weakly, of a latent only facts."""
+
+    vae: Callable[[], Any] | None
+    latent: LatentReading | None
 
 
 def analyze_latent_generation_results(
@@ -180,23 +215,24 @@ def analyze_latent_generation_results(
         statistics: As for the baseline; NaN and Inf in the latent are counted whatever it says.
         may_wait: False leaves an accelerator's latent uncounted, for a caller in the middle of the host's work.
     """
-    video = video_of(video_length, video_height, video_width)
-    given = Given(
-        "encoding",
-        init_latent,
-        elapsed_time,
-        strategy_used,
-        immediate_gpu_changes,
-        video,
-        record,
-        tuple(attempts),
-        peak_memory,
-        error,
-        latent_layout,
-        statistics,
-        may_wait,
+    return _analysis(
+        baseline,
+        CodingResult(
+            "encoding",
+            init_latent,
+            elapsed_time,
+            strategy_used,
+            immediate_gpu_changes,
+            video_of(video_length, video_height, video_width),
+            record,
+            tuple(attempts),
+            peak_memory,
+            error,
+            latent_layout,
+            statistics,
+            may_wait,
+        ),
     )
-    return analyze(baseline, given)
 
 
 def print_latent_generation_analysis_summary(
@@ -258,8 +294,13 @@ def capture_latent_decoding_baseline(
             CPU tensors; False none.
         accelerator: What to ask about devices; None finds out.
     """
+    facts, search = vae_facts(vae_model), find_latent(latent)
+    if search.tensor is None:
+        return _baseline(vae_model, facts, "decoding", accelerator, latent=no_latent(search))
     video = video_of(video_length, video_height, video_width)
-    return capture_latent(vae_model, latent, video, latent_layout, statistics, accelerator)
+    reading = read_latent(search.tensor, facts, video, latent_layout, statistics)
+    analysis = latent_analysis(reading, search.structure, facts, video)
+    return _baseline(vae_model, facts, "decoding", accelerator, latent=analysis, reading=reading)
 
 
 def analyze_latent_decoding_results(
@@ -291,21 +332,21 @@ def analyze_latent_decoding_results(
         error: What the VAE raised, if it did.
         statistics: As for the baseline; NaN and Inf are known from `record` whatever it says.
     """
-    given = Given(
-        "decoding",
-        decoded,
-        elapsed_time,
-        strategy_used,
-        immediate_gpu_changes,
-        None,
-        record,
-        tuple(attempts),
-        peak_memory,
-        error,
-        None,
-        statistics,
+    return _analysis(
+        baseline,
+        CodingResult(
+            "decoding",
+            decoded,
+            elapsed_time,
+            strategy_used,
+            immediate_gpu_changes,
+            record=record,
+            attempts=tuple(attempts),
+            peak_memory=peak_memory,
+            error=error,
+            statistics=statistics,
+        ),
     )
-    return analyze(baseline, given)
 
 
 def print_latent_decoding_analysis_summary(
@@ -321,7 +362,7 @@ def print_latent_decoding_analysis_summary(
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CodingResult:
     """What a caller hands over beside the baseline; see `analyze_latent_generation_results`."""
 
     direction: Direction
@@ -329,7 +370,7 @@ class Given:
     elapsed_time: object = None
     strategy_used: object = None
     immediate_gpu_changes: object = None
-    video: Video | None = None
+    video: Video = field(default_factory=Video)
     record: EncodingRecord | None = None
     attempts: tuple[StrategyAttempt, ...] = ()
     peak_memory: PeakMemory | PeakMemoryDict | None = None
@@ -339,67 +380,74 @@ class Given:
     may_wait: bool = True
 
 
-def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingAnalysis:
+def _analysis(baseline: Mapping[str, Any] | None, result: CodingResult) -> LatentEncodingAnalysis:
     """The analysis of an encoding or a decoding."""
-    known = references_of(baseline)
-    snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
-    before = snapshot_before(baseline)
-    impact = None if before is None else MemoryImpact(before, snapshot)
-    elapsed, why_no_time = checked_seconds(_elapsed(given))
-    used = used_strategy(given.strategy_used, given.record, given.direction, given.attempts)
-    attempts = attempts_of(given.record, given.attempts, used, elapsed)
-    peak = _peak(given, attempts)
-    parts = _parts(baseline, given, impact, used, attempts, peak)
-    findings = findings_of(parts, () if given.record is None else given.record.findings)
-    failures = failures_of([*findings["output"], *(findings["strategies"] if parts.dummy else ())])
-    success = given.error is None and not failures
-    seen = parts.seen
+    elapsed = result.elapsed_time
+    if elapsed is None and result.record is not None:
+        elapsed = result.record.seconds
+    used = used_strategy(result.strategy_used, result.record, result.direction, result.attempts)
+    attempts = attempts_of(result.record, result.attempts, used, checked_seconds(elapsed)[0])
+    measured = measure(baseline, elapsed, _peak(result.peak_memory, attempts), result.error)
+    vae = _vae_before(baseline) or (None if result.record is None else result.record.vae)
+    media = (_encoded if result.direction == "encoding" else _decoded)(baseline, result, vae)
+    dummy = used.strategy == "dummy" or (result.record is not None and result.record.dummy)
+    if dummy and result.direction == "encoding" and media.latent["status"] == "success":
+        media.latent["status"] = "dummy"
+    known = references_of(baseline, LatentReferences)
+    facts = CodingFacts(
+        VAE_STAGES[result.direction],
+        result.direction,
+        media,
+        vae,
+        lookup(baseline, "model_state"),
+        state_now(baseline, "model_state", None if known is None else known.vae),
+        _failed_if_not_finite(attempts, media, result.direction) if result.record is None else attempts,
+        used,
+        memory_efficiency(measured.impact, measured.peak),
+        measured.impact,
+        dummy,
+    )
+    findings = findings_of(facts, () if result.record is None else result.record.findings)
+    failures = failures_of([*findings["output"], *(findings["strategies"] if dummy else ())])
+    success = result.error is None and not failures
     return {
+        **measured.as_dict(
+            success, " ".join(finding.message for finding in failures), **_why_no_strategy(used)
+        ),
         "encoding_success": success,
-        "success": success,
-        **_failure(given.error, failures),  # type: ignore[typeddict-item]
-        "direction": given.direction,
-        "elapsed_time": elapsed,
+        "direction": result.direction,
         "strategy_used": used.name,
         "strategy_number": used.number,
-        "strategies": strategy_dicts(parts.attempts, given.direction),
-        "dummy": parts.dummy,
-        "vae": vae_dict(parts.vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
-        "pictures": seen.pictures,
-        "latent_analysis": seen.latent,
-        "vace_conditioning": seen.vace,
+        "strategies": strategy_dicts(facts.attempts, result.direction),
+        "dummy": dummy,
+        "vae": vae_dict(vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
+        "pictures": media.pictures,
+        "latent_analysis": media.latent,
+        "vace_conditioning": media.vace,
         "performance_analysis": performance_analysis(
-            _elapsed(given),
+            elapsed,
             used.name,
-            seen.video,
-            colours=seen.pictures["channels"],
-            input_mb=seen.pictures["size_mb"],
+            media.video,
+            colours=media.pictures["channels"],
+            input_mb=media.pictures["size_mb"],
         ),
-        "memory_impact": None if impact is None else impact.as_dict(),
-        "immediate_gpu_changes": gpu_changes(given.immediate_gpu_changes, impact),
-        "efficiency": parts.efficiency,
-        "peak_memory": peak.as_dict() if isinstance(peak, PeakMemory) else peak,
-        "model_state": {"vae": parts.vae_now},
-        "baseline": _plain_baseline(baseline),
-        "current_memory": memory_now(snapshot),
-        "validation": validation_of(parts, findings),
-        "findings": [asdict(finding) for part in findings.values() for finding in part],
-        "unavailable": _unavailable(impact, peak, why_no_time, used),
+        "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
+        "immediate_gpu_changes": gpu_changes(result.immediate_gpu_changes, measured.impact),
+        "efficiency": facts.efficiency,
+        "model_state": {"vae": facts.vae_now},
+        "validation": validation_of(facts, findings),
+        "findings": [asdict(finding) for of_subject in findings.values() for finding in of_subject],
     }
 
 
-def _elapsed(given: Given) -> object:
-    if given.elapsed_time is not None or given.record is None:
-        return given.elapsed_time
-    return given.record.seconds
-
-
-def _peak(given: Given, attempts: tuple[StrategyAttempt, ...]) -> PeakMemory | PeakMemoryDict | None:
+def _peak(
+    peak: PeakMemory | PeakMemoryDict | None, attempts: tuple[StrategyAttempt, ...]
+) -> PeakMemory | PeakMemoryDict | None:
     """The stage's peak; without one the highest of its attempts, one after the other."""
-    if isinstance(given.peak_memory, Mapping):
-        return with_true_reserved(given.peak_memory)
-    if given.peak_memory is not None:
-        return given.peak_memory
+    if isinstance(peak, Mapping):
+        return _with_true_reserved(peak)
+    if peak is not None:
+        return peak
     began, peaks = 0.0, []
     for attempt in attempts:
         if attempt.peak is not None:
@@ -408,44 +456,39 @@ def _peak(given: Given, attempts: tuple[StrategyAttempt, ...]) -> PeakMemory | P
     return highest(peaks) if peaks else None
 
 
-def _parts(
-    baseline: Mapping[str, Any] | None,
-    given: Given,
-    impact: MemoryImpact | None,
-    used: Used,
-    attempts: tuple[StrategyAttempt, ...],
-    peak: PeakMemory | PeakMemoryDict | None,
-) -> Parts:
-    """What findings are drawn from; a stand-in's latent gets its own status."""
-    vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
-    seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
-    if given.record is None:
-        attempts = _failed_if_not_finite(attempts, seen, given.direction)
-    dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
-    if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
-        seen.latent["status"] = "dummy"
-    return Parts(
-        VAE_STAGES[given.direction],
-        given.direction,
-        seen,
-        vae,
-        None if baseline is None else baseline.get("model_state"),
-        state_now(baseline, references_of(baseline)),
-        attempts,
-        used,
-        memory_efficiency(impact, peak),
-        impact,
-        dummy,
-    )
+def _with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
+    """The peaks with no reserved one below the allocated one, which was read at another moment."""
+    gpus = {device: _true_reserved(gpu) for device, gpu in peak.get("gpus", {}).items()}
+    return {**peak, "gpu": _true_reserved(peak["gpu"]), "gpus": gpus}
+
+
+def _true_reserved(gpu: GpuPeak) -> GpuPeak:
+    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
+    if allocated is None or reserved is None or reserved >= allocated:
+        return gpu
+    return {
+        **gpu,
+        "peak_reserved_mb": allocated,
+        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
+    }
+
+
+def _vae_before(baseline: object) -> VaeFacts | None:
+    """The facts of the VAE that a baseline holds."""
+    held = lookup(baseline, "vae")
+    if not isinstance(held, Mapping):
+        return None
+    nbytes = nbytes_in(held, "size")
+    return VaeFacts(**{name: held[name] for name in _VAE_FIELDS if name in held}, nbytes=nbytes)
 
 
 def _failed_if_not_finite(
-    attempts: tuple[StrategyAttempt, ...], seen: Seen, direction: Direction
+    attempts: tuple[StrategyAttempt, ...], media: PicturesAndLatent, direction: Direction
 ) -> tuple[StrategyAttempt, ...]:
     """Where only the caller or a monitor says that an attempt succeeded, what came out may say otherwise."""
-    facts: Mapping[str, Any] = seen.pictures
+    facts: Mapping[str, Any] = media.pictures
     if direction == "encoding":
-        facts = seen.latent["statistics"] or {}
+        facts = media.latent["statistics"] or {}
     counts = {"NaN": facts.get("nan_count"), "Inf": facts.get("inf_count")}
     words = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     if not words or not attempts or attempts[-1].outcome != "succeeded":
@@ -456,71 +499,53 @@ def _failed_if_not_finite(
     return (*attempts[:-1], last)
 
 
-def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict[str, object]:
-    if error is None:
-        problems = " ".join(finding.message for finding in failures)
-        return {"error": problems or None, "exception_details": None}
-    details = exception_dict(error) if isinstance(error, BaseException) else None
-    return {"error": error_text(error), "exception_details": details}
-
-
-def _plain_baseline(baseline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if baseline is None:
-        return None
-    return {name: value for name, value in baseline.items() if name != "references"}
-
-
-def _unavailable(
-    impact: MemoryImpact | None, peak: object, why_no_time: str | None, used: Used
-) -> dict[str, str]:
-    reasons = {} if impact is not None else {"memory_impact": NO_BASELINE}
-    if peak is None:
-        reasons["peak_memory"] = NO_PEAKS
-    if why_no_time is not None:
-        reasons["elapsed_time"] = why_no_time
+def _why_no_strategy(used: UsedStrategy) -> dict[str, str]:
     if used.name is None:
-        reasons["strategy_used"] = "no strategy was named"
-    if used.number is None:
-        reasons["strategy_number"] = "it is none of the four" if used.name else "no strategy was named"
-    return reasons
+        return dict.fromkeys(("strategy_used", "strategy_number"), "no strategy was named")
+    return {"strategy_number": "it is none of the four"} if used.number is None else {}
 
 
-def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+def _encoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
     """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
-    pictures = None if baseline is None else baseline.get("pictures")
+    pictures: PicturesDict | None = lookup(baseline, "pictures")
     if pictures is None:
         pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
-    video = (given.video or Video()).or_else(_video_of_pictures(pictures))
-    found = find_latent(given.output)
-    vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
+    video = result.video.or_else(_video_of_pictures(pictures))
+    search = find_latent(result.output)
+    vace = vace_analysis(result.output, result.statistics)
+    latent = _latent(search, result, vae, video)
     frames, added = latent["frames"], reference_frames(latent, vace)
     if frames is not None and video.length is not None and 0 < added < frames:
         latent["temporal_compression"] = video.length / (frames - added)
-    return Seen(pictures, latent, video, vace)
+    return PicturesAndLatent(pictures, latent, video, vace)
 
 
 def _video_of_pictures(pictures: PicturesDict) -> Video:
     return video_of(pictures["length"], pictures["height"], pictures["width"])
 
 
-def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
-    if found.tensor is None:
-        return no_latent(found)
-    judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
-    if given.may_wait or found.tensor.device.type == "cpu":
-        judged = counted(judged, found.tensor)
-    return latent_analysis(judged, found.structure, vae, video)
+def _latent(search: LatentSearch, result: CodingResult, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
+    if search.tensor is None:
+        return no_latent(search)
+    reading = read_latent(search.tensor, vae, video, result.latent_layout, result.statistics)
+    if result.may_wait or search.tensor.device.type == "cpu":
+        reading = count_not_finite(reading, search.tensor)
+    return latent_analysis(reading, search.structure, vae, video)
 
 
-def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+def _decoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
     """The latent from the baseline, pictures from the output."""
-    pictures = _with_counts(pictures_dict(read_pictures(given.output, vae, given.statistics)), given.record)
-    video = (given.video or Video()).or_else(_video_of_pictures(pictures))
-    known = references_of(baseline)
-    latent = None if baseline is None else baseline.get("latent")
+    pictures = _with_counts(
+        pictures_dict(read_pictures(result.output, vae, result.statistics)), result.record
+    )
+    video = result.video.or_else(_video_of_pictures(pictures))
+    known = references_of(baseline, LatentReferences)
+    latent: LatentAnalysis | None = lookup(baseline, "latent")
     if known is not None and known.latent is not None and latent is not None:
         latent = latent_analysis(known.latent, latent["structure"], vae, video)
-    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
+    return PicturesAndLatent(
+        pictures, latent or no_latent(LatentSearch(None, "none", NO_BASELINE)), video, {}
+    )
 
 
 def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> PicturesDict:
@@ -532,121 +557,6 @@ def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> Pictu
     known = {name: count for name, count in counts.items() if count is not None}
     reasons = {name: why for name, why in pictures["unavailable"].items() if name not in known}
     return {**pictures, **known, "unavailable": reasons}  # type: ignore[typeddict-item]
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a baseline keeps for the analysis: the VAE weakly, of tensors only facts."""
-
-    snapshot: MemorySnapshot
-    vae: Any
-    accelerator: Accelerator | None
-    latent: Judged | None = None
-
-    def __repr__(self) -> str:
-        return "References(…)"
-
-
-def state_now(baseline: Mapping[str, Any] | None, known: References | None) -> ModelStateDict:
-    """The VAE's state now, with what changed since the baseline."""
-    live = None if known is None or known.vae is None else known.vae()
-    state = model_state(live)
-    before = None if baseline is None else baseline.get("model_state")
-    if live is None and isinstance(before, Mapping) and before.get("class_type"):
-        state["unavailable"] = dict.fromkeys(state["unavailable"], "the VAE is gone")
-    if live is not None and isinstance(before, Mapping):
-        state["changed"] = changes(before, state)  # type: ignore[arg-type]
-    return state
-
-
-def snapshot_before(baseline: Mapping[str, Any] | None) -> MemorySnapshot | None:
-    """Memory before, also from a baseline that was read from a file."""
-    known = references_of(baseline)
-    if known is not None:
-        return known.snapshot
-    memory = None if baseline is None else baseline.get("memory")
-    return snapshot_of(memory) if isinstance(memory, Mapping) else None
-
-
-def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
-    """The facts of the VAE that a baseline holds."""
-    told = None if baseline is None else baseline.get("vae")
-    if not isinstance(told, Mapping):
-        return None
-    nbytes = figure_of(told, "size")
-    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told}, nbytes=nbytes)
-
-
-def with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
-    """The peaks with no reserved one below the allocated one, which was read at another moment."""
-    gpus = {device: _with_true_reserved(gpu) for device, gpu in peak.get("gpus", {}).items()}
-    return {**peak, "gpu": _with_true_reserved(peak["gpu"]), "gpus": gpus}
-
-
-def _with_true_reserved(gpu: GpuPeak) -> GpuPeak:
-    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
-    if allocated is None or reserved is None or reserved >= allocated:
-        return gpu
-    return {
-        **gpu,
-        "peak_reserved_mb": allocated,
-        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
-    }
-
-
-def capture_pictures(
-    vae: object, pictures: object, statistics: bool | None, accelerator: Accelerator | None
-) -> LatentBaseline:
-    """The baseline that `capture_latent_generation_baseline` gives. Never raises."""
-    facts = vae_facts(vae)
-    read = pictures_dict(read_pictures(pictures, facts, statistics))
-    return _baseline(vae, facts, "encoding", accelerator, pictures=read)
-
-
-def _baseline(
-    vae: object,
-    facts: VaeFacts,
-    direction: Direction,
-    accelerator: Accelerator | None,
-    *,
-    pictures: PicturesDict | None = None,
-    latent: LatentAnalysis | None = None,
-    judged: Judged | None = None,
-) -> LatentBaseline:
-    inner = read_host(lambda: inner_vae(vae)).value or vae
-    state = model_state(inner)
-    snapshot = memory_snapshot(accelerator)
-    return {
-        "timestamp": time.time(),
-        "direction": direction,
-        "memory": memory_now(snapshot),
-        "vae": vae_dict(facts),
-        "model_state": state,
-        "pictures": pictures,
-        "latent": latent,
-        "references": References(snapshot, reference_to(inner), accelerator, judged),
-    }
-
-
-def capture_latent(
-    vae: object,
-    latent: object,
-    video: Video,
-    layout: Layout | None,
-    statistics: bool | None,
-    accelerator: Accelerator | None,
-) -> LatentBaseline:
-    """The baseline that `capture_latent_decoding_baseline` gives. Never raises."""
-    facts, found = vae_facts(vae), find_latent(latent)
-    judged = None if found.tensor is None else judge(found.tensor, facts, video, layout, statistics)
-    analysis = no_latent(found) if judged is None else latent_analysis(judged, found.structure, facts, video)
-    return _baseline(vae, facts, "decoding", accelerator, latent=analysis, judged=judged)
-
-
-def references_of(baseline: Mapping[str, Any] | None) -> References | None:
-    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = None if baseline is None else baseline.get("references")
-    return references if isinstance(references, References) else None
 
 
 def _analyze_latent_output(
@@ -670,11 +580,11 @@ def _analyze_latent_output(
         latent_layout: Such as "BFCHW".
         statistics: Whether to read the values.
     """
-    found, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
-    if found.tensor is None:
-        return no_latent(found)
-    judged = judge(found.tensor, vae, video, latent_layout, statistics)
-    return latent_analysis(counted(judged, found.tensor), found.structure, vae, video)
+    search, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
+    if search.tensor is None:
+        return no_latent(search)
+    reading = read_latent(search.tensor, vae, video, latent_layout, statistics)
+    return latent_analysis(count_not_finite(reading, search.tensor), search.structure, vae, video)
 
 
 def _analyze_vae_encoding_performance(
@@ -708,6 +618,6 @@ def _calculate_latent_generation_memory_change(
             `virtual_memory()`; None: read now.
         current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
     """
-    known = references_of(baseline)
+    known = references_of(baseline, LatentReferences)
     now = memory_snapshot(None if known is None else known.accelerator)
-    return memory_change(snapshot_before(baseline) or MemorySnapshot(), current_ram, current_gpu, now)
+    return memory_change(memory_before(baseline) or MemorySnapshot(), current_ram, current_gpu, now)

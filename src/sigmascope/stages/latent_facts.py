@@ -1,7 +1,10 @@
-"""What a latent is and how far it is compressed, and what WAN-VACE's conditioning holds beside it.
+"""What a latent is, which of its axes is what, how far it is compressed, and what WAN-VACE's conditioning adds.
 
 Known forms of a latent: a tensor or array; ComfyUI's `{"samples": tensor}`, alone or in a node's outputs;
 diffusers' outputs with `latent_dist`, `latents`, `latent` or `sample`; any mapping or sequence of these.
+
+Its axes are told by the VAE's channels. Some transformers take latents as a list of patches: FLUX, FLUX.2 and
+Qwen-Image make one token of 2x2 latent pixels, LTX of one: (batch, tokens, channels·p²).
 
 WAN-VACE's conditioning holds the content that its latent does not. ComfyUI's WanVaceToVideo gives a latent
 (batch, 16, frames, h, w) of zeros, and in both conditionings `vace_frames` (1, 32, frames, h, w): what to
@@ -9,7 +12,8 @@ change and what to keep, 16 channels each, and `vace_mask` (1, 64, frames, h, w)
 latent pixel. A reference picture is one latent frame more at the beginning (`trim_latent`).
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,24 +24,14 @@ from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
-from sigmascope.records.memory import MIB
 from sigmascope.records.run import Finding
-from sigmascope.stages.latent_layout import (
-    Axes,
-    Sizes,
-    Unpacked,
-    Video,
-    expected_latent,
-    latent_layout,
-    sizes_of,
-    unpacked,
-)
-from sigmascope.stages.schema import LatentAnalysis, StatisticsDict
+from sigmascope.stages.baseline import tensor_dict, unknown
+from sigmascope.stages.image_facts import Sizes, Video, sizes_of
+from sigmascope.stages.schema import LatentAnalysis
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
 UNKNOWN_TYPE = "Unknown Latent"
 _NO_FACTOR = "the VAE's factor is unknown"
-_TENSOR_KEYS = ("latent_type", "shape", "dtype", "device", "size_mb", "num_elements", "statistics")
 _AXES_KEYS = ("batch_size", "frames", "channels", "height", "width", "latent_layout", "layout_evidence")
 _COMPRESSION_KEYS = (
     "spatial_compression",
@@ -45,118 +39,21 @@ _COMPRESSION_KEYS = (
     "nominal_spatial_compression",
     "nominal_temporal_compression",
 )
-_SHAPE_KEYS = ("unpacked_shape", "expected_shape")
 Part = tuple[dict[str, Any], dict[str, str]]
 _LATENT_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
 _VACE_NAMES = ("vace_frames", "vace_mask")
+_CANDIDATES: dict[int, tuple[Layout, ...]] = {
+    5: ("BCFHW", "BFCHW"),
+    4: ("BCHW", "CFHW", "BHWC"),
+    3: ("CHW",),
+}
+"""The first is what VAEs give; a 3-D latent that is packed is known before this is asked."""
+_PATCHES = (1, 2)  # latent pixels along a side of a token
+_USUAL_PATCH = 2
 _HALVES = 2  # of `vace_frames`: what to change, and what to keep
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A latent's tensor facts with the axes that they were read by."""
-
-    tensor: TensorFacts
-    axes: Axes | None
-    sizes: Sizes
-    unpacked: Unpacked | None = None
-
-    def sample(self, form: str) -> SampleFacts:
-        """The same as a record keeps it."""
-        sizes = self.sizes
-        layout = None if self.axes is None else self.axes.layout
-        return SampleFacts(
-            self.tensor, layout, sizes.batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form
-        )
-
-
-def latent_analysis(judged: Judged, structure: str, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
-    """Everything that is known of one latent.
-
-    Args:
-        judged: The latent and its axes.
-        structure: In what it was.
-        vae: What made it.
-        video: What it was made of.
-    """
-    parts = (
-        _tensor_part(judged),
-        _axes_part(judged),
-        _compression_part(judged.sizes, vae, video),
-        _shapes_part(judged, vae, video),
-    )
-    values: dict[str, Any] = {name: value for part, _ in parts for name, value in part.items()}
-    unavailable = {name: reason for _, reasons in parts for name, reason in reasons.items()}
-    status = "not_finite" if judged.tensor.nan_count or judged.tensor.inf_count else "success"
-    return {"status": status, "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
-
-
-def _tensor_part(judged: Judged) -> Part:
-    facts = judged.tensor
-    rank = len(facts.shape if judged.unpacked is None else judged.unpacked.shape)
-    values = {
-        "latent_type": _TYPES.get(rank, UNKNOWN_TYPE),
-        "shape": list(facts.shape),
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": facts.nbytes / MIB,
-        "num_elements": facts.num_elements,
-        "statistics": statistics_of(facts),
-    }
-    return values, dict(facts.unavailable)
-
-
-def _axes_part(judged: Judged) -> Part:
-    sizes, axes = judged.sizes, judged.axes
-    values = {
-        "batch_size": sizes.batch,
-        "frames": sizes.frames,
-        "channels": sizes.channels,
-        "height": sizes.height,
-        "width": sizes.width,
-        "latent_layout": None if axes is None else axes.layout,
-        "layout_evidence": None if axes is None else axes.evidence,
-    }
-    rank = len(judged.tensor.shape)
-    if axes is None:
-        return values, dict.fromkeys(_AXES_KEYS, f"no layout is known for a latent of {rank} axes")
-    missing = (name for name in _AXES_KEYS if values[name] is None)
-    return values, dict.fromkeys(missing, f"{axes.layout} has none")
-
-
-def _compression_part(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
-    spatial, temporal = spatial_compression(video, sizes), temporal_compression(video, sizes)
-    factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
-    values = {
-        "spatial_compression": spatial,
-        "temporal_compression": temporal,
-        "nominal_spatial_compression": None if factor is None else float(factor**2),
-        "nominal_temporal_compression": None if time is None else float(time),
-    }
-    reasons = dict(zip(_COMPRESSION_KEYS, (*_why_no_compression(video), _NO_FACTOR, _NO_FACTOR), strict=True))
-    return values, {name: reasons[name] for name, value in values.items() if value is None}
-
-
-def _why_no_compression(video: Video) -> tuple[str, str]:
-    sides = video.height is not None and video.width is not None
-    return (
-        "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
-        "the latent has no frames" if video.length is not None else "the number of frames is unknown",
-    )
-
-
-def _shapes_part(judged: Judged, vae: VaeFacts | None, video: Video) -> Part:
-    expected = expected_latent(vae, video).shape
-    values = {
-        "unpacked_shape": None if judged.unpacked is None else list(judged.unpacked.shape),
-        "expected_shape": expected,
-    }
-    unknown = "it takes the VAE's channels and factor, and the size of the pictures"
-    reasons = {"unpacked_shape": "it is not packed", "expected_shape": unknown}
-    return values, {name: reasons[name] for name, value in values.items() if value is None}
-
-
-class FoundLatent(NamedTuple):
+class LatentSearch(NamedTuple):
     """The tensor and in what it was. `reason` says why there is none; `raised`: its own code failed."""
 
     tensor: Tensor | None
@@ -165,26 +62,17 @@ class FoundLatent(NamedTuple):
     raised: bool = False
 
 
-def no_latent(found: FoundLatent) -> LatentAnalysis:
-    """The analysis of a latent that is not there."""
-    status = "missing" if found.structure == "none" else "failed" if found.raised else "no_tensor"
-    names = (*_TENSOR_KEYS, *_AXES_KEYS, *_COMPRESSION_KEYS, *_SHAPE_KEYS)
-    reasons = dict.fromkeys(names, found.reason or "there is no latent")
-    empty: dict[str, Any] = dict.fromkeys(names)
-    return {"status": status, "structure": found.structure, **empty, "unavailable": reasons}  # type: ignore[typeddict-item]
-
-
-def find_latent(output: object) -> FoundLatent:
+def find_latent(output: object) -> LatentSearch:
     """The latent in an output. Nothing is computed: of a distribution its mean is taken. Never raises."""
     output = node_outputs(output)
     if output is None:
-        return FoundLatent(None, "none", "no latent was given")
+        return LatentSearch(None, "none", "no latent was given")
     structure = _structure(output)
-    reading = read_host(lambda: _find_in(output))
-    if reading.reason is not None:
-        return FoundLatent(None, structure, reading.reason, raised=True)
+    attempt = read_host(lambda: _find_in(output))
+    if attempt.reason is not None:
+        return LatentSearch(None, structure, attempt.reason, raised=True)
     reason = f"no tensor was found in it ({structure})"
-    return FoundLatent(reading.value, structure, reason if reading.value is None else None)
+    return LatentSearch(attempt.value, structure, reason if attempt.value is None else None)
 
 
 def _structure(output: object) -> str:
@@ -217,7 +105,7 @@ def _held_by_name(output: Any) -> Any:
     if callable(getattr(distribution, "mode", None)):
         return getattr(distribution, "mean", None)
     held = (_value(output, name) for name in _LATENT_NAMES)
-    return next((one for one in held if one is not None and not callable(one)), None)
+    return next((value for value in held if value is not None and not callable(value)), None)
 
 
 def _value(output: Any, name: str) -> Any:
@@ -234,13 +122,56 @@ def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | No
         known = [tensor for tensor in tensors if tensor is not None]
         if len({tensor.shape for tensor in known}) == 1 and known[0].ndim == 3:
             return torch.stack(known)
-    found = (_find_in(item, depth + 1) for item in output)
-    return next((tensor for tensor in found if tensor is not None), None)
+    latents = (_find_in(item, depth + 1) for item in output)
+    return next((tensor for tensor in latents if tensor is not None), None)
 
 
-def judge(
+class Axes(NamedTuple):
+    """A layout, and what it was told by."""
+
+    layout: Layout
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """The latent that tokens stand for. `frames` is None for pictures; `patch` is latent pixels along a side."""
+
+    batch: int
+    channels: int
+    frames: int | None
+    height: int
+    width: int
+    patch: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, channels, height, width), with frames after the channels if there are some."""
+        frames = () if self.frames is None else (self.frames,)
+        return (self.batch, self.channels, *frames, self.height, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentReading:
+    """A latent's tensor facts with the axes that they were read by."""
+
+    tensor: TensorFacts
+    axes: Axes | None
+    sizes: Sizes
+    unpacked: Unpacked | None = None
+
+    def sample(self, form: str) -> SampleFacts:
+        """The same as a record keeps it."""
+        sizes = self.sizes
+        layout = None if self.axes is None else self.axes.layout
+        return SampleFacts(
+            self.tensor, layout, sizes.batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form
+        )
+
+
+def read_latent(
     latent: Tensor, vae: VaeFacts | None, video: Video, layout: Layout | None, statistics: bool | None
-) -> Judged:
+) -> LatentReading:
     """Read a latent: which axes it has, unpacked where it is packed.
 
     Args:
@@ -256,22 +187,138 @@ def judge(
         if whole is not None:
             sizes = Sizes(whole.batch, whole.frames, whole.channels, whole.height, whole.width)
             words = f"{facts.shape[1]} tokens of {whole.patch}x{whole.patch} latent pixels"
-            return Judged(facts, Axes("packed", words), sizes, whole)
+            return LatentReading(facts, Axes("packed", words), sizes, whole)
     channels = None if vae is None else vae.latent_channels
     axes = latent_layout(facts.shape, channels, expected_latent(vae, video).frames, layout)
-    return Judged(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
+    return LatentReading(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
 
 
-def counted(judged: Judged, latent: Tensor) -> Judged:
-    """With NaN and Inf counted in any case, which waits for the latent's device: it is small.
+def latent_layout(
+    shape: Sequence[int], channels: int | None, frames: int | None, given: Layout | None = None
+) -> Axes | None:
+    """The layout of a latent; None for a rank that no layout has.
 
     Args:
-        judged: Whose other values may have been left alone.
-        latent: What was judged.
+        shape: Of 3 to 5 axes.
+        channels: The VAE's latent channels, the best evidence.
+        frames: How many latent frames are expected, the next best.
+        given: What the caller says, which is not questioned unless it cannot be.
     """
-    facts = judged.tensor
+    if given is not None and len(given) == len(shape) and given != "packed":
+        return Axes(given, "the caller")
+    candidates = _CANDIDATES.get(len(shape))
+    if candidates is None:
+        return None
+    by_channels = _only_layout(candidates, shape, "C", channels)
+    if by_channels is not None:
+        return Axes(by_channels, f"the VAE's {channels} latent channels")
+    by_frames = _only_layout(candidates, shape, "F", frames)
+    if by_frames is not None:
+        return Axes(by_frames, f"{frames} latent frames, as many as expected")
+    either = channels is not None and shape[candidates[0].index("C")] == channels
+    usual = "the VAE's latent channels fit it" if either else "the usual one: nothing tells its axes apart"
+    return Axes(candidates[0], usual)
+
+
+def _only_layout(
+    candidates: Iterable[Layout], shape: Sequence[int], axis: str, size: int | None
+) -> Layout | None:
+    """The one layout that has `size` on an axis; of several the first where they agree with it equally is none."""
+    fitting = [layout for layout in candidates if axis in layout and size == shape[layout.index(axis)]]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def unpacked(
+    shape: Sequence[int], vae: VaeFacts | None, length: int | None, height: int | None, width: int | None
+) -> Unpacked | None:
+    """What (batch, tokens, values) are unpacked; None if they fit no latent of pictures of that size.
+
+    Args:
+        shape: Of the packed latent.
+        vae: Its channels and factors; without them FLUX's 2x2 patches are tried.
+        length: Frames of the video.
+        height: Of the pictures, in pixels.
+        width: Likewise.
+    """
+    if len(shape) != 3 or height is None or width is None:
+        return None
+    batch, tokens, values = shape
+    for patch in _PATCHES:
+        channels = values // patch**2
+        factor = _packed_factor(tokens, patch, vae, height, width)
+        if factor is None or channels * patch**2 != values or not _channels_fit(channels, patch, vae):
+            continue
+        high, wide = height // (factor * patch), width // (factor * patch)
+        frames = _packed_frames(vae, length)
+        if high * wide * (frames or 1) == tokens and tokens:
+            return Unpacked(batch, channels, frames, high * patch, wide * patch, patch)
+    return None
+
+
+def _packed_factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, width: int) -> int | None:
+    """Picture pixels along a latent pixel: the VAE's, else what the number of tokens says."""
+    if vae is not None and vae.spatial_factor is not None:
+        return vae.spatial_factor
+    if tokens < 1:
+        return None
+    factor = math.isqrt(height * width // (tokens * patch**2))
+    return factor or None
+
+
+def _channels_fit(channels: int, patch: int, vae: VaeFacts | None) -> bool:
+    known = None if vae is None else vae.latent_channels
+    return patch == _USUAL_PATCH if known is None else channels == known
+
+
+def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
+    """Latent frames of a VAE whose latents have an axis of them."""
+    if vae is None or not vae.is_video or vae.temporal_factor == 1:
+        return None
+    return None if length is None else vae.latent_frames(length)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLatent:
+    """What a VAE should give for a video. `frames` is None for pictures, all else where it is unknown."""
+
+    channels: int | None
+    frames: int | None
+    height: int | None
+    width: int | None
+
+    @property
+    def shape(self) -> list[int] | None:
+        """[channels, frames, height, width] without the frames of pictures; None unless all is known."""
+        if self.channels is None or self.height is None or self.width is None:
+            return None
+        return [self.channels, *([] if self.frames is None else [self.frames]), self.height, self.width]
+
+
+def expected_latent(vae: VaeFacts | None, video: Video) -> ExpectedLatent:
+    """From the VAE's channels and factors; a side that the factor does not divide is cut off."""
+    if vae is None:
+        return ExpectedLatent(None, None, None, None)
+    factor = vae.spatial_factor
+    frames = vae.latent_frames(video.length) if vae.is_video and video.length is not None else None
+    return ExpectedLatent(
+        vae.latent_channels, frames, _divided(video.height, factor), _divided(video.width, factor)
+    )
+
+
+def _divided(side: int | None, factor: int | None) -> int | None:
+    return None if side is None or factor is None else side // factor
+
+
+def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
+    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small.
+
+    Args:
+        reading: Whose other values may have been left alone.
+        latent: The same latent.
+    """
+    facts = reading.tensor
     if facts.nan_count is not None:
-        return judged
+        return reading
     read = tensor_facts(latent, statistics=True)
     reasons = dict(facts.unavailable)
     for name in ("nan_count", "inf_count"):
@@ -279,7 +326,111 @@ def counted(judged: Judged, latent: Tensor) -> Judged:
         if name in read.unavailable:
             reasons[name] = read.unavailable[name]
     counts = replace(facts, nan_count=read.nan_count, inf_count=read.inf_count, unavailable=reasons)
-    return replace(judged, tensor=counts)
+    return replace(reading, tensor=counts)
+
+
+def latent_analysis(
+    reading: LatentReading, structure: str, vae: VaeFacts | None, video: Video
+) -> LatentAnalysis:
+    """Everything that is known of one latent.
+
+    Args:
+        reading: The latent and its axes.
+        structure: In what it was.
+        vae: What made it.
+        video: What it was made of.
+    """
+    parts = (
+        _tensor_part(reading),
+        _axes_part(reading),
+        _compression_part(reading.sizes, vae, video),
+        _shapes_part(reading, vae, video),
+    )
+    values: dict[str, Any] = {name: value for part, _ in parts for name, value in part.items()}
+    unavailable = {name: reason for _, reasons in parts for name, reason in reasons.items()}
+    status = "not_finite" if reading.tensor.nan_count or reading.tensor.inf_count else "success"
+    return {"status": status, "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
+
+
+def no_latent(search: LatentSearch) -> LatentAnalysis:
+    """The analysis of a latent that is not there."""
+    status = "missing" if search.structure == "none" else "failed" if search.raised else "no_tensor"
+    return unknown(
+        LatentAnalysis, search.reason or "there is no latent", status=status, structure=search.structure
+    )
+
+
+def _tensor_part(reading: LatentReading) -> Part:
+    facts = reading.tensor
+    rank = len(facts.shape if reading.unpacked is None else reading.unpacked.shape)
+    values: dict[str, Any] = {"latent_type": _TYPES.get(rank, UNKNOWN_TYPE), **tensor_dict(facts)}
+    return values, values.pop("unavailable")
+
+
+def _axes_part(reading: LatentReading) -> Part:
+    sizes, axes = reading.sizes, reading.axes
+    values = {
+        "batch_size": sizes.batch,
+        "frames": sizes.frames,
+        "channels": sizes.channels,
+        "height": sizes.height,
+        "width": sizes.width,
+        "latent_layout": None if axes is None else axes.layout,
+        "layout_evidence": None if axes is None else axes.evidence,
+    }
+    rank = len(reading.tensor.shape)
+    if axes is None:
+        return values, dict.fromkeys(_AXES_KEYS, f"no layout is known for a latent of {rank} axes")
+    missing = (name for name in _AXES_KEYS if values[name] is None)
+    return values, dict.fromkeys(missing, f"{axes.layout} has none")
+
+
+def _compression_part(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
+    spatial, temporal = spatial_compression(video, sizes), temporal_compression(video, sizes)
+    factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
+    values = {
+        "spatial_compression": spatial,
+        "temporal_compression": temporal,
+        "nominal_spatial_compression": None if factor is None else float(factor**2),
+        "nominal_temporal_compression": None if time is None else float(time),
+    }
+    reasons = dict(zip(_COMPRESSION_KEYS, (*_why_no_compression(video), _NO_FACTOR, _NO_FACTOR), strict=True))
+    return values, {name: reasons[name] for name, value in values.items() if value is None}
+
+
+def spatial_compression(video: Video, sizes: Sizes) -> float | None:
+    """(H·W) / (h·w): pixels of a picture by those of its latent."""
+    if video.height is None or video.width is None or not sizes.height or not sizes.width:
+        return None
+    return video.height * video.width / (sizes.height * sizes.width)
+
+
+def temporal_compression(video: Video, sizes: Sizes) -> float | None:
+    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
+    if video.length is None:
+        return None
+    if sizes.frames is None:
+        return 1.0 if sizes.batch and sizes.batch == video.length else None
+    return video.length / sizes.frames if sizes.frames else None
+
+
+def _why_no_compression(video: Video) -> tuple[str, str]:
+    sides = video.height is not None and video.width is not None
+    return (
+        "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
+        "the latent has no frames" if video.length is not None else "the number of frames is unknown",
+    )
+
+
+def _shapes_part(reading: LatentReading, vae: VaeFacts | None, video: Video) -> Part:
+    expected = expected_latent(vae, video).shape
+    values = {
+        "unpacked_shape": None if reading.unpacked is None else list(reading.unpacked.shape),
+        "expected_shape": expected,
+    }
+    unknown = "it takes the VAE's channels and factor, and the size of the pictures"
+    reasons = {"unpacked_shape": "it is not packed", "expected_shape": unknown}
+    return values, {name: reasons[name] for name, value in values.items() if value is None}
 
 
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
@@ -293,7 +444,8 @@ def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
     """
     output = node_outputs(output)
     parts: dict[str, Any] = {
-        name: _vace_part(tensor, statistics) for name, tensor in find_vace(output).items()
+        name: tensor_dict(tensor_facts(tensor, statistics=statistics))
+        for name, tensor in find_vace(output).items()
     }
     if parts and isinstance(output, list | tuple):
         trim = output[-1]
@@ -301,16 +453,13 @@ def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
     return parts
 
 
-def _vace_part(tensor: Tensor, statistics: bool | None) -> dict[str, Any]:
-    facts = tensor_facts(tensor, statistics=statistics)
-    return {
-        "shape": list(facts.shape),
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": facts.nbytes / MIB,
-        "statistics": statistics_of(facts),
-        "unavailable": dict(facts.unavailable),
-    }
+def find_vace(output: object) -> dict[str, Tensor]:
+    """`vace_frames` and `vace_mask` in a node's outputs or a conditioning, the last one of each. Never raises."""
+    output = node_outputs(output)
+    if not isinstance(output, list | tuple):
+        return {}
+    named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
+    return {name: named[name] for name in _VACE_NAMES if name in named}
 
 
 def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
@@ -329,15 +478,6 @@ def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
     read = () if values is None else (values["min"], values["max"])
     is_empty = all(value in (None, 0.0) for value in read)
     return int(is_empty and len(expected or ()) == 4 and latent["frames"] == (expected or [0, 0])[1] + 1)
-
-
-def find_vace(output: object) -> dict[str, Tensor]:
-    """`vace_frames` and `vace_mask` in a node's outputs or a conditioning, the last one of each. Never raises."""
-    output = node_outputs(output)
-    if not isinstance(output, list | tuple):
-        return {}
-    named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
-    return {name: named[name] for name in _VACE_NAMES if name in named}
 
 
 def vace_findings(
@@ -373,31 +513,3 @@ def vace_findings(
         if broken:
             message = f"{name} is not finite: {broken}."
             yield Finding("vace_not_finite", "error", message, broken, stage=stage)
-
-
-def spatial_compression(video: Video, sizes: Sizes) -> float | None:
-    """(H·W) / (h·w): pixels of a picture by those of its latent."""
-    if video.height is None or video.width is None or not sizes.height or not sizes.width:
-        return None
-    return video.height * video.width / (sizes.height * sizes.width)
-
-
-def temporal_compression(video: Video, sizes: Sizes) -> float | None:
-    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
-    if video.length is None:
-        return None
-    if sizes.frames is None:
-        return 1.0 if sizes.batch and sizes.batch == video.length else None
-    return video.length / sizes.frames if sizes.frames else None
-
-
-def statistics_of(facts: TensorFacts) -> StatisticsDict:
-    """The values of a tensor, as the analyses show them."""
-    return {
-        "min": facts.min,
-        "max": facts.max,
-        "mean": facts.mean,
-        "std": facts.std,
-        "nan_count": facts.nan_count,
-        "inf_count": facts.inf_count,
-    }

@@ -31,8 +31,15 @@ from sigmascope.records.memory import (
     mib,
 )
 from sigmascope.records.run import Stage
-from sigmascope.stages.baseline import checked_seconds, cleanup_effectiveness
-from sigmascope.stages.latent_layout import Video
+from sigmascope.stages.baseline import (
+    NO_ACCELERATOR,
+    NO_BASELINE,
+    checked_seconds,
+    cleanup_effectiveness,
+    device_memory,
+    nbytes_in,
+)
+from sigmascope.stages.image_facts import Video
 from sigmascope.stages.schema import GpuChanges, MemoryEfficiency, PerformanceAnalysis
 
 _NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
@@ -44,13 +51,10 @@ _TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
 }
 COLOURS = 3
 _RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")
-_BYTES_BY_SUFFIX = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
-_NO_ACCELERATOR = "no accelerator was found"
-_NO_BASELINE = "there is no baseline"
 _CHANGE_KEYS = ("allocated_change_mb", "reserved_change_mb")
 
 
-class Used(NamedTuple):
+class UsedStrategy(NamedTuple):
     """The strategy that gave the latent: what it is called, and which one it is, if that is known."""
 
     name: str | None
@@ -63,49 +67,49 @@ class Used(NamedTuple):
 
 
 def used_strategy(
-    told: object,
+    named: object,
     record: EncodingRecord | None,
     direction: Direction,
     attempts: Sequence[StrategyAttempt] = (),
-) -> Used:
+) -> UsedStrategy:
     """The strategy by the caller's words, else by the record, else by what was seen to succeed.
 
     Args:
-        told: "Direct VAE Encoding", with or without "(Strategy 1)"; "direct"; 1; words of the caller's own.
+        named: "Direct VAE Encoding", with or without "(Strategy 1)"; "direct"; 1; words of the caller's own.
         record: What `encode_latents` gave.
         direction: Whether it encoded or decoded.
         attempts: Those that a monitor saw.
     """
-    if told is None and record is not None:
-        return Used(record.strategy_label, record.strategy)
-    if told is None:
-        seen = next((one.name for one in reversed(attempts) if one.outcome == "succeeded"), None)
-        return Used(None if seen is None else strategy_label(seen, direction), seen)
-    if isinstance(told, int) and not isinstance(told, bool) and 1 <= told <= len(STRATEGIES):
-        strategy = STRATEGIES[told - 1]
-        return Used(strategy_label(strategy, direction), strategy)
-    if not isinstance(told, str) or not told.strip():
-        return Used(None, None)
-    known = strategy_of(told)
-    return Used(strategy_label(known, direction) if told in STRATEGIES and known else told, known)
+    if named is None and record is not None:
+        return UsedStrategy(record.strategy_label, record.strategy)
+    if named is None:
+        seen = next((attempt.name for attempt in reversed(attempts) if attempt.outcome == "succeeded"), None)
+        return UsedStrategy(None if seen is None else strategy_label(seen, direction), seen)
+    if isinstance(named, int) and not isinstance(named, bool) and 1 <= named <= len(STRATEGIES):
+        strategy = STRATEGIES[named - 1]
+        return UsedStrategy(strategy_label(strategy, direction), strategy)
+    if not isinstance(named, str) or not named.strip():
+        return UsedStrategy(None, None)
+    known = strategy_of(named)
+    return UsedStrategy(strategy_label(known, direction) if named in STRATEGIES and known else named, known)
 
 
 def record_of_step(
-    stage: Stage, direction: Direction, told: object, output: SampleFacts | None
+    stage: Stage, direction: Direction, named: object, output: SampleFacts | None
 ) -> EncodingRecord | None:
     """What a step did with the VAE; None where nothing is known of it.
 
     Args:
         stage: The step: a record that `encode_latents` left on it or in it goes first, then strategies watched apart.
         direction: Whether it encoded or decoded.
-        told: The strategy in the caller's words, as in `used_strategy`.
+        named: The strategy in the caller's words, as in `used_strategy`.
         output: Facts of the latent, or of the pictures.
     """
     left = record_in(stage)
     if left is not None and left.direction == direction:
         return left
     attempts = attempts_in(stage, direction)
-    used = used_strategy(told, None, direction, attempts).strategy
+    used = used_strategy(named, None, direction, attempts).strategy
     counts = () if output is None else (output.tensor.nan_count, output.tensor.inf_count)
     success = stage.success and not any(counts)
     if used is not None and not attempts:
@@ -129,7 +133,10 @@ def strategy_of(words: str) -> Strategy | None:
 
 
 def attempts_of(
-    record: EncodingRecord | None, seen: tuple[StrategyAttempt, ...], used: Used, seconds: float | None
+    record: EncodingRecord | None,
+    seen: tuple[StrategyAttempt, ...],
+    used: UsedStrategy,
+    seconds: float | None,
 ) -> tuple[StrategyAttempt, ...]:
     """What is known of each attempt: the record's, else those that a monitor saw, else the one that was named."""
     if record is not None:
@@ -255,7 +262,7 @@ def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemoryS
     """
     total, used, available = (now.ram_total_bytes, now.ram_used_bytes, now.ram_available_bytes)
     if ram is not None:
-        total, used, available = (figure_of(ram, name) for name in ("total", "used", "available"))
+        total, used, available = (nbytes_in(ram, name) for name in ("total", "used", "available"))
     devices = now.accelerators if gpu is None else _with_device(before, now, gpu)
     after = MemorySnapshot(
         before.ram_total_bytes if total is None else total,
@@ -270,7 +277,7 @@ def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemoryS
 
 def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tuple[AcceleratorMemory, ...]:
     device = now.device_in_use() or before.device_in_use() or "gpu"
-    memory = _device_memory(device, gpu)
+    memory = device_memory(device, gpu)
     if memory == AcceleratorMemory(device):
         return ()
     if memory.total_bytes is None:
@@ -278,46 +285,35 @@ def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tu
     return (memory, *(other for other in now.accelerators if other.device != device))
 
 
-def _device_memory(name: str, given: object) -> AcceleratorMemory:
-    return AcceleratorMemory(
-        name,
-        figure_of(given, "allocated"),
-        figure_of(given, "reserved"),
-        figure_of(given, "total"),
-        figure_of(given, "free"),
-        figure_of(given, "driver_used"),
-    )
-
-
-def gpu_changes(given: object, impact: MemoryImpact | None) -> GpuChanges:
+def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
     """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now.
 
     Args:
-        given: A mapping with `allocated_change` and `reserved_change`, in MB; a stage's `MemoryImpact`; or None.
+        measured: A mapping with `allocated_change` and `reserved_change`, in MB; a stage's `MemoryImpact`; or None.
         impact: Memory before the encoding and now.
     """
     by = "analysis"
-    if isinstance(given, MemoryImpact):
-        by, impact = "stage", given
-    if isinstance(given, Mapping):
-        found = (mib(figure_of(given, "allocated_change")), mib(figure_of(given, "reserved_change")))
-        return _changes_dict(found, "caller", "the caller's measurement lacks it")
+    if isinstance(measured, MemoryImpact):
+        by, impact = "stage", measured
+    if isinstance(measured, Mapping):
+        changes = (mib(nbytes_in(measured, "allocated_change")), mib(nbytes_in(measured, "reserved_change")))
+        return _changes_dict(changes, "caller", "the caller's measurement lacks it")
     device = None if impact is None else impact.current.device_in_use()
     if impact is None or device is None:
-        return _changes_dict((None, None), by, _NO_BASELINE if impact is None else _NO_ACCELERATOR)
+        return _changes_dict((None, None), by, NO_BASELINE if impact is None else NO_ACCELERATOR)
     before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
-    found = (
+    changes = (
         mib(change(before.allocated_bytes, after.allocated_bytes)),
         mib(change(before.reserved_bytes, after.reserved_bytes)),
     )
-    return _changes_dict(found, by, "the device does not tell")
+    return _changes_dict(changes, by, "the device does not tell")
 
 
-def _changes_dict(found: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
-    missing = [name for name, figure in zip(_CHANGE_KEYS, found, strict=True) if figure is None]
+def _changes_dict(changes: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
+    missing = [name for name, figure in zip(_CHANGE_KEYS, changes, strict=True) if figure is None]
     return {
-        "allocated_change_mb": found[0],
-        "reserved_change_mb": found[1],
+        "allocated_change_mb": changes[0],
+        "reserved_change_mb": changes[1],
         "measured_by": by,
         "unavailable": dict.fromkeys(missing, reason),
     }
@@ -335,40 +331,16 @@ def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEffici
     if impact is not None and device is not None:
         before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
     cleanup, why_no_cleanup = cleanup_effectiveness(peak, impact)
-    found: MemoryEfficiency = {
+    efficiency: MemoryEfficiency = {
         "allocated_reserved_ratio": after.allocated_ratio(),
         "fragmentation": after.fragmentation(),
         "free_vram_change_mb": mib(change(before.free_bytes, after.free_bytes)),
         "cleanup_effectiveness": cleanup,
         "unavailable": {},
     }
-    reason = _NO_BASELINE if impact is None else "the device does not tell" if device else _NO_ACCELERATOR
-    missing = [name for name, figure in found.items() if figure is None]
-    found["unavailable"] = dict.fromkeys(missing, reason)
+    reason = NO_BASELINE if impact is None else "the device does not tell" if device else NO_ACCELERATOR
+    missing = [name for name, figure in efficiency.items() if figure is None]
+    efficiency["unavailable"] = dict.fromkeys(missing, reason)
     if cleanup is None:
-        found["unavailable"]["cleanup_effectiveness"] = why_no_cleanup or "unknown"
-    return found
-
-
-def figure_of(given: object, name: str) -> int | None:
-    """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
-    if not isinstance(given, Mapping):
-        value = getattr(given, name, getattr(given, f"{name}_bytes", None))
-        return value if isinstance(value, int) else None
-    for suffix, unit in _BYTES_BY_SUFFIX.items():
-        value = given.get(f"{name}{suffix}")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return round(value * unit)
-    return None
-
-
-def snapshot_of(memory: Mapping[str, Any]) -> MemorySnapshot:
-    """The snapshot that a `MemoryNow` was made of, as far as it tells."""
-    ram, gpus = memory.get("ram") or {}, memory.get("gpus") or {}
-    return MemorySnapshot(
-        figure_of(ram, "total"),
-        figure_of(ram, "used"),
-        figure_of(ram, "available"),
-        figure_of(memory, "process_rss"),
-        tuple(_device_memory(name, gpu) for name, gpu in gpus.items()),
-    )
+        efficiency["unavailable"]["cleanup_effectiveness"] = why_no_cleanup or "unknown"
+    return efficiency

@@ -5,7 +5,6 @@ and findings follow. What is unknown is a dash with its reason.
 """
 
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from rich.console import Console
 
@@ -21,10 +20,17 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import PeakMemory, mib
 from sigmascope.stages.summary import (
+    BAD,
+    GOOD,
     NO_ACCELERATOR,
+    NOTABLE,
     Facts,
     Row,
     Section,
+    check_row,
+    error_rows,
+    finding_rows,
+    is_number,
     mb,
     number,
     part,
@@ -32,13 +38,12 @@ from sigmascope.stages.summary import (
     printable,
     reason_for,
     shape,
+    statistics_row,
     unknown,
 )
 
 ENCODING_TITLE = "LATENT GENERATION ANALYSIS SUMMARY"
 DECODING_TITLE = "LATENT DECODING ANALYSIS SUMMARY"
-GOOD, BAD = "green", "red"
-_STYLES = {"info": "cyan", "warning": "yellow"}
 _MARKS = {"succeeded": "✅", "failed": "❌", "skipped": "⏭️ "}
 Line = tuple[str, str]
 """A line and rich's style for it."""
@@ -147,20 +152,19 @@ def is_decoding(analysis: Facts) -> bool:
 
 def detail_sections(analysis: Facts) -> Iterator[Section]:
     """One after the other; those of which nothing is known have no rows and are left out."""
-    yield Section(
-        "🔁", "STRATEGIES", [row for one in _dicts(analysis, "strategies") for row in _strategy_rows(one)]
-    )
+    attempts = _dicts(analysis, "strategies")
+    yield Section("🔁", "STRATEGIES", [row for attempt in attempts for row in _strategy_rows(attempt)])
     yield Section("🖼️ ", "PICTURES", list(_pictures(part(analysis, "pictures"))))
     yield Section("🔬", "LATENT DETAILS", list(_latent_detail_rows(analysis)))
     yield Section("♻️ ", "MEMORY EFFICIENCY", list(_efficiency(analysis)))
     yield Section("🔒", "VALIDATION", list(_validation(part(analysis, "validation"))))
-    yield Section("🚨", "FINDINGS", [_finding(finding) for finding in _dicts(analysis, "findings")])
-    yield Section("🚨", "ERRORS", list(_errors(analysis)))
+    yield Section("🚨", "FINDINGS", list(finding_rows(_dicts(analysis, "findings"))))
+    yield Section("🚨", "ERRORS", list(error_rows(analysis)))
 
 
 def _dicts(analysis: Facts, name: str) -> list[Facts]:
-    found = analysis.get(name)
-    return [one for one in found if hasattr(one, "get")] if isinstance(found, list | tuple) else []
+    items = analysis.get(name)
+    return [item for item in items if hasattr(item, "get")] if isinstance(items, list | tuple) else []
 
 
 def _strategy_rows(attempt: Facts) -> Iterator[Row]:
@@ -174,7 +178,7 @@ def _strategy_rows(attempt: Facts) -> Iterator[Row]:
         _tile(part(attempt, "tile")),
     ]
     label = f"{mark} {strategy(printable(attempt.get('name')), attempt.get('number'))}"
-    yield Row(label, ", ".join(filter(None, parts)), "" if outcome == "succeeded" else "yellow")
+    yield Row(label, ", ".join(filter(None, parts)), "" if outcome == "succeeded" else NOTABLE)
     if attempt.get("reason"):
         yield Row("   Reason", printable(attempt["reason"]))
     yield from _tile_rows(part(attempt, "tile"))
@@ -205,7 +209,7 @@ def _tile_rows(tile: Facts) -> Iterator[Row]:
     if norms:
         reason = f": {printable(tile['norm_reason'])}" if tile.get("norm_reason") else ""
         saw = "the whole picture" if norms == "whole" else "each tile by itself"
-        yield Row("   Norms", f"saw {saw}{reason}", "" if norms == "whole" else "yellow")
+        yield Row("   Norms", f"saw {saw}{reason}", "" if norms == "whole" else NOTABLE)
     difference = tile.get("overlap_difference")
     if is_number(difference):
         yield Row("   Tiles", tiles_cost(difference))
@@ -234,12 +238,7 @@ def _latent_detail_rows(analysis: Facts) -> Iterator[Row]:
         return
     layout, evidence = latent.get("latent_layout"), printable(latent.get("layout_evidence") or "")
     yield Row("Layout", f"{layout} ({evidence})" if layout else unknown(reason_for(latent, "latent_layout")))
-    numbers = part(latent, "statistics")
-    if numbers.get("mean") is None:
-        yield Row("Statistics", unknown(reason_for(latent, "mean")))
-    else:
-        shown = ", ".join(f"{name} {number(numbers.get(name))}" for name in ("min", "max", "mean", "std"))
-        yield Row("Statistics", shown)
+    yield statistics_row(latent)
 
 
 def _efficiency(analysis: Facts) -> Iterator[Row]:
@@ -280,32 +279,8 @@ def _short_ram_rows(impact: Facts) -> Iterator[Row]:
 
 def _validation(validation: Facts) -> Iterator[Row]:
     for name in ("input", "output", "vae"):
-        if name not in validation:
-            continue
-        passed = part(validation, name).get("passed")
-        state = (
-            ("passed", "green")
-            if passed is True
-            else ("FAILED", "red")
-            if passed is False
-            else ("not checked", "")
-        )
-        yield Row("VAE" if name == "vae" else name.capitalize(), *state)
-
-
-def _finding(finding: Facts) -> Row:
-    severity = str(finding.get("severity", ""))
-    advice = f" {finding['advice']}" if finding.get("advice") else ""
-    style = _STYLES.get(severity, "red")
-    return Row(severity.capitalize(), printable(f"{finding.get('message')}{advice}", 600), style)
-
-
-def _errors(analysis: Facts) -> Iterator[Row]:
-    if analysis.get("error"):
-        yield Row("Error", printable(analysis["error"]), "red")
-    details = part(analysis, "exception_details")
-    for line in str(details.get("traceback", "")).splitlines()[-6:]:
-        yield Row("  ", printable(line, 160))
+        if name in validation:
+            yield check_row("VAE" if name == "vae" else name.capitalize(), part(validation, name))
 
 
 def ram_rows(impact: Facts) -> Iterator[Row]:
@@ -389,9 +364,9 @@ def end_lines(
     if process is not None:
         yield from _process_lines(process)
     if error is not None:
-        yield f"   ❌ {name} failed: {printable(error, 240)}", "red"
+        yield f"   ❌ {name} failed: {printable(error, 240)}", BAD
     elif process is None:
-        yield f"   ✅ {name} completed", "green"
+        yield f"   ✅ {name} completed", GOOD
     if seconds is not None:
         yield f"   ⏱️  Processing Time: {seconds:.2f} seconds", ""
     if peak is not None:
@@ -435,33 +410,33 @@ def _lowered(strategy: Strategy, direction: Direction) -> str:
 def _not_succeeded(attempt: StrategyAttempt, direction: Direction) -> Iterator[Line]:
     reason = printable(attempt.reason or "for an unknown reason", 240)
     if attempt.outcome == "skipped":
-        yield f"   ⏭️  {_titled(attempt.name, direction)} skipped: {reason}", "yellow"
+        yield f"   ⏭️  {_titled(attempt.name, direction)} skipped: {reason}", NOTABLE
     if attempt.outcome == "failed":
         after = f" after {attempt.seconds:.2f} seconds" if attempt.seconds is not None else ""
-        yield f"   ❌ {_lowered(attempt.name, direction)} failed{after}: {reason}", "red"
+        yield f"   ❌ {_lowered(attempt.name, direction)} failed{after}: {reason}", BAD
 
 
 def _outcome(record: EncodingRecord) -> Iterator[Line]:
     direction = record.direction
     if record.dummy:
-        yield f"   🚨 NOT REAL: this is no {direction}, it only has the shape of one", "red"
+        yield f"   🚨 NOT REAL: this is no {direction}, it only has the shape of one", BAD
     elif record.success:
-        yield f"   ✅ VAE {direction} completed successfully", "green"
+        yield f"   ✅ VAE {direction} completed successfully", GOOD
     else:
-        yield f"   ❌ VAE {direction} failed", "red"
+        yield f"   ❌ VAE {direction} failed", BAD
     if record.output is not None:
         what = "latent" if direction == "encoding" else "picture"
         yield f"   📐 Generated {what} shape: {shape(record.output.tensor.shape)}", ""
         nan, inf = record.output.tensor.nan_count, record.output.tensor.inf_count
         if nan or inf:
-            yield f"   🚨 Not finite: {nan or 0:,} NaN, {inf or 0:,} Inf", "red"
+            yield f"   🚨 Not finite: {nan or 0:,} NaN, {inf or 0:,} Inf", BAD
 
 
 def _ended(record: EncodingRecord) -> Iterator[Line]:
     yield from _outcome(record)
     if record.seconds is not None:
         yield f"   ⏱️  Processing Time: {record.seconds:.2f} seconds", ""
-    used = next((one for one in reversed(record.attempts) if one.outcome == "succeeded"), None)
+    used = next((attempt for attempt in reversed(record.attempts) if attempt.outcome == "succeeded"), None)
     if used is not None and used.peak is not None:
         yield from _peak_lines(used.peak)
 
@@ -517,11 +492,11 @@ def count(facts: Facts, name: str) -> str:
 
 def times(facts: Facts, name: str, nominal: str) -> str:
     """A ratio such as 64.0x, with the VAE's own where that is another."""
-    amount, told = facts.get(name), facts.get(nominal)
+    amount, factor = facts.get(name), facts.get(nominal)
     if not is_number(amount):
         return unknown(reason_for(facts, name))
-    differs = is_number(told) and f"{told:.1f}" != f"{amount:.1f}"
-    return f"{amount:.1f}x (nominal {told:g}x)" if differs else f"{amount:.1f}x"
+    differs = is_number(factor) and f"{factor:.1f}" != f"{amount:.1f}"
+    return f"{amount:.1f}x (nominal {factor:g}x)" if differs else f"{amount:.1f}x"
 
 
 def signed_mb(amount: object, percent: object) -> str:
@@ -547,8 +522,3 @@ def strategy(name: object, number: object) -> str:
     """A strategy's name with its number behind it, once."""
     shown = str(name)
     return f"{shown} (Strategy {number})" if is_number(number) and "(Strategy" not in shown else shown
-
-
-def is_number(amount: object) -> TypeGuard[int | float]:
-    """Whether it can be shown as a figure: a dict read from a file may hold anything."""
-    return isinstance(amount, int | float) and not isinstance(amount, bool)

@@ -17,9 +17,10 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.records.run import Finding
+from sigmascope.stages.baseline import check_of
+from sigmascope.stages.image_facts import Video
 from sigmascope.stages.latent_facts import reference_frames, vace_findings
-from sigmascope.stages.latent_layout import Video
-from sigmascope.stages.latent_performance import Used
+from sigmascope.stages.latent_performance import UsedStrategy
 from sigmascope.stages.schema import (
     Check,
     LatentAnalysis,
@@ -40,7 +41,7 @@ _DECODED_LIMIT = 4.0
 _BYTE_LIMIT = 255
 
 
-class Seen(NamedTuple):
+class PicturesAndLatent(NamedTuple):
     """The pictures and the latent, whichever of them is the output, and WAN-VACE's conditioning."""
 
     pictures: PicturesDict
@@ -50,62 +51,62 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CodingFacts:
     """What the findings are drawn from."""
 
     stage: str
     direction: Direction
-    seen: Seen
+    media: PicturesAndLatent
     vae: VaeFacts | None
     vae_before: Mapping[str, Any] | None
     vae_now: ModelStateDict
     attempts: tuple[StrategyAttempt, ...]
-    used: Used
+    used: UsedStrategy
     efficiency: MemoryEfficiency
     impact: MemoryImpact | None
     dummy: bool
 
 
-def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
+def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
     """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each.
 
     Args:
-        parts: What is known.
+        facts: What is known.
         of_record: Those that the engine has drawn itself; one that is here already is not repeated.
     """
-    stage = parts.stage
-    encodes = parts.direction == "encoding"
-    pictures = list(picture_findings(parts.seen.pictures, stage, decoded=not encodes))
-    over = frames_over(parts.seen.video, parts.vae)
-    latent = list(latent_findings(parts.seen.latent, stage, parts.seen.vace, over))
-    latent += vace_findings(parts.seen.vace, parts.seen.latent, parts.vae, stage)
+    stage = facts.stage
+    encodes = facts.direction == "encoding"
+    pictures = list(picture_findings(facts.media.pictures, stage, decoded=not encodes))
+    over = frames_over(facts.media.video, facts.vae)
+    latent = list(latent_findings(facts.media.latent, stage, facts.media.vace, over))
+    latent += vace_findings(facts.media.vace, facts.media.latent, facts.vae, stage)
     if encodes:
-        pictures += cut_findings(parts.seen.video, parts.vae, stage)
-    elif parts.seen.pictures["shape"] is None:
-        reason = parts.seen.pictures["unavailable"]["shape"]
+        pictures += cut_findings(facts.media.video, facts.vae, stage)
+    elif facts.media.pictures["shape"] is None:
+        reason = facts.media.pictures["unavailable"]["shape"]
         pictures.append(
             Finding("pictures_missing", "error", f"There are no pictures: {reason}.", stage=stage)
         )
     tried = list(
-        findings_of_attempts(parts.attempts, parts.used.strategy, parts.direction, dummy=parts.dummy)
+        findings_of_attempts(facts.attempts, facts.used.strategy, facts.direction, dummy=facts.dummy)
     )
     return {
         "strategies": tried + without_known(of_record, tried),
         "input": pictures if encodes else latent,
         "output": latent if encodes else pictures,
-        "vae": list(vae_findings(parts.vae_before, parts.vae_now, stage)),
-        "memory": _findings_on_memory(parts),
+        "vae": list(vae_findings(facts.vae_before, facts.vae_now, stage)),
+        "memory": _findings_on_memory(facts),
     }
 
 
-def _findings_on_memory(parts: Parts) -> list[Finding]:
-    impact = parts.impact
+def _findings_on_memory(facts: CodingFacts) -> list[Finding]:
+    impact = facts.impact
     device = None if impact is None else impact.current.device_in_use()
     if impact is None or device is None:
         return []
     before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
     growth = mib(change(before.allocated_bytes, after.allocated_bytes))
-    return list(memory_findings(parts.efficiency, mib(after.reserved_bytes), growth, parts.stage))
+    return list(memory_findings(facts.efficiency, mib(after.reserved_bytes), growth, facts.stage))
 
 
 def failures_of(findings: Iterable[Finding]) -> list[Finding]:
@@ -113,35 +114,31 @@ def failures_of(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity in _FAILURES]
 
 
-def validation_of(parts: Parts, findings: Mapping[str, list[Finding]]) -> LatentValidation:
+def validation_of(facts: CodingFacts, findings: Mapping[str, list[Finding]]) -> LatentValidation:
     """The checks: what failed in `messages`, what is worth knowing in `notes`."""
     every = [finding for part in findings.values() for finding in part]
-    pictures, latent = parts.seen.pictures["shape"] is not None, parts.seen.latent["shape"] is not None
+    pictures, latent = facts.media.pictures["shape"] is not None, facts.media.latent["shape"] is not None
     return {
         "success": not failures_of(every),
-        "input": _check(findings["input"], known=pictures if parts.direction == "encoding" else latent),
+        "input": _check(findings["input"], known=pictures if facts.direction == "encoding" else latent),
         "output": _check(findings["output"], known=True),
-        "vae": _check(findings["vae"], known=parts.vae_now["changed"] is not None),
+        "vae": _check(findings["vae"], known=facts.vae_now["changed"] is not None),
         "notes": [
             *(finding.message for finding in every if finding.severity not in _FAILURES),
-            *_unread(parts),
+            *_unread(facts),
         ],
     }
 
 
 def _check(findings: list[Finding], *, known: bool) -> Check:
-    failures = failures_of(findings)
-    return {
-        "passed": False if failures else True if known else None,
-        "messages": [finding.message for finding in failures],
-    }
+    return check_of((finding.message for finding in failures_of(findings)), known=known)
 
 
-def _unread(parts: Parts) -> Iterator[str]:
+def _unread(facts: CodingFacts) -> Iterator[str]:
     """What was not looked at for NaN and Inf."""
-    for name, facts in (("pictures", parts.seen.pictures), ("latents", parts.seen.latent)):
-        reason = facts["unavailable"].get("nan_count")
-        if facts["shape"] is not None and reason is not None:
+    for name, of_subject in (("pictures", facts.media.pictures), ("latents", facts.media.latent)):
+        reason = of_subject["unavailable"].get("nan_count")
+        if of_subject["shape"] is not None and reason is not None:
             yield f"The {name} were not looked at for NaN and Inf: {reason}."
 
 
@@ -179,10 +176,10 @@ def _pictures_of_mixed_sizes(pictures: PicturesDict, stage: str) -> Iterator[Fin
 
 def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
     counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
-    found = {name: count for name, count in counts.items() if count}
-    if found:
-        words = " and ".join(f"{count:,} {name}" for name, count in found.items())
-        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", found, stage=stage)
+    not_finite = {name: count for name, count in counts.items() if count}
+    if not_finite:
+        words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
+        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite, stage=stage)
 
 
 def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
@@ -231,16 +228,16 @@ def latent_findings(
 def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     values = latent["statistics"]
     counts = {} if values is None else {"NaN": values["nan_count"], "Inf": values["inf_count"]}
-    found = {name: count for name, count in counts.items() if count}
-    if not found:
+    not_finite = {name: count for name, count in counts.items() if count}
+    if not not_finite:
         return
-    words = " and ".join(f"{count:,} {name}" for name, count in found.items())
+    words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
     half = latent["dtype"] == "float16"
     yield Finding(
         "latent_not_finite",
         "error",
         f"{words} among the {latent['num_elements']:,} elements of the latent.",
-        {**found, "elements": latent["num_elements"]},
+        {**not_finite, "elements": latent["num_elements"]},
         "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None,
         stage,
     )
@@ -264,23 +261,23 @@ def _latent_constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
 def _latent_shape_unexpected(
     latent: LatentAnalysis, stage: str, added_frames: int, frames_over: int
 ) -> Iterator[Finding]:
-    expected, found = latent["expected_shape"], _own_shape(latent)
+    expected, own = latent["expected_shape"], _own_shape(latent)
     if expected is not None and len(expected) == 4:
         expected = [expected[0], expected[1] + added_frames, *expected[2:]]
-    if expected is None or found is None or _shapes_agree(found, expected):
+    if expected is None or own is None or _shapes_agree(own, expected):
         return
     if (
         len(expected) == 4
         and frames_over
-        and _shapes_agree(found, [expected[0], expected[1] + 1, *expected[2:]])
+        and _shapes_agree(own, [expected[0], expected[1] + 1, *expected[2:]])
     ):
         return
     yield Finding(
         "latent_shape_unexpected",
         "error",
-        f"The latent is {_shape_words(found)} where the VAE and the pictures give {_shape_words(expected)} "
+        f"The latent is {_shape_words(own)} where the VAE and the pictures give {_shape_words(expected)} "
         f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width).",
-        {"found": _shape_words(found), "expected": _shape_words(expected)},
+        {"found": _shape_words(own), "expected": _shape_words(expected)},
         "Check that the latent is of these pictures and this VAE.",
         stage,
     )
@@ -293,20 +290,20 @@ def _own_shape(latent: LatentAnalysis) -> list[int] | None:
     return None if None in known else [size for size in known if size is not None]
 
 
-def _shapes_agree(found: list[int], expected: list[int]) -> bool:
+def _shapes_agree(own: list[int], expected: list[int]) -> bool:
     """Sides may be rounded up; 2x2 latent pixels may be folded into the channels, as FLUX.2's are."""
-    if len(found) != len(expected):
-        return len(found) == 4 and found[1] == 1 and _shapes_agree([found[0], *found[2:]], expected)
-    if found[0] == expected[0] * _FOLDED_PATCH**2:
-        found = [
-            found[0] // _FOLDED_PATCH**2,
-            *found[1:-2],
-            found[-2] * _FOLDED_PATCH,
-            found[-1] * _FOLDED_PATCH,
+    if len(own) != len(expected):
+        return len(own) == 4 and own[1] == 1 and _shapes_agree([own[0], *own[2:]], expected)
+    if own[0] == expected[0] * _FOLDED_PATCH**2:
+        own = [
+            own[0] // _FOLDED_PATCH**2,
+            *own[1:-2],
+            own[-2] * _FOLDED_PATCH,
+            own[-1] * _FOLDED_PATCH,
         ]
         expected = [*expected[:-2], *(side // _FOLDED_PATCH * _FOLDED_PATCH for side in expected[-2:])]
-    sides = all(side in (wanted, wanted + 1) for side, wanted in zip(found[-2:], expected[-2:], strict=True))
-    return found[:-2] == expected[:-2] and sides
+    sides = all(side in (wanted, wanted + 1) for side, wanted in zip(own[-2:], expected[-2:], strict=True))
+    return own[:-2] == expected[:-2] and sides
 
 
 def _shape_words(shape: list[int]) -> str:

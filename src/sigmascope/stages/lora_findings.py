@@ -43,7 +43,7 @@ _MUCH_OVERLAP: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
-    """What was judged of the file.
+    """What was found out of the file.
 
     Attributes:
         verdict: Whether it is for the models.
@@ -72,7 +72,7 @@ class FileFindings:
 
 
 def findings_of(
-    sides: Sequence[tuple[str, WeightChanges, PatchAnalysis]],
+    models: Sequence[tuple[str, WeightChanges, PatchAnalysis]],
     file: FileFindings,
     effective: bool | None,
     *,
@@ -82,30 +82,30 @@ def findings_of(
     """All findings, the worst first.
 
     Args:
-        sides: Name, weight changes and patches of each model.
-        file: What was judged of the file.
+        models: Name, weight changes and patches of each model.
+        file: What was found out of the file.
         effective: Whether anything does something else than before; None if nobody knows.
         applied: Whether the host says that it applied one.
         left_off: Whether the host gave both models back as they went in.
     """
-    found: list[Finding] = []
-    for name, weights, patches in sides:
-        found += [*on_patches(name, patches), *on_weights(name, weights)]
-    known = {finding.id for finding in found}
+    findings: list[Finding] = []
+    for name, weights, patches in models:
+        findings += [*on_patches(name, patches), *on_weights(name, weights)]
+    known = {finding.id for finding in findings}
     of_file = {(finding.id, finding.message): finding for finding in file.all() if finding.id not in known}
-    found += of_file.values()
+    findings += of_file.values()
     if left_off:
-        found = [finding for finding in found if finding.id not in _OF_MISSING] + [_LEFT_OFF]
-    elif not any(finding.id == "lora_not_loaded" for finding in found):
-        found += _on_whole(sides, effective, applied)
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+        findings = [finding for finding in findings if finding.id not in _OF_MISSING] + [_LEFT_OFF]
+    elif not any(finding.id == "lora_not_loaded" for finding in findings):
+        findings += _on_whole(models, effective, applied)
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def _on_whole(
-    sides: Sequence[tuple[str, WeightChanges, PatchAnalysis]], effective: bool | None, applied: bool
+    models: Sequence[tuple[str, WeightChanges, PatchAnalysis]], effective: bool | None, applied: bool
 ) -> Iterator[Finding]:
-    patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in sides)
-    read = any(patches["total_patched_keys"] is not None for _, _, patches in sides)
+    patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
+    read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
     if effective is None and read:
         yield Finding(
             "lora_not_seen",

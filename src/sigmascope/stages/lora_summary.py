@@ -6,14 +6,16 @@ from typing import Any
 from sigmascope.lora.module_names import title_of
 from sigmascope.stages.summary import (
     BAD,
-    NO_ACCELERATOR,
+    GOOD,
+    NOTABLE,
     Facts,
     Row,
     Section,
     as_it_is,
     error_rows,
+    finding_rows,
     mb,
-    mb_change,
+    memory_rows,
     number,
     part,
     peak_rows,
@@ -25,9 +27,6 @@ from sigmascope.stages.summary import (
 )
 
 TITLE = "LORA APPLICATION ANALYSIS SUMMARY"
-GOOD, NOTABLE = "green", "yellow"
-_STYLES = {"info": "cyan", "warning": NOTABLE}
-_MARKS = {"info": "🔍", "warning": "⚠️ ", "error": "❌", "critical": "❌"}
 _SIDES = (("unet", "UNET"), ("clip", "CLIP"))
 _BAR, _MOST_BLOCKS, _MOST_FAILED = 16, 24, 3
 
@@ -48,7 +47,7 @@ def sections(analysis: Facts) -> Iterator[Section]:
     yield Section("🔧", "PLACEMENT", list(_placement(part(analysis, "placement_changes"))))
     yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
     yield Section("📊", "PEAK MEMORY", list(peak_rows(analysis)) if "peak_memory" in analysis else [])
-    yield Section("⚠️ ", "FINDINGS", list(_findings(analysis)))
+    yield Section("⚠️ ", "FINDINGS", list(finding_rows(analysis.get("findings") or ())))
     yield Section("❌", "ERRORS", list(error_rows(analysis)))
 
 
@@ -155,36 +154,13 @@ def _placement(both: Facts) -> Iterator[Row]:
 
 def _memory(analysis: Facts) -> Iterator[Row]:
     impact = part(analysis, "memory_impact")
-    ram, process, gpus = part(impact, "ram"), part(impact, "process"), part(impact, "gpus")
     if not impact:
         return
-    if ram:
-        before, after = mb(ram.get("baseline_used_mb")), mb(ram.get("current_used_mb"))
-        yield Row("RAM used", f"{before} → {after}, {mb_change(ram.get('used_change_mb'))}")
-        before, after = mb(process.get("baseline_rss_mb")), mb(process.get("current_rss_mb"))
-        change = mb_change(process.get("rss_change_mb"), process.get("rss_change_pct"))
-        yield Row("Process", f"{before} → {after}, {change}")
-    else:
-        yield Row("Memory", unknown(reason_for(analysis, "memory_impact")))
-    if not gpus:
-        yield Row("GPU", NO_ACCELERATOR)
-    for device, gpu in gpus.items():
-        for what in ("allocated", "reserved"):
-            change = mb_change(gpu.get(f"{what}_change_mb"), gpu.get(f"{what}_change_pct"))
-            before, after = mb(gpu.get(f"baseline_{what}_mb")), mb(gpu.get(f"current_{what}_mb"))
-            yield Row(f"{printable(device)} {what}", f"{before} → {after}, {change}")
+    yield from memory_rows(analysis)
     for side, name in _SIDES:
         size = part(impact, f"{side}_memory_change").get("model_size_mb")
         if size is not None:
             yield Row(f"{name} weights", mb(size))
-
-
-def _findings(analysis: Facts) -> Iterator[Row]:
-    for finding in analysis.get("findings") or ():
-        severity = str(finding.get("severity"))
-        advice = f" {finding['advice']}" if finding.get("advice") else ""
-        text = printable(f"{finding.get('message')}{advice}", 600)
-        yield Row(f"{_MARKS.get(severity, '🔍')} {severity.capitalize()}", text, _STYLES.get(severity, BAD))
 
 
 def weight_rows(facts: Facts) -> Iterator[Row]:
@@ -202,7 +178,7 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     yield Row(
         "Weights with effect",
         f"{number(len(changed))}{how}" if changed else "none",
-        "" if changed else "yellow",
+        "" if changed else NOTABLE,
     )
     if changed:
         yield Row("‖ΔW‖", number(facts.get("delta_norm"), reason_for(facts, "delta_norm")))
@@ -220,7 +196,7 @@ def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
     for what in ("shape", "dtype", "device"):
         count = sum(bool(weight.get(f"{what}_changed")) for weight in weights)
         if count:
-            yield Row(f"{what.capitalize()} changed", number(count), "yellow")
+            yield Row(f"{what.capitalize()} changed", number(count), NOTABLE)
 
 
 def _share(value: object, reason: str | None = None) -> str:
@@ -259,9 +235,9 @@ def patch_rows(facts: Facts) -> Iterator[Row]:
         yield Row(printable(name, 60), _lora_words(lora))
     failed = facts.get("failed") or {}
     for key, reason in list(failed.items())[:_MOST_FAILED]:
-        yield Row(f"  ❌ {printable(key, 80)}", printable(reason), "red")
+        yield Row(f"  ❌ {printable(key, 80)}", printable(reason), BAD)
     if len(failed) > _MOST_FAILED:
-        yield Row("  …", f"{len(failed) - _MOST_FAILED} more failed", "red")
+        yield Row("  …", f"{len(failed) - _MOST_FAILED} more failed", BAD)
     for pair in facts.get("overlaps") or ():
         names = f"{printable(pair.get('a'), 40)} and {printable(pair.get('b'), 40)}"
         chance = f", chance {number(pair.get('chance'))}" if pair.get("chance") is not None else ""
@@ -271,8 +247,8 @@ def patch_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _counts_words(counts: object) -> str:
-    found = counts if isinstance(counts, Mapping) else {}
-    return ", ".join(f"{number(count)} {printable(name, 40)}" for name, count in found.items()) or shown(None)
+    items = counts.items() if isinstance(counts, Mapping) else ()
+    return ", ".join(f"{number(count)} {printable(name, 40)}" for name, count in items) or shown(None)
 
 
 def _lora_words(lora: Facts) -> str:

@@ -2,7 +2,7 @@
 
 A snapshot keeps no model and no weight alive. What a host hands over as its UNet or its CLIP may be one
 model, several, or a whole pipeline (`parts_of`). Weights go by the names they have without adapters, whatever
-wraps them (`weights_in`); so do the changes on them, whoever put them there (`read_applied`).
+wraps them (`weights_in`); so do the changes on them, whoever put them there (`read_model_patches`).
 """
 
 import re
@@ -27,7 +27,7 @@ from sigmascope.probes.comfyui_patcher import (
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
-from sigmascope.probes.reading import Reading, read_host
+from sigmascope.probes.reading import Reading, attribute, read_host
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
 NOT_GIVEN = "no model was given"
@@ -46,7 +46,7 @@ _DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|dec
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFacts:
+class WeightOutline:
     """One weight at one moment."""
 
     shape: torch.Size
@@ -75,7 +75,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CapturedModel:
+class ModelSnapshot:
     """A UNet or CLIP at one moment.
 
     Attributes:
@@ -107,7 +107,7 @@ class CapturedModel:
     patches_uuid: Any = None
     placement: Placement = Placement()
     marks: Mapping[str, tuple[PatchMark, ...]] = field(default_factory=dict)
-    weights: Mapping[str, WeightFacts] = field(default_factory=dict)
+    weights: Mapping[str, WeightOutline] = field(default_factory=dict)
     adapter_keys: tuple[str, ...] = ()
     wrapped_keys: int = 0
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class CapturedModel:
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"CapturedModel({self.model_type!r}, {self.class_name!r}, …)"
+        return f"ModelSnapshot({self.model_type!r}, {self.class_name!r}, …)"
 
     @property
     def class_name(self) -> str | None:
@@ -134,9 +134,9 @@ class CapturedModel:
         return None if self.reference is None else self.reference()
 
 
-def capture_model(
+def take_snapshot(
     model: object, model_type: str, *, keys: Collection[str] | None = None, contents: bool = True
-) -> CapturedModel:
+) -> ModelSnapshot:
     """Look at a model. Never raises; changes nothing, and calls no hook or method of its modules.
 
     Args:
@@ -147,19 +147,19 @@ def capture_model(
     """
     if model is None:
         names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
-        return CapturedModel(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
+        return ModelSnapshot(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
     unavailable: dict[str, str] = {}
     weights = read_host(lambda: weights_in(model, model_type))
     if weights.value is None:
         unavailable["weights"] = weights.reason or "unknown"
-    applied = read_applied(model, model_type)
-    found = weights.value or Weights({}, {})
+    applied = read_model_patches(model, model_type)
+    tensors = weights.value or Weights({}, {})
     count, uuid = _patch_count_and_uuid(model, applied, unavailable)
-    placement = placement_of(model, found, unavailable)
+    placement = placement_of(model, tensors, unavailable)
     prints, taken, seconds, nbytes = (
-        _look_at_contents(found, keys, unavailable) if contents else ({}, {}, None, 0)
+        _look_at_contents(tensors, keys, unavailable) if contents else ({}, {}, None, 0)
     )
-    return CapturedModel(
+    return ModelSnapshot(
         model_type,
         id(model),
         type(model),
@@ -169,9 +169,9 @@ def capture_model(
         uuid,
         placement,
         marks_of(applied),
-        {name: WeightFacts(w.shape, w.dtype, w.device) for name, w in found.base.items()},
-        tuple(found.adapters),
-        len(found.wrapped),
+        {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
+        tuple(tensors.adapters),
+        len(tensors.wrapped),
         prints,
         taken,
         seconds,
@@ -208,7 +208,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Applied:
+class ModelPatches:
     """All changes on what a host calls its UNet or CLIP. It holds the host's own tensors.
 
     Attributes:
@@ -221,24 +221,24 @@ class Applied:
 
     def by_key(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each weight."""
-        found: dict[str, list[AppliedPatch]] = {}
+        by_key: dict[str, list[AppliedPatch]] = {}
         for patch in self.patches:
-            found.setdefault(patch.key, []).append(patch)
-        return found
+            by_key.setdefault(patch.key, []).append(patch)
+        return by_key
 
     def by_source(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each LoRA."""
-        found: dict[str, list[AppliedPatch]] = {}
+        by_source: dict[str, list[AppliedPatch]] = {}
         for patch in self.patches:
-            found.setdefault(patch.source or UNNAMED, []).append(patch)
-        return found
+            by_source.setdefault(patch.source or UNNAMED, []).append(patch)
+        return by_source
 
 
 def _patch_count_and_uuid(
-    model: object, applied: Applied, unavailable: dict[str, str]
+    model: object, applied: ModelPatches, unavailable: dict[str, str]
 ) -> tuple[int | None, object]:
     patcher = patcher_in(model)
-    patches, uuid = _attribute(patcher, "patches"), _attribute(patcher, "patches_uuid")
+    patches, uuid = attribute(patcher, "patches"), attribute(patcher, "patches_uuid")
     if uuid is None:
         unavailable["patches_uuid"] = NO_PATCHER
     if isinstance(patches, Mapping):
@@ -251,24 +251,20 @@ def _patch_count_and_uuid(
 
 def patcher_in(model: object) -> object:
     """ComfyUI's patcher: the model itself, or what its CLIP or VAE holds."""
-    return model if isinstance(_attribute(model, "patches"), Mapping) else _attribute(model, "patcher")
-
-
-def _attribute(thing: object, name: str) -> Any:
-    return None if thing is None else read_host(lambda: getattr(thing, name, None)).value
+    return model if isinstance(attribute(model, "patches"), Mapping) else attribute(model, "patcher")
 
 
 def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
     """Read where a model is; reasons go to `unavailable`."""
     patcher = patcher_in(model)
-    inner = _attribute(patcher, "model")
-    named = [_device(_attribute(thing, "device")) for thing in (model, inner)]
-    device = next((one for one in named if one is not None), None) or _most_common(weights)
-    load, offload = (_device(_attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    inner = attribute(patcher, "model")
+    named = [_device(attribute(thing, "device")) for thing in (model, inner)]
+    device = next((known for known in named if known is not None), None) or _most_common(weights)
+    load, offload = (_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
     if device is None:
         unavailable["device"] = "it has no weights"
-    for name, found in (("load_device", load), ("offload_device", offload)):
-        if found is None:
+    for name, device_of_kind in (("load_device", load), ("offload_device", offload)):
+        if device_of_kind is None:
             unavailable[name] = NO_PATCHER
     return Placement(device, load, offload)
 
@@ -296,12 +292,12 @@ def _look_at_contents(
     began = time.perf_counter()
     wanted = {name: w for name, w in weights.unpatched.items() if keys is None or name in keys}
     readings = fingerprints(wanted)
-    found = {name: reading.value for name, reading in readings.items() if reading.value is not None}
+    prints = {name: reading.value for name, reading in readings.items() if reading.value is not None}
     lacking = [reading.reason for reading in readings.values() if reading.value is None]
     if lacking:
         unavailable["fingerprints"] = f"of {len(lacking)} of {len(readings)} weights: {lacking[0]}"
-    nbytes = sum(wanted[name].nbytes for name in found)
-    return found, samples({n: wanted[n] for n in found}), time.perf_counter() - began, nbytes
+    nbytes = sum(wanted[name].nbytes for name in prints)
+    return prints, samples({n: wanted[n] for n in prints}), time.perf_counter() - began, nbytes
 
 
 def _references_to_parts(model: object, model_type: str) -> dict[str, Any]:
@@ -309,7 +305,7 @@ def _references_to_parts(model: object, model_type: str) -> dict[str, Any]:
     return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
 
 
-def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | None) -> IdentityChanges:
+def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
     """Compare two moments.
 
     Args:
@@ -341,12 +337,12 @@ def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | N
     }
 
 
-def _identity_reasons(captured: CapturedModel, which: str) -> dict[str, str]:
+def _identity_reasons(captured: ModelSnapshot, which: str) -> dict[str, str]:
     names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
     return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}
 
 
-def is_same(before: CapturedModel, modified: object) -> bool | None:
+def is_same(before: ModelSnapshot, modified: object) -> bool | None:
     """Whether a model is the one that was captured; None if there is none or was none.
 
     The weak reference says so even when another object has been given a dead one's `id()`. Lists and mappings take
@@ -364,7 +360,7 @@ def is_same(before: CapturedModel, modified: object) -> bool | None:
     return all(held is not None and held() is now[name] for name, held in before.parts.items())
 
 
-def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementChanges:
+def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementChanges:
     """Compare two moments of a model; a text encoder has three more keys, `clip_…`.
 
     Args:
@@ -372,7 +368,7 @@ def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementC
         after: What came of it.
     """
     old, new = before.placement, after.placement
-    found: PlacementChanges = {
+    changes: PlacementChanges = {
         "model_device_changed": _is_other_device(old.device, new.device),
         "load_device_changed": _is_other_device(old.load_device, new.load_device),
         "offload_device_changed": _is_other_device(old.offload_device, new.offload_device),
@@ -384,11 +380,11 @@ def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementC
         "modified_offload_device": _device_name(new.offload_device),
     }
     if is_text(after.model_type):
-        found["clip_model_device"] = _device_name(new.device)
-        found["clip_patcher_load_device"] = _device_name(new.load_device)
-        found["clip_patcher_offload_device"] = _device_name(new.offload_device)
-    found["unavailable"] = _placement_reasons(found, before, after)
-    return found
+        changes["clip_model_device"] = _device_name(new.device)
+        changes["clip_patcher_load_device"] = _device_name(new.load_device)
+        changes["clip_patcher_offload_device"] = _device_name(new.offload_device)
+    changes["unavailable"] = _placement_reasons(changes, before, after)
+    return changes
 
 
 def _is_other_device(old: torch.device | None, new: torch.device | None) -> bool | None:
@@ -400,13 +396,13 @@ def _device_name(device: torch.device | None) -> str | None:
 
 
 def _placement_reasons(
-    found: PlacementChanges, before: CapturedModel, after: CapturedModel
+    changes: PlacementChanges, before: ModelSnapshot, after: ModelSnapshot
 ) -> dict[str, str]:
     reasons = {**before.unavailable, **after.unavailable}
     unknown = "nothing is known of where it is"
     return {
         name: reasons.get(_device_kind(name), reasons.get("device", unknown))
-        for name, value in found.items()
+        for name, value in changes.items()
         if value is None
     }
 
@@ -431,13 +427,13 @@ def weights_in(model: object, model_type: str) -> Weights:
     kept: dict[str, KeptWeight] = {}
     for prefix, part in parts_of(model, model_type).items():
         module = module_of(part)
-        kept |= {prefix + name: one for name, one in kept_weights(part).items()}
-        for found in () if module is None else _walk_tensors(module, _Place("", "")):
-            name, place = prefix + _without_wrappers(found.place.name, module), found.place
+        kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
+        for located in () if module is None else _walk_tensors(module, _Place("", "")):
+            name, place = prefix + _without_wrappers(located.place.name, module), located.place
             if place.in_adapter:
-                adapters[prefix + place.path] = found.tensor
+                adapters[prefix + place.path] = located.tensor
             else:
-                base[name] = found.tensor
+                base[name] = located.tensor
                 wrapped |= {name} if place.wrapped else set()
     return Weights(base, adapters, frozenset(wrapped), kept)
 
@@ -458,16 +454,16 @@ class _Place(NamedTuple):
         )
 
 
-class _Found(NamedTuple):
+class _LocatedTensor(NamedTuple):
     place: _Place
     tensor: Tensor
 
 
-def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
+def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[_LocatedTensor]:
     children = children_of(module)
     wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
     for own, tensor in _own_tensors(module):
-        yield _Found(
+        yield _LocatedTensor(
             place._replace(
                 name=place.name + own, path=place.path + own, in_adapter=place.in_adapter or wraps
             ),
@@ -492,12 +488,12 @@ def _without_wrappers(name: str, module: nn.Module | None) -> str:
 
 def weights_nbytes(model: object, model_type: str) -> int | None:
     """Bytes of all weights and adapters, each tensor once; None without any."""
-    found = weights_in(model, model_type)
-    distinct = {id(tensor): tensor for tensor in (*found.base.values(), *found.adapters.values())}
+    weights = weights_in(model, model_type)
+    distinct = {id(tensor): tensor for tensor in (*weights.base.values(), *weights.adapters.values())}
     return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
 
 
-def read_applied(model: object, model_type: str = "") -> Applied:
+def read_model_patches(model: object, model_type: str = "") -> ModelPatches:
     """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises.
 
     Args:
@@ -506,7 +502,7 @@ def read_applied(model: object, model_type: str = "") -> Applied:
     """
     parts = read_host(lambda: parts_of(model, model_type))
     if parts.value is None:
-        return Applied(unavailable={"model": parts.reason or "unknown"})
+        return ModelPatches(unavailable={"model": parts.reason or "unknown"})
     patches: list[AppliedPatch] = []
     unavailable: dict[str, str] = {}
     for prefix, part in parts.value.items():
@@ -515,7 +511,7 @@ def read_applied(model: object, model_type: str = "") -> Applied:
             unavailable[prefix.rstrip(".") or "model"] = reading.reason or "unknown"
         else:
             patches += [replace(patch, key=prefix + patch.key) for patch in reading.value]
-    return Applied(tuple(patches), unavailable)
+    return ModelPatches(tuple(patches), unavailable)
 
 
 def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
@@ -524,7 +520,7 @@ def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
     return Reading(None, reading.reason) if reading.value is None else reading.value
 
 
-def marks_of(applied: Applied) -> dict[str, tuple[PatchMark, ...]]:
+def marks_of(applied: ModelPatches) -> dict[str, tuple[PatchMark, ...]]:
     """What tells the changes of each weight apart."""
     return {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()}
 
@@ -567,10 +563,10 @@ def _numbered(name: str, index: int) -> str:
 
 def _pipeline_parts(components: Mapping[str, object], model_type: str) -> dict[str, object]:
     wanted = _TEXT_COMPONENTS if is_text(model_type) else _DENOISER_COMPONENTS
-    found = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
-    if len(found) == 1:
-        return {"": next(iter(found.values()))}
-    return {f"{name}.": part for name, part in found.items()}
+    parts = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
+    if len(parts) == 1:
+        return {"": next(iter(parts.values()))}
+    return {f"{name}.": part for name, part in parts.items()}
 
 
 def module_of(part: object) -> nn.Module | None:

@@ -62,6 +62,50 @@ class MemoryNow(TypedDict):
     unavailable: dict[str, str]
 
 
+class StageBaseline(TypedDict):
+    """What every baseline holds. `references` keeps no model and no tensor alive and is left out of analyses."""
+
+    timestamp: float
+    memory: MemoryNow
+    references: Any
+
+
+class StageAnalysis(TypedDict):
+    """What every analysis holds. `error` is what was raised, or what is wrong with the results."""
+
+    success: bool
+    error: str | None
+    exception_details: dict[str, str] | None
+    elapsed_time: float | None
+    peak_memory: PeakMemoryDict | None
+    baseline: Mapping[str, Any] | None
+    current_memory: MemoryNow
+    unavailable: dict[str, str]
+
+
+class StatisticsDict(TypedDict):
+    """Over the finite elements; counts are of the others."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    nan_count: int | None
+    inf_count: int | None
+
+
+class TensorDict(TypedDict):
+    """One tensor."""
+
+    shape: list[int]
+    dtype: str
+    device: str
+    size_mb: float
+    num_elements: int
+    statistics: StatisticsDict
+    unavailable: dict[str, str]
+
+
 class Check(TypedDict):
     """One check: `passed` is None when it could not be made."""
 
@@ -69,14 +113,12 @@ class Check(TypedDict):
     messages: list[str]
 
 
-UnetBaseline = TypedDict(
-    "UnetBaseline",
+_ModelBaseline = TypedDict(
+    "_ModelBaseline",
     {
         "model_id": int | None,
         "class": str | None,
         "device": torch.device | None,
-        "patches_count": int | None,
-        "patches_uuid": UUID | None,
         "memory_allocated": int | None,
         "memory_reserved": int | None,
         "keys": int,
@@ -87,28 +129,21 @@ UnetBaseline = TypedDict(
         "unavailable": dict[str, str],
     },
 )
-"""The denoiser before the application. Memory is in bytes; `captured` is for the analysis."""
+"""A model before the application. Memory is in bytes; `captured` is for the analysis."""
 
 
-ClipBaseline = TypedDict(
-    "ClipBaseline",
-    {
-        "model_id": int | None,
-        "class": str | None,
-        "device": torch.device | None,
-        "patcher_patches_count": int | None,
-        "patcher_patches_uuid": UUID | None,
-        "memory_allocated": int | None,
-        "memory_reserved": int | None,
-        "keys": int,
-        "fingerprinted_keys": int,
-        "fingerprint_seconds": float | None,
-        "fingerprint_gb_per_second": float | None,
-        "captured": Any,
-        "unavailable": dict[str, str],
-    },
-)
-"""The text encoder before the application, likewise."""
+class UnetBaseline(_ModelBaseline):
+    """The denoiser before the application."""
+
+    patches_count: int | None
+    patches_uuid: UUID | None
+
+
+class ClipBaseline(_ModelBaseline):
+    """The text encoder before the application."""
+
+    patcher_patches_count: int | None
+    patcher_patches_uuid: UUID | None
 
 
 class LoraFileFacts(TypedDict):
@@ -127,15 +162,12 @@ class LoraFileFacts(TypedDict):
     unavailable: dict[str, str]
 
 
-class LoraBaseline(TypedDict):
-    """Everything before the application. `references` is for the analysis and keeps no model alive."""
+class LoraBaseline(StageBaseline):
+    """Everything before the application."""
 
-    timestamp: float
     unet: UnetBaseline
     clip: ClipBaseline
     lora_file: LoraFileFacts
-    memory: MemoryNow
-    references: Any
 
 
 class PlacementChanges(TypedDict, total=False):
@@ -325,7 +357,7 @@ class PatchAnalysis(TypedDict):
     unavailable: dict[str, str]
 
 
-class LoraAnalysis(TypedDict):
+class LoraAnalysis(StageAnalysis):
     """What `analyze_lora_application_results` gives; plain JSON."""
 
     lora_application_success: bool
@@ -338,20 +370,12 @@ class LoraAnalysis(TypedDict):
     clip_lora_patches: PatchAnalysis
     placement_changes: BothPlacements
     memory_impact: LoraMemoryImpact
-    success: bool
     effective: bool | None
-    error: str | None
-    exception_details: dict[str, str] | None
-    elapsed_time: float | None
     analysis_seconds: float
     lora_file: LoraFileFacts
     verdict: dict[str, Any] | None
     applied_verdict: dict[str, Any] | None
     findings: list[dict[str, Any]]
-    peak_memory: PeakMemoryDict | None
-    baseline: Mapping[str, Any] | None
-    current_memory: MemoryNow
-    unavailable: dict[str, str]
 
 
 class WeightFacts(TypedDict):
@@ -395,29 +419,6 @@ class TextProcessing(TypedDict):
 
     positive: PromptFacts
     negative: PromptFacts
-
-
-class StatisticsDict(TypedDict):
-    """Over the finite elements; counts are of the others."""
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    nan_count: int | None
-    inf_count: int | None
-
-
-class TensorDict(TypedDict):
-    """One tensor."""
-
-    shape: list[int]
-    dtype: str
-    device: str
-    size_mb: float
-    num_elements: int
-    statistics: StatisticsDict
-    unavailable: dict[str, str]
 
 
 class EncoderDict(TypedDict):
@@ -525,26 +526,19 @@ class Validation(TypedDict):
     notes: list[str]
 
 
-class TextEncodingBaseline(TypedDict):
-    """What is known before the encoding. `references` keeps no model alive and is left out of analyses."""
+class TextEncodingBaseline(StageBaseline):
+    """What is known before the encoding."""
 
-    timestamp: float
-    memory: MemoryNow
     clip: ModelStateDict
     unet: ModelStateDict
     tokenizers: dict[str, str]
     encoders: list[Mapping[str, Any]]
-    references: Any
 
 
-class TextEncodingAnalysis(TypedDict):
+class TextEncodingAnalysis(StageAnalysis):
     """What `analyze_text_encoding_results` gives."""
 
     encoding_success: bool
-    success: bool
-    error: str | None
-    exception_details: dict[str, str] | None
-    elapsed_time: float | None
     positive_conditioning: ConditioningDict
     negative_conditioning: ConditioningDict
     text_processing: TextProcessing
@@ -552,11 +546,7 @@ class TextEncodingAnalysis(TypedDict):
     efficiency: Efficiency
     model_state: ModelStates
     memory_impact: MemoryImpactDict | None
-    peak_memory: PeakMemoryDict | None
-    baseline: Mapping[str, Any] | None
-    current_memory: MemoryNow
     validation: Validation
-    unavailable: dict[str, str]
 
 
 class VaeDict(TypedDict):
@@ -682,20 +672,17 @@ class LatentValidation(TypedDict):
     notes: list[str]
 
 
-class LatentBaseline(TypedDict):
-    """What is known before. `references` keeps no model and no tensor alive and is left out of analyses."""
+class LatentBaseline(StageBaseline):
+    """What is known before an encoding or decoding."""
 
-    timestamp: float
     direction: str
-    memory: MemoryNow
     vae: VaeDict
     model_state: ModelStateDict
     pictures: PicturesDict | None
     latent: LatentAnalysis | None
-    references: Any
 
 
-class LatentEncodingAnalysis(TypedDict):
+class LatentEncodingAnalysis(StageAnalysis):
     """What `analyze_latent_generation_results` gives.
 
     `encoding_success` is False for dummy latents: they are none. `pictures` went in; of a decoding they came
@@ -704,11 +691,7 @@ class LatentEncodingAnalysis(TypedDict):
     """
 
     encoding_success: bool
-    success: bool
-    error: str | None
-    exception_details: dict[str, str] | None
     direction: str
-    elapsed_time: float | None
     strategy_used: str | None
     strategy_number: int | None
     strategies: list[dict[str, Any]]
@@ -721,10 +704,6 @@ class LatentEncodingAnalysis(TypedDict):
     memory_impact: MemoryImpactDict | None
     immediate_gpu_changes: GpuChanges
     efficiency: MemoryEfficiency
-    peak_memory: PeakMemoryDict | None
     model_state: dict[str, ModelStateDict]
-    baseline: Mapping[str, Any] | None
-    current_memory: MemoryNow
     validation: LatentValidation
     findings: list[dict[str, Any]]
-    unavailable: dict[str, str]

@@ -23,7 +23,9 @@ _INDENT, _MOST_ROWS, _MOST_ITEMS, _DEEPEST = 3, 60, 12, 4
 _LONGEST_TEXT = 400
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 NO_ACCELERATOR = "no accelerator was found: GPU memory was not measured"
-BAD = "red"
+GOOD, NOTABLE, BAD = "green", "yellow", "red"
+SEVERITIES = {"info": ("🔍", "cyan"), "warning": ("⚠️ ", NOTABLE)}
+"""Mark and style of findings; all others are bad."""
 _LAST_LINES = 6  # of a traceback
 Facts = Mapping[str, Any]
 
@@ -168,6 +170,56 @@ def peak_rows(analysis: Facts) -> Iterator[Row]:
             yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
 
 
+def memory_rows(analysis: Facts) -> Iterator[Row]:
+    """RAM, the process and each device before and after, or why that is not known."""
+    impact = part(analysis, "memory_impact")
+    ram, process, gpus = part(impact, "ram"), part(impact, "process"), part(impact, "gpus")
+    if not ram:
+        yield Row("Memory", unknown(reason_for(analysis, "memory_impact")))
+        return
+    yield Row("RAM used", _before_and_after(ram, "used_mb", mb_change(ram.get("used_change_mb"))))
+    available = mb(ram.get("current_available_mb"))
+    yield Row("RAM available", f"{available}, {mb_change(ram.get('available_change_mb'))}")
+    change = mb_change(process.get("rss_change_mb"), process.get("rss_change_pct"))
+    yield Row("Process", _before_and_after(process, "rss_mb", change))
+    if not gpus:
+        yield Row("GPU", NO_ACCELERATOR)
+    for device, gpu in gpus.items():
+        for what in ("allocated", "reserved"):
+            change = mb_change(gpu.get(f"{what}_change_mb"), gpu.get(f"{what}_change_pct"))
+            yield Row(f"{printable(device)} {what}", _before_and_after(gpu, f"{what}_mb", change))
+
+
+def _before_and_after(figures: Facts, name: str, change: str) -> str:
+    return f"{mb(figures.get(f'baseline_{name}'))} → {mb(figures.get(f'current_{name}'))}, {change}"
+
+
+def statistics_row(tensor: Facts) -> Row:
+    """The values of a tensor, or why they are not known."""
+    statistics = part(tensor, "statistics")
+    if statistics.get("mean") is None:
+        return Row("Statistics", unknown(reason_for(tensor, "mean")))
+    values = (f"{name} {number(statistics.get(name))}" for name in ("min", "max", "mean", "std"))
+    return Row("Statistics", ", ".join(values))
+
+
+def check_row(label: str, check: Facts) -> Row:
+    """Whether a check passed."""
+    states: dict[Any, tuple[str, str]] = {True: ("passed", GOOD), False: ("FAILED", BAD)}
+    return Row(label, *states.get(check.get("passed"), ("not checked", "")))
+
+
+def finding_rows(findings: Iterable[Facts]) -> Iterator[Row]:
+    """Severity, message and advice of each finding."""
+    for finding in findings:
+        severity = str(finding.get("severity", ""))
+        mark, style = SEVERITIES.get(severity, ("❌", BAD))
+        advice = f" {finding['advice']}" if finding.get("advice") else ""
+        yield Row(
+            f"{mark} {severity.capitalize()}", printable(f"{finding.get('message')}{advice}", 600), style
+        )
+
+
 def error_rows(analysis: Facts) -> Iterator[Row]:
     """What the watched code raised, with the last lines of its traceback."""
     if analysis.get("error"):
@@ -179,35 +231,36 @@ def error_rows(analysis: Facts) -> Iterator[Row]:
 
 def part(facts: Facts, name: str) -> Facts:
     """A dict inside a dict; empty where something else, or nothing, stands there."""
-    found = facts.get(name)
-    return found if isinstance(found, Mapping) else {}
+    held = facts.get(name)
+    return held if isinstance(held, Mapping) else {}
 
 
 def mb(amount: object, reason: str | None = None) -> str:
     """MiB; the text says MB."""
-    return f"{units.mebibytes(amount)} MB" if _is_number(amount) else unknown(reason)
+    return f"{units.mebibytes(amount)} MB" if is_number(amount) else unknown(reason)
 
 
-def _is_number(amount: object) -> TypeGuard[int | float]:
+def is_number(amount: object) -> TypeGuard[int | float]:
+    """Whether it can be shown as a figure."""
     return isinstance(amount, int | float) and not isinstance(amount, bool)
 
 
 def mb_change(amount: object, percent: object = None) -> str:
     """A signed change in MiB, with its percentage if that is known."""
-    if not _is_number(amount):
+    if not is_number(amount):
         return UNKNOWN
-    share = f" ({percent:+.1f} %)" if _is_number(percent) else ""
+    share = f" ({percent:+.1f} %)" if is_number(percent) else ""
     return f"{units.mebibytes_change(amount)} MB{share}"
 
 
 def seconds(amount: object, reason: str | None = None) -> str:
     """A duration with the unit that suits it."""
-    return units.seconds(amount) if _is_number(amount) else unknown(reason)
+    return units.seconds(amount) if is_number(amount) else unknown(reason)
 
 
 def number(amount: object, reason: str | None = None) -> str:
     """A count in full, another number with four significant digits."""
-    return units.number(amount) if _is_number(amount) else unknown(reason)
+    return units.number(amount) if is_number(amount) else unknown(reason)
 
 
 def shape(sizes: object, reason: str | None = None) -> str:

@@ -161,7 +161,7 @@ def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> E
     }
 
 
-class Verdict(NamedTuple):
+class EncoderVerdict(NamedTuple):
     """A family, the evidence for it, that evidence in words, and other families that fit it as well."""
 
     family: str
@@ -171,7 +171,7 @@ class Verdict(NamedTuple):
 
 
 def _conflict(
-    verdict: Verdict, by_shape: Verdict | None, variant: str, table: str, width: int | None
+    verdict: EncoderVerdict, by_shape: EncoderVerdict | None, variant: str, table: str, width: int | None
 ) -> str | None:
     """What other evidence claims; None where all agree. The shape has no say where an encoder gives this very width."""
     claims = []
@@ -184,7 +184,9 @@ def _conflict(
     return "; ".join(claims) or None
 
 
-def from_encoders(width: int | None, tokens: int | None, encoders: Sequence[EncoderFacts]) -> Verdict | None:
+def from_encoders(
+    width: int | None, tokens: int | None, encoders: Sequence[EncoderFacts]
+) -> EncoderVerdict | None:
     """The verdict of the live encoders' classes and configs; None if there are none that are known."""
     known = [encoder for encoder in encoders if encoder.family != UNKNOWN_FAMILY]
     if not known:
@@ -199,7 +201,7 @@ def from_encoders(width: int | None, tokens: int | None, encoders: Sequence[Enco
     chosen = makers or known
     family = " + ".join(dict.fromkeys(encoder.family for encoder in chosen))
     classes = ", ".join(dict.fromkeys(encoder.class_name for encoder in chosen))
-    return Verdict(family, "class", f"the encoder's class and config: {classes}")
+    return EncoderVerdict(family, "class", f"the encoder's class and config: {classes}")
 
 
 def is_one_of_several(width: int | None, encoders: Sequence[EncoderFacts]) -> bool:
@@ -226,20 +228,20 @@ def _holds_clip_tokens(tokens: int | None) -> bool:
     return tokens is not None and tokens > CLIP_TOKENS
 
 
-def from_shape(width: int | None, tokens: int | None) -> Verdict:
+def from_shape(width: int | None, tokens: int | None) -> EncoderVerdict:
     """The verdict of a tensor alone: 77·k tokens mean CLIP if a CLIP has that width, else the width."""
     if width is None:
-        return Verdict(UNKNOWN_FAMILY, "none", "there is no tensor")
+        return EncoderVerdict(UNKNOWN_FAMILY, "none", "there is no tensor")
     if tokens is not None and tokens > 0 and tokens % CLIP_TOKENS == 0 and width in _CLIP_BY_WIDTH:
         reason = f"{tokens} tokens = {CLIP_TOKENS}·{tokens // CLIP_TOKENS}, as CLIP has, at width {width}"
-        return Verdict(_CLIP_BY_WIDTH[width], "token_count", reason)
+        return EncoderVerdict(_CLIP_BY_WIDTH[width], "token_count", reason)
     families = _FAMILIES_BY_WIDTH.get(width)
     if families is None:
-        return Verdict(UNKNOWN_FAMILY, "none", f"no encoder known to us is {width} wide")
-    return Verdict(families[0], "width", f"the width {width} alone", families)
+        return EncoderVerdict(UNKNOWN_FAMILY, "none", f"no encoder known to us is {width} wide")
+    return EncoderVerdict(families[0], "width", f"the width {width} alone", families)
 
 
-def variant_of(verdict: Verdict, width: int | None) -> str:
+def variant_of(verdict: EncoderVerdict, width: int | None) -> str:
     """The table's name for a family; a family that the table lacks goes by its own name."""
     if verdict.evidence == "none":
         return variant_by_width(width)
@@ -304,7 +306,7 @@ def _width_of_tokens(module: nn.Module) -> int | None:
     table = read_host(own).value if callable(own) else None
     if table is None:
         tables = (part for part in modules_in(module) if isinstance(part, nn.Embedding))
-        table = max(tables, key=lambda one: one.num_embeddings, default=None)
+        table = max(tables, key=lambda embedding: embedding.num_embeddings, default=None)
     width = getattr(table, "embedding_dim", None)
     return width if isinstance(width, int) else None
 
@@ -376,8 +378,8 @@ def _is_tokenizer(thing: object) -> bool:
 
 def named_tokenizers(tokenizer: object) -> dict[str, Any]:
     """What a caller gives as its tokenizer: one, several, a mapping, or whatever holds them."""
-    if isinstance(tokenizer, Mapping) and all(_is_tokenizer(one) for one in tokenizer.values()):
-        return {str(name): one for name, one in tokenizer.items()}
+    if isinstance(tokenizer, Mapping) and all(_is_tokenizer(held) for held in tokenizer.values()):
+        return {str(name): held for name, held in tokenizer.items()}
     if isinstance(tokenizer, list | tuple):
         return dict(zip(_PIPELINE_TOKENIZERS, tokenizer, strict=False))
     return find_tokenizers(tokenizer)

@@ -10,26 +10,27 @@ None, with the reason in the `unavailable` beside it; so is what needs an unknow
 nothing.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from sigmascope.probes import Accelerator, memory_snapshot, read_nvml
-from sigmascope.probes.reading import error_text, keeping_words, keeps_words, read_host
-from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory, PeakMemoryDict
+from sigmascope.probes.reading import keeping_words, keeps_words, read_host
+from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
 from sigmascope.stages.baseline import (
     TEXT_NOT_KEPT,
-    changes,
+    References,
+    baseline_of,
     checked_seconds,
     cleanup_effectiveness,
-    exception_dict,
-    memory_now,
+    measure,
     model_state,
     reference_to,
+    references_of,
+    state_now,
 )
 from sigmascope.stages.conditioning import (
     DumpFolder,
@@ -37,23 +38,40 @@ from sigmascope.stages.conditioning import (
     dump_conditioning,
     read_conditioning,
 )
-from sigmascope.stages.prompt_facts import as_text, prompt_facts, texts_of
+from sigmascope.stages.prompt_facts import TokenCount, as_text, count_tokens, prompt_facts, texts_of
 from sigmascope.stages.schema import (
     ConditioningDict,
     Efficiency,
-    ModelStateDict,
     Performance,
     PromptFacts,
     TextEncodingAnalysis,
     TextEncodingBaseline,
     TextProcessing,
-    Validation,
 )
-from sigmascope.stages.summary import print_analysis
+from sigmascope.stages.summary import (
+    BAD,
+    GOOD,
+    Facts,
+    Row,
+    Section,
+    check_row,
+    error_rows,
+    mb,
+    memory_rows,
+    number,
+    part,
+    peak_rows,
+    print_analysis,
+    printable,
+    reason_for,
+    seconds,
+    shape,
+    shown,
+    statistics_row,
+    unknown,
+)
 from sigmascope.stages.text_encoders import EncoderFacts, find_encoders, find_tokenizers, named_tokenizers
-from sigmascope.stages.text_summary import TITLE, sections
 from sigmascope.stages.text_validation import TextEncodingThresholds, validate
-from sigmascope.stages.tokens import TokenCount, count_tokens
 
 __all__ = [
     "TextEncodingAnalysis",
@@ -64,10 +82,10 @@ __all__ = [
     "print_text_encoding_analysis_summary",
 ]
 
+
 TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
 """Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
-NO_BASELINE = "there is no baseline"
-NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+TEXT_TITLE = "TEXT ENCODING ANALYSIS SUMMARY"
 _NOT_APART = "the prompts' times were not measured apart"
 
 
@@ -87,7 +105,40 @@ def capture_text_encoding_baseline(
         tokenizer: Where `clip_model` holds none: one, a list, a mapping, or a pipeline that has some.
         accelerator: What to ask about devices; None finds out.
     """
-    return capture(unet_model, clip_model, tokenizer, accelerator)
+    encoders = tuple(read_host(lambda: find_encoders(clip_model)).value or ())
+    tokenizers = read_host(lambda: _tokenizers(clip_model, tokenizer)).value or {}
+    clip_state, unet_state = model_state(clip_model), model_state(unet_model)
+    references = TextReferences(
+        memory_snapshot(accelerator),
+        accelerator,
+        reference_to(clip_model),
+        reference_to(unet_model),
+        tokenizers,
+        encoders,
+    )
+    return {
+        **baseline_of(references),
+        "clip": clip_state,
+        "unet": unet_state,
+        "tokenizers": {name: type(held).__name__ for name, held in tokenizers.items()},
+        "encoders": [asdict(encoder) for encoder in encoders],
+    }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TextReferences(References):
+    """What a text encoding's baseline keeps. Models are referred to weakly; tokenizers are held."""
+
+    clip: Callable[[], Any] | None = None
+    unet: Callable[[], Any] | None = None
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
+    encoders: tuple[EncoderFacts, ...] = ()
+
+
+def _tokenizers(clip: object, given: object) -> dict[str, Any]:
+    if given is not None:
+        return named_tokenizers(given)
+    return find_tokenizers(clip) or named_tokenizers(getattr(clip, "tokenizer", None))
 
 
 def analyze_text_encoding_results(
@@ -134,158 +185,94 @@ def analyze_text_encoding_results(
     Raises:
         ConfigError: `prompt_privacy` does not exist. Nothing that is looked at can raise.
     """
-    return analyze(
-        baseline,
-        Side("positive", positive_prompt, positive_cond, positive_seconds),
-        Side("negative", negative_prompt, negative_cond, negative_seconds),
-        Outcome(elapsed_time, peak_memory, error),
-        Choices(
+    check_privacy(prompt_privacy)
+    options = _Options(token_limit, statistics, prompt_privacy, dumps, tokens_seen)
+    with keeping_words(prompt_privacy == "full"):
+        if isinstance(error, str) and not keeps_words():
+            error = TEXT_NOT_KEPT
+        measured = measure(baseline, elapsed_time, peak_memory, error)
+        known = references_of(baseline, TextReferences) or TextReferences(measured.snapshot, None)
+        quotes = quoting(private_texts(positive_prompt, negative_prompt), prompt_privacy)
+        prompts: TextProcessing = {
+            "positive": _prompt_facts(positive_prompt, known, options),
+            "negative": _prompt_facts(negative_prompt, known, options),
+        }
+        positive = _conditioning_facts("positive", positive_cond, positive_prompt, known, quotes, options)
+        negative = _conditioning_facts("negative", negative_cond, negative_prompt, known, quotes, options)
+        clip = state_now(baseline, "clip", known.clip)
+        validation = validate(
+            prompts,
+            {"positive": positive, "negative": negative},
+            clip,
+            list(known.encoders),
+            measured.impact,
+            measured.seconds,
             thresholds or TextEncodingThresholds(),
-            token_limit,
-            statistics,
-            prompt_privacy,
-            dumps,
-            tokens_seen,
-        ),
-    )
-
-
-def print_text_encoding_analysis_summary(
-    analysis: Mapping[str, Any] | None, console: Console | None = None
-) -> None:
-    """Print the analysis, section by section, at most 80 columns wide.
-
-    Args:
-        analysis: What `analyze_text_encoding_results` gave, or the same read from a file; None prints an error line.
-        console: Where to; standard output by default, plain when that is no terminal.
-    """
-    print_analysis(TITLE, analysis, sections, console)
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One prompt and what the encoder made of it. `seconds` is None where it was not measured apart."""
-
-    name: str
-    prompt: object
-    conditioning: object
-    seconds: float | None = None
+        )
+        success = error is None and validation["output"]["passed"] is True
+        return {
+            **measured.as_dict(success, "; ".join(validation["output"]["messages"])),
+            "encoding_success": success,
+            "positive_conditioning": positive,
+            "negative_conditioning": negative,
+            "text_processing": prompts,
+            "performance": performance(measured.seconds, positive_seconds, negative_seconds, prompts),
+            "efficiency": efficiency(
+                measured.seconds,
+                prompts,
+                (positive, negative),
+                cleanup_effectiveness(peak_memory, measured.impact),
+            ),
+            "model_state": {"clip": clip, "unet": state_now(baseline, "unet", known.unet)},
+            "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
+            "validation": validation,
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the whole step gave beside its conditionings."""
-
-    elapsed_time: object
-    peak_memory: PeakMemory | PeakMemoryDict | None = None
-    error: BaseException | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
+class _Options:
     """How to look at the results; see `analyze_text_encoding_results`."""
 
-    thresholds: TextEncodingThresholds
-    token_limit: int | None = None
-    statistics: bool | None = None
-    prompt_privacy: PromptPrivacy = "full"
-    dumps: DumpFolder | None = None
-    tokens_seen: TokensSeen | None = None
+    token_limit: int | None
+    statistics: bool | None
+    prompt_privacy: PromptPrivacy
+    dumps: DumpFolder | None
+    tokens_seen: TokensSeen | None
 
 
-def analyze(
-    baseline: Mapping[str, Any] | None, positive: Side, negative: Side, outcome: Outcome, choices: Choices
-) -> TextEncodingAnalysis:
-    """The analysis that `analyze_text_encoding_results` gives."""
-    check_privacy(choices.prompt_privacy)
-    with keeping_words(choices.prompt_privacy == "full"):
-        return _analysis(baseline, positive, negative, outcome, choices)
+def private_texts(*prompts: object) -> list[str]:
+    """All texts that quote a prompt: each of a batch, and all of them in one."""
+    return [text for prompt in prompts for text in (*texts_of(prompt), as_text(prompt)) if text]
 
 
-def _analysis(
-    baseline: Mapping[str, Any] | None, positive: Side, negative: Side, outcome: Outcome, choices: Choices
-) -> TextEncodingAnalysis:
-    known = references_of(baseline)
-    snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
-    encoders = [] if known is None else list(known.encoders)
-    quotes = quoting(private_texts(positive.prompt, negative.prompt), choices.prompt_privacy)
-    prompts: TextProcessing = {
-        "positive": _prompt_of_side(positive, known, choices),
-        "negative": _prompt_of_side(negative, known, choices),
-    }
-    conditionings = {
-        side.name: _conditioning_of_side(side, known, quotes, choices) for side in (positive, negative)
-    }
-    seconds, why_no_time = checked_seconds(outcome.elapsed_time)
-    impact = None if known is None else MemoryImpact(known.snapshot, snapshot)
-    clip, unet = state_now(baseline, known, "clip"), state_now(baseline, known, "unet")
-    validation = validate(prompts, conditionings, clip, encoders, impact, seconds, choices.thresholds)
-    success = outcome.error is None and validation["output"]["passed"] is True
-    return {
-        "encoding_success": success,
-        "success": success,
-        **_failure(outcome, validation),  # type: ignore[typeddict-item]
-        "elapsed_time": seconds,
-        "positive_conditioning": conditionings["positive"],
-        "negative_conditioning": conditionings["negative"],
-        "text_processing": prompts,
-        "performance": performance(seconds, positive.seconds, negative.seconds, prompts),
-        "efficiency": efficiency(
-            seconds,
-            prompts,
-            tuple(conditionings.values()),
-            cleanup_effectiveness(outcome.peak_memory, impact),
-        ),
-        "model_state": {"clip": clip, "unet": unet},
-        "memory_impact": None if impact is None else impact.as_dict(),
-        "peak_memory": _peak(outcome.peak_memory),
-        "baseline": _plain_baseline(baseline),
-        "current_memory": memory_now(snapshot),
-        "validation": validation,
-        "unavailable": _unavailable(known, outcome, why_no_time),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a baseline keeps for the analysis. Models are referred to weakly; tokenizers are held."""
-
-    snapshot: MemorySnapshot
-    clip: Any
-    unet: Any
-    tokenizers: Mapping[str, Any]
-    encoders: tuple[EncoderFacts, ...]
-    accelerator: Accelerator | None
-
-    def __repr__(self) -> str:
-        return "References(…)"
-
-
-def _prompt_of_side(side: Side, known: References | None, choices: Choices) -> PromptFacts:
-    texts = texts_of(side.prompt)
-    if texts and choices.tokens_seen is not None:
-        counts, reason = choices.tokens_seen(texts)
+def _prompt_facts(prompt: object, known: TextReferences, options: _Options) -> PromptFacts:
+    texts = texts_of(prompt)
+    if texts and options.tokens_seen is not None:
+        counts, reason = options.tokens_seen(texts)
     else:
-        tokenizers = {} if known is None else known.tokenizers
-        counts, reason = count_tokens(texts, tokenizers, choices.token_limit) if texts else ([], None)
-    return prompt_facts(side.prompt, counts, reason, choices.prompt_privacy)
+        counts, reason = count_tokens(texts, known.tokenizers, options.token_limit) if texts else ([], None)
+    return prompt_facts(prompt, counts, reason, options.prompt_privacy)
 
 
-def _conditioning_of_side(
-    side: Side, known: References | None, quotes: Callable[[str], bool], choices: Choices
+def _conditioning_facts(
+    which: str,
+    conditioning: object,
+    prompt: object,
+    known: TextReferences,
+    quotes: Callable[[str], bool],
+    options: _Options,
 ) -> ConditioningDict:
-    found, reason = read_conditioning(side.conditioning)
-    encoders = () if known is None else known.encoders
-    facts = conditioning_facts(found, encoders, choices.statistics, reason)
-    if choices.prompt_privacy != "full":
+    tensors, reason = read_conditioning(conditioning)
+    facts = conditioning_facts(tensors, known.encoders, options.statistics, reason)
+    if options.prompt_privacy != "full":
         for entry in (facts, *facts["entries"]):
             entry["metadata"] = _without_texts(entry["metadata"], quotes)
         for entry in facts["entries"]:
             entry["others"] = dict(_named(entry["others"], quotes))
-    if choices.dumps is None:
+    if options.dumps is None:
         facts["unavailable"]["tensor_dump"] = "not asked for"
     else:
-        dump_conditioning(choices.dumps, f"{side.name}_conditioning", found, facts, side.prompt)
+        dump_conditioning(options.dumps, f"{which}_conditioning", tensors, facts, prompt)
     return facts
 
 
@@ -303,37 +290,9 @@ def _without_texts(value: Any, quotes: Callable[[str], bool]) -> Any:
 
 def _named(items: Mapping[str, Any], quotes: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     """The items by name; one whose name may quote the prompt, or is no plain name, is numbered."""
-    for number, (name, item) in enumerate(items.items()):
+    for index, (name, item) in enumerate(items.items()):
         is_plain = name.replace(".", "_").isidentifier() and not quotes(name)
-        yield name if is_plain else f"item_{number}", item
-
-
-def _failure(outcome: Outcome, validation: Validation) -> dict[str, object]:
-    error, problems = outcome.error, validation["output"]["messages"]
-    if error is None:
-        return {"error": "; ".join(problems) or None, "exception_details": None}
-    if isinstance(error, str):
-        return {"error": error if keeps_words() else TEXT_NOT_KEPT, "exception_details": None}
-    return {"error": error_text(error), "exception_details": exception_dict(error)}
-
-
-def _peak(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
-    return peak.as_dict() if isinstance(peak, PeakMemory) else peak
-
-
-def _plain_baseline(baseline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if baseline is None:
-        return None
-    return {name: value for name, value in baseline.items() if name != "references"}
-
-
-def _unavailable(known: References | None, outcome: Outcome, why_no_time: str | None) -> dict[str, str]:
-    reasons = {} if known is not None else {"memory_impact": NO_BASELINE}
-    if outcome.peak_memory is None:
-        reasons["peak_memory"] = NO_PEAKS
-    if why_no_time is not None:
-        reasons["elapsed_time"] = why_no_time
-    return reasons
+        yield name if is_plain else f"item_{index}", item
 
 
 def performance(
@@ -400,13 +359,13 @@ def efficiency(
     if total == 0:
         total, why = None, "it took no measurable time"
     characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
-    sizes = [one["total_size_mb"] for one in conditionings if one["total_size_mb"] is not None]
+    sizes = [facts["total_size_mb"] for facts in conditionings if facts["total_size_mb"] is not None]
     by_second = None if total is None or characters is None else characters / total
     tokens_by_second = None if total is None or tokens is None else tokens / total
     by_character = _ratio(sum(sizes), characters) if sizes else None
-    device = next((one["device"] for one in conditionings if one["device"]), None)
+    device = next((facts["device"] for facts in conditionings if facts["device"]), None)
     utilization, why_no_gpu = _gpu_utilization(device)
-    values = {
+    figures = {
         "characters_per_second": (by_second, why or _why_no_rate("characters", characters)),
         "tokens_per_second": (tokens_by_second, why or _why_no_rate("tokens", tokens)),
         "memory_per_character_mb": (
@@ -423,7 +382,7 @@ def efficiency(
         "gpu_utilization": utilization,
         "cleanup_effectiveness": cleanup[0],
         "unavailable": {
-            name: reason or "unknown" for name, (value, reason) in values.items() if value is None
+            name: reason or "unknown" for name, (value, reason) in figures.items() if value is None
         },
     }
 
@@ -435,59 +394,163 @@ def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:
     return facts.utilization_percent, facts.unavailable.get("utilization_percent")
 
 
-def state_now(
-    baseline: Mapping[str, Any] | None, references: References | None, which: str
-) -> ModelStateDict:
-    """The state of `clip` or `unet` now, with what changed since the baseline."""
-    reference = getattr(references, which, None)
-    model = None if reference is None else reference()
-    state = model_state(model)
-    if baseline is None or references is None:
-        state["unavailable"] = dict.fromkeys(state["unavailable"], NO_BASELINE)
-        return state
-    before: ModelStateDict = baseline[which]
-    if model is None:
-        gone = before["model_id"] is not None
-        reason = "the model is gone, or takes no weak reference" if gone else "no model was given"
-        state["unavailable"] = dict.fromkeys(state["unavailable"], reason)
+def print_text_encoding_analysis_summary(
+    analysis: Mapping[str, Any] | None, console: Console | None = None
+) -> None:
+    """Print the analysis, section by section, at most 80 columns wide.
+
+    Args:
+        analysis: What `analyze_text_encoding_results` gave, or the same read from a file; None prints an error line.
+        console: Where to; standard output by default, plain when that is no terminal.
+    """
+    print_analysis(TEXT_TITLE, analysis, text_sections, console)
+
+
+def text_sections(analysis: Facts) -> Iterator[Section]:
+    """Every section of the summary; an analysis that lacks a part lacks its section."""
+    yield Section("📋", "BASIC INFORMATION", list(_basics(analysis)))
+    prompts = part(analysis, "text_processing")
+    for which in ("positive", "negative"):
+        yield Section("📝", f"TEXT PROCESSING, {which.upper()}", list(_prompt(part(prompts, which))))
+    for which in ("positive", "negative"):
+        facts = part(analysis, f"{which}_conditioning")
+        yield Section("📐", f"{which.upper()} CONDITIONING", list(_conditioning(facts)))
+    yield Section("⚡", "PERFORMANCE", list(_performance(analysis)))
+    yield Section("🔧", "MODEL STATE", list(_models(part(analysis, "model_state"))))
+    yield Section("💾", "MEMORY IMPACT", list(memory_rows(analysis)))
+    yield Section("📊", "PEAK MEMORY", list(peak_rows(analysis)))
+    yield Section("🔒", "VALIDATION", list(_validation(part(analysis, "validation"))))
+    yield Section("🚨", "ERRORS", list(error_rows(analysis)))
+
+
+def _basics(analysis: Facts) -> Iterator[Row]:
+    success = analysis.get("encoding_success")
+    yield Row("Text encoding success", "YES" if success else "NO", GOOD if success else BAD)
+    yield Row(
+        "Total execution time", seconds(analysis.get("elapsed_time"), reason_for(analysis, "elapsed_time"))
+    )
+
+
+def _prompt(facts: Facts) -> Iterator[Row]:
+    if not facts:
+        return
+    if facts.get("character_length") is None:
+        yield Row("Prompt", unknown(reason_for(facts, "character_length")))
+        return
+    text = facts.get("text_content")
+    sha256 = facts.get("text_sha256")
+    if text is not None:
+        yield Row("Text", f"“{printable(text, 240)}”")
     else:
-        state["changed"] = changes(before, state)
-    return state
+        hidden = f"kept as SHA-256 {sha256}" if sha256 else unknown(reason_for(facts, "text_content"))
+        yield Row("Text", hidden)
+    yield Row("Characters", number(facts["character_length"]))
+    yield Row("Words", number(facts.get("word_count")))
+    yield Row("Special characters", number(facts.get("special_characters")))
+    yield Row("Tokens", number(facts.get("token_count"), reason_for(facts, "token_count")))
+    cut = facts.get("truncated_tokens")
+    if cut:
+        words = facts.get("truncated_words")
+        named = f": {printable(' '.join(words), 160)}" if words else ""
+        yield Row("Cut off", f"{number(cut)} tokens{named}", BAD)
+    elif cut == 0:
+        yield Row("Cut off", "nothing")
+    weights = [
+        f"{printable(w['text'] or '…', 40)} × {w['weight']:.4g}" for w in facts.get("prompt_weights") or ()
+    ]
+    if weights:
+        yield Row("Weights", shown(weights))
 
 
-def private_texts(*prompts: object) -> list[str]:
-    """All texts that quote a prompt: each of a batch, and all of them in one."""
-    return [text for prompt in prompts for text in (*texts_of(prompt), as_text(prompt)) if text]
+def _conditioning(facts: Facts) -> Iterator[Row]:
+    if not facts:
+        return
+    success = facts.get("status") == "success"
+    yield Row("Status", str(facts.get("status", "")).upper(), GOOD if success else "")
+    if not success:
+        yield Row("Reason", unknown(reason_for(facts, "shape")))
+        return
+    yield Row("Shape", shape(facts.get("shape")))
+    yield Row("Data type", printable(facts.get("dtype")))
+    yield Row("Device", printable(facts.get("device")))
+    yield Row("Size", mb(facts.get("size_mb")))
+    yield Row("Elements", number(facts.get("num_elements")))
+    yield Row("CLIP variant", printable(facts.get("clip_variant")))
+    encoder = part(facts, "encoder")
+    yield Row("Encoder", f"{printable(facts.get('encoder_family'))} ({printable(encoder.get('reason', ''))})")
+    pooled = part(facts, "pooled")
+    if pooled:
+        yield Row("Pooled", f"{shape(pooled.get('shape'))} {printable(pooled.get('dtype'))}")
+    entries = facts.get("entries") or ()
+    if len(entries) > 1:
+        yield Row("Entries", f"{len(entries)}, {mb(facts.get('total_size_mb'))} in all")
+    if facts.get("metadata"):
+        pairs = (f"{printable(k, 40)} {shown(v)}" for k, v in facts["metadata"].items())
+        yield Row("Metadata", printable(", ".join(pairs)))
+    yield from _statistics(facts)
+    if facts.get("tensor_dump"):
+        yield Row("Saved as", printable(facts["tensor_dump"]))
 
 
-def capture(
-    unet: object, clip: object, tokenizer: object, accelerator: Accelerator | None
-) -> TextEncodingBaseline:
-    """The baseline that `capture_text_encoding_baseline` gives."""
-    encoders = tuple(read_host(lambda: find_encoders(clip)).value or ())
-    tokenizers = read_host(lambda: _tokenizers(clip, tokenizer)).value or {}
-    clip_state, unet_state = model_state(clip), model_state(unet)
-    snapshot = memory_snapshot(accelerator)
-    return {
-        "timestamp": time.time(),
-        "memory": memory_now(snapshot),
-        "clip": clip_state,
-        "unet": unet_state,
-        "tokenizers": {name: type(one).__name__ for name, one in tokenizers.items()},
-        "encoders": [asdict(encoder) for encoder in encoders],
-        "references": References(
-            snapshot, reference_to(clip), reference_to(unet), tokenizers, encoders, accelerator
-        ),
+def _statistics(facts: Facts) -> Iterator[Row]:
+    yield statistics_row(facts)
+    numbers = part(facts, "statistics")
+    broken = {name: numbers.get(key) for name, key in (("NaN", "nan_count"), ("Inf", "inf_count"))}
+    if any(broken.values()):
+        yield Row("Not finite", ", ".join(f"{count} {name}" for name, count in broken.items()), BAD)
+
+
+def _performance(analysis: Facts) -> Iterator[Row]:
+    times, rates = part(analysis, "performance"), part(analysis, "efficiency")
+    labels = {
+        "positive_encoding_time": "Positive prompt",
+        "negative_encoding_time": "Negative prompt",
+        "time_per_character": "By character",
+        "time_per_token": "By token",
     }
+    for name, label in labels.items() if times else ():
+        yield Row(label, seconds(times.get(name), reason_for(times, name)))
+    if not rates:
+        return
+    yield Row(
+        "Characters per second",
+        number(rates.get("characters_per_second"), reason_for(rates, "characters_per_second")),
+    )
+    memory = rates.get("memory_per_character_mb")
+    yield Row("Memory per character", mb(memory, reason_for(rates, "memory_per_character_mb")))
+    busy = rates.get("gpu_utilization")
+    yield Row(
+        "GPU utilization", unknown(reason_for(rates, "gpu_utilization")) if busy is None else f"{busy:.0f} %"
+    )
+    cleanup = rates.get("cleanup_effectiveness")
+    reason = reason_for(rates, "cleanup_effectiveness")
+    yield Row(
+        "Memory given back", unknown(reason) if cleanup is None else f"{100 * cleanup:.0f} % of the growth"
+    )
 
 
-def _tokenizers(clip: object, given: object) -> dict[str, Any]:
-    if given is not None:
-        return named_tokenizers(given)
-    return find_tokenizers(clip) or named_tokenizers(getattr(clip, "tokenizer", None))
+def _models(states: Facts) -> Iterator[Row]:
+    for name, state in states.items():
+        if not isinstance(state, Mapping):
+            continue
+        if state.get("class_type") is None:
+            yield Row(name.upper(), unknown(reason_for(state, "class_type")))
+            continue
+        patches = state.get("patches_count")
+        parts = [printable(state["class_type"]), f"on {printable(state.get('device'))}"]
+        if patches is not None:
+            parts.append(f"{patches} patches")
+        changed = state.get("changed")
+        parts.append(f"changed: {', '.join(changed)}" if changed else "unchanged" if changed == [] else "")
+        yield Row(name.upper(), ", ".join(filter(None, parts)), BAD if changed else "")
 
 
-def references_of(baseline: Mapping[str, Any] | None) -> References | None:
-    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = None if baseline is None else baseline.get("references")
-    return references if isinstance(references, References) else None
+def _validation(validation: Facts) -> Iterator[Row]:
+    checks = {name: validation[name] for name in ("input", "output", "performance") if name in validation}
+    checks |= part(validation, "compatibility")
+    for name, check in checks.items():
+        yield check_row(name.replace("_", " ").capitalize(), check)
+        for message in check.get("messages", ()):
+            yield Row("  ✗", printable(message), BAD)
+    for note in validation.get("notes", ()):
+        yield Row("Note", printable(note))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sigmascope.records.memory import MemoryImpact, change, mib
+from sigmascope.stages.baseline import check_of
 from sigmascope.stages.conditioning import tensors_of
 from sigmascope.stages.schema import (
     Check,
@@ -169,26 +170,24 @@ def _check_clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Che
         for name in clip["changed"] or ()
         if name not in ("device", "model_id")
     ]
-    if not any(encoder.family != UNKNOWN_FAMILY for encoder in encoders):
-        return {"passed": False if problems else None, "messages": problems}
-    return check_of(iter(problems), known=True)
+    return check_of(problems, known=any(encoder.family != UNKNOWN_FAMILY for encoder in encoders))
 
 
 def _check_placement(
     conditionings: Conditionings, clip: ModelStateDict, limits: TextEncodingThresholds
 ) -> Check:
     devices = {which: devices_of(facts) for which, facts in conditionings.items() if facts["entries"]}
-    every = dict.fromkeys(device for found in devices.values() for device in found)
+    every = dict.fromkeys(device for used in devices.values() for device in used)
 
     def problems() -> Iterator[str]:
         expected = limits.expected_device
-        for which, device in ((which, device) for which, found in devices.items() for device in found):
+        for which, device in ((which, device) for which, used in devices.items() for device in used):
             if expected is not None and device != expected and device.partition(":")[0] != expected:
                 yield f"{which}: on {device}, expected is {expected}"
-        for which, found in devices.items():
-            if len(found) > 1:
-                yield f"{which}: its tensors are on different devices: {', '.join(found)}"
-        if len(every) > 1 and all(len(found) == 1 for found in devices.values()):
+        for which, used in devices.items():
+            if len(used) > 1:
+                yield f"{which}: its tensors are on different devices: {', '.join(used)}"
+        if len(every) > 1 and all(len(used) == 1 for used in devices.values()):
             yield "positive and negative are on different devices: " + ", ".join(every)
         if clip["device"] == "meta":
             yield "the encoder has no weights: it is on the meta device"
@@ -296,8 +295,8 @@ def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
         if layers is not None:
             return f"width {width} is {layers} layers of {encoder.family} joined"
     if is_one_of_several(width, encoders):
-        (one,) = encoders
-        return f"width {width} takes more than the {one.family} ({one.width}) that was given: it is one of several"
+        (encoder,) = encoders
+        return f"width {width} takes more than the {encoder.family} ({encoder.width}) that was given: it is one of several"
     return None
 
 
@@ -313,9 +312,7 @@ def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) ->
     """Use of RAM and device now, and growth since the baseline, against the limits."""
     if memory is None:
         return {"passed": None, "messages": []}
-    messages = list(_memory_problems(memory, limits))
-    known = memory.current.ram_percent_used() is not None
-    return {"passed": False if messages else True if known else None, "messages": messages}
+    return check_of(_memory_problems(memory, limits), known=memory.current.ram_percent_used() is not None)
 
 
 def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
@@ -330,15 +327,9 @@ def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> It
         ("growth of the process", rss_growth, limits.max_rss_growth_mb, "MB"),
         (f"growth on {device}", gpu_growth, limits.max_gpu_growth_mb, "MB"),
     )
-    for what, found, allowed, unit in figures:
-        if found is not None and allowed is not None and found > allowed:
-            yield f"{what}: {found:.1f} {unit}, allowed are {allowed:.1f} {unit}"
-
-
-def check_of(problems: Iterator[str], *, known: bool) -> Check:
-    """A check: passed if there is no problem, None if nothing is known that could be one."""
-    messages = list(dict.fromkeys(problems))
-    return {"passed": False if messages else True if known else None, "messages": messages}
+    for what, amount, allowed, unit in figures:
+        if amount is not None and allowed is not None and amount > allowed:
+            yield f"{what}: {amount:.1f} {unit}, allowed are {allowed:.1f} {unit}"
 
 
 def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:
@@ -354,6 +345,6 @@ def devices_of(facts: ConditioningDict) -> list[str]:
 
 def largest_value(facts: ConditioningDict) -> float | None:
     """The largest |element| of all embeddings; None if one was not looked at or has none that is finite."""
-    bounds = [(one["statistics"]["min"], one["statistics"]["max"]) for one in embeddings_of(facts)]
+    bounds = [(tensor["statistics"]["min"], tensor["statistics"]["max"]) for tensor in embeddings_of(facts)]
     known = [max(abs(low), abs(high)) for low, high in bounds if low is not None and high is not None]
     return max(known) if known and len(known) == len(bounds) else None

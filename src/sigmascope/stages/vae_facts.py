@@ -13,6 +13,8 @@ from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import read_host
 from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.latents import VaeFacts
+from sigmascope.records.memory import mib
+from sigmascope.stages.schema import VaeDict
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")
 """Where pipelines, an LBM model's VAE and torch.compile keep the VAE itself."""
@@ -120,8 +122,8 @@ def inner_vae(vae: object) -> object:
 def _held(vae: object) -> object:
     if _is_comfyui(vae):
         return None
-    found = (getattr(vae, name, None) for name in _HOLDERS)
-    return next((one for one in found if one is not None and not _is_function(one)), None)
+    held = (getattr(vae, name, None) for name in _HOLDERS)
+    return next((value for value in held if value is not None and not _is_function(value)), None)
 
 
 def _is_function(thing: object) -> bool:
@@ -154,8 +156,8 @@ def _encoder_parts(vae: object) -> Iterator[nn.Module]:
 
 
 def _first_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    found = (whole(config.get(name)) for name in names)
-    return next((number for number in found if number is not None), None)
+    numbers = (whole(config.get(name)) for name in names)
+    return next((number for number in numbers if number is not None), None)
 
 
 def _picture_channels(config: Mapping[str, Any]) -> int | None:
@@ -169,10 +171,10 @@ def _spatial(vae: object, config: Mapping[str, Any]) -> int | None:
     stages = config.get("temperal_downsample")
     if isinstance(stages, list | tuple):  # WAN and Qwen-Image: the layers, whatever the config claims
         return (1 << len(stages)) * (whole(config.get("patch_size")) or 1)
-    told = _own_attribute(vae, "spatial_compression_ratio")
-    told = told or _first_number(config, ("spatial_compression_ratio", "scale_factor_spatial"))
+    ratio = _own_attribute(vae, "spatial_compression_ratio")
+    ratio = ratio or _first_number(config, ("spatial_compression_ratio", "scale_factor_spatial"))
     widths = next((config[name] for name in _WIDTHS if isinstance(config.get(name), list | tuple)), None)
-    return told or (None if widths is None else 1 << (len(widths) - 1))
+    return ratio or (None if widths is None else 1 << (len(widths) - 1))
 
 
 def _own_attribute(vae: object, name: str) -> int | None:
@@ -187,14 +189,14 @@ def _temporal(vae: object, config: Mapping[str, Any]) -> int | None:
     expansions = config.get("temporal_expansions")
     if isinstance(expansions, list | tuple):
         return int(math.prod(expansions))
-    told = _own_attribute(vae, "temporal_compression_ratio")
-    return told or _first_number(config, ("temporal_compression_ratio", "scale_factor_temporal"))
+    ratio = _own_attribute(vae, "temporal_compression_ratio")
+    return ratio or _first_number(config, ("temporal_compression_ratio", "scale_factor_temporal"))
 
 
 def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
-    told = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
-    if told is not None:
-        return bool(told)
+    causal = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
+    if causal is not None:
+        return bool(causal)
     return any("Causal" in type(part).__name__ for part in _encoder_parts(vae))
 
 
@@ -204,3 +206,21 @@ def whole(number: object) -> int | None:
         return None
     integer = int(number)
     return integer if integer == number else None
+
+
+def vae_dict(facts: VaeFacts) -> VaeDict:
+    """The VAE's facts as an analysis holds them."""
+    return {
+        "class_name": facts.class_name,
+        "latent_channels": facts.latent_channels,
+        "image_channels": facts.image_channels,
+        "spatial_factor": facts.spatial_factor,
+        "temporal_factor": facts.temporal_factor,
+        "first_frame_apart": facts.first_frame_apart,
+        "is_video": facts.is_video,
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "size_mb": mib(facts.nbytes),
+        "source": facts.source,
+        "unavailable": dict(facts.unavailable),
+    }

@@ -3,7 +3,7 @@
 How much is measured from both contents where there are two, else calculated from the changes on the weight,
 else estimated from a thousand sampled elements. Old contents are taken wherever anybody still has them
 (`Originals`). For a weight that plain changes were merged into, the norm that it had before follows from the
-merged weight and the changes (`beside_unmerged`).
+merged weight and the changes (`with_unmerged_norm`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.reading import attempt, read_host
 from sigmascope.probes.tensors import place_of
 from sigmascope.stages.model_snapshot import (
-    Applied,
-    CapturedModel,
+    ModelPatches,
+    ModelSnapshot,
     Weights,
-    capture_model,
     mark_of,
+    take_snapshot,
     weights_in,
 )
 from sigmascope.stages.schema import Drift, ValueChange, WeightChange, WeightChanges
@@ -40,7 +40,7 @@ _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moments:
+class BeforeAndAfter:
     """Two moments of a model, and the model itself. It holds the host's tensors.
 
     Attributes:
@@ -50,10 +50,10 @@ class Moments:
         applied: The changes on it now.
     """
 
-    before: CapturedModel
-    after: CapturedModel
+    before: ModelSnapshot
+    after: ModelSnapshot
     model: object
-    applied: Applied
+    applied: ModelPatches
 
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
@@ -65,11 +65,11 @@ class Moments:
         }
 
 
-def weight_changes(moments: Moments) -> WeightChanges:
+def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     """Compare names, facts and contents; see `WeightChanges`."""
-    before, after = moments.before, moments.after
+    before, after = looks.before, looks.after
     common = [key for key in before.weights if key in after.weights]
-    verdicts = dict(_verdicts(moments))
+    verdicts = dict(_verdicts(looks))
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
     effects = {key: verdict.effect for key, verdict in changed.items()}
     keys = KeysOfBoth(before, after)
@@ -96,7 +96,7 @@ def weight_changes(moments: Moments) -> WeightChanges:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WeightVerdict:
     """What became of one weight.
 
     Attributes:
@@ -121,18 +121,18 @@ class Verdict:
         return not self.is_drift or self.change["measured_from"] == "patches"
 
 
-def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
+def _verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
-    before = moments.before
-    held = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
-    fresh = {key: _fresh(patches, before, key) for key, patches in moments.applied.by_key().items()}
+    before = looks.before
+    held = read_host(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
+    fresh = {key: _fresh(patches, before, key) for key, patches in looks.applied.by_key().items()}
     merged = _merged_by_host(held, fresh)
-    moments = replace(moments, after=_with_contents_of(moments.after, before, merged))
+    looks = replace(looks, after=_with_contents_of(looks.after, before, merged))
     now = held.unpatched | merged
-    originals = Originals(moments, held, now)
+    originals = Originals(looks, held, now)
     twins = {place_of(held.base[key]): key for key in fresh if key in held.base}
     for key, weight in now.items():
-        content = _content_changed(key, moments)
+        content = _content_changed(key, looks)
         acting = fresh.get(key, [])
         twin = twins.get(place_of(held.base[key]), key)
         if key not in fresh and twin != key:  # tied: what is merged into the one is in the other
@@ -142,13 +142,13 @@ def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
         had_patches = bool(before.marks.get(key))
         of_other_moment = had_patches and key in merged  # the sample before has no patches in it
         verdict = judge_weight(
-            WeightInQuestion(
+            WeightEvidence(
                 weight,
                 originals.of(key) if key in before.weights else None,
                 acting,
                 had_patches,
                 content,
-                None if of_other_moment else sample_pair(key, before.samples, moments.after.samples),
+                None if of_other_moment else sample_pair(key, before.samples, looks.after.samples),
             )
         )
         if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
@@ -161,25 +161,28 @@ def _merged_by_host(held: Weights, fresh: dict[str, list[AppliedPatch]]) -> dict
     Where they hold a clone's instead, the changes in `fresh` are in no weight of this patcher's: they only stand
     registered.
     """
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for key, kept in held.kept.items():
         if kept.is_own and any(patch.state == "merged" for patch in fresh.get(key, ())):
-            found[key] = held.base[key]
+            merged[key] = held.base[key]
         elif not kept.is_own and key in fresh:
             fresh[key] = [
-                replace(one, state="registered") if one.state == "merged" else one for one in fresh[key]
+                replace(patch, state="registered") if patch.state == "merged" else patch
+                for patch in fresh[key]
             ]
-    return found
+    return merged
 
 
 def _with_contents_of(
-    after: CapturedModel, before: CapturedModel, merged: Mapping[str, Tensor]
-) -> CapturedModel:
+    after: ModelSnapshot, before: ModelSnapshot, merged: Mapping[str, Tensor]
+) -> ModelSnapshot:
     """The moment with the contents of these weights as they are, where those before were looked at."""
     looked_at = {key: weight for key, weight in merged.items() if key in before.fingerprints}
     if not looked_at:
         return after
-    prints = {key: one.value for key, one in fingerprints(looked_at).items() if one.value is not None}
+    prints = {
+        key: reading.value for key, reading in fingerprints(looked_at).items() if reading.value is not None
+    }
     return replace(
         after,
         fingerprints={**after.fingerprints, **prints},
@@ -187,12 +190,12 @@ def _with_contents_of(
     )
 
 
-def _content_changed(key: str, moments: Moments) -> bool | None:
-    old, new = moments.before.fingerprints.get(key), moments.after.fingerprints.get(key)
+def _content_changed(key: str, looks: BeforeAndAfter) -> bool | None:
+    old, new = looks.before.fingerprints.get(key), looks.after.fingerprints.get(key)
     return None if old is None or new is None else old != new
 
 
-def _fresh(patches: Sequence[AppliedPatch], before: CapturedModel, key: str) -> list[AppliedPatch]:
+def _fresh(patches: Sequence[AppliedPatch], before: ModelSnapshot, key: str) -> list[AppliedPatch]:
     known = set(before.marks.get(key, ()))
     return [patch for patch in patches if mark_of(patch) not in known]
 
@@ -202,7 +205,7 @@ def _acts(patches: list[AppliedPatch]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightInQuestion:
+class WeightEvidence:
     """One weight and what is known of it. It holds the host's tensors.
 
     Attributes:
@@ -241,7 +244,7 @@ def _total_effect(effects: Mapping[str, Effect]) -> Effect:
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
 
 
-def _fact_changes(key: str, before: CapturedModel, after: CapturedModel) -> WeightChange:
+def _fact_changes(key: str, before: ModelSnapshot, after: ModelSnapshot) -> WeightChange:
     old, new = before.weights[key], after.weights[key]
     return {
         "shape_changed": old.shape != new.shape,
@@ -252,13 +255,13 @@ def _fact_changes(key: str, before: CapturedModel, after: CapturedModel) -> Weig
     }
 
 
-def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
-    found = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
-    known = [relative for relative in found.values() if relative is not None]
-    return {"keys": list(found), "largest_relative_change": max(known, default=None)}
+def _drift(verdicts: Mapping[str, WeightVerdict]) -> Drift:
+    relatives = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
+    known = [relative for relative in relatives.values() if relative is not None]
+    return {"keys": list(relatives), "largest_relative_change": max(known, default=None)}
 
 
-def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
+def _why_not_whole(before: ModelSnapshot, after: ModelSnapshot) -> dict[str, str]:
     """Why the comparison is not whole."""
     reasons = {
         f"original_{name}": before.unavailable[name] for name in _LOOKED_AT if name in before.unavailable
@@ -268,15 +271,17 @@ def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str
     }
 
 
-def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
+def look_again(
+    before: ModelSnapshot, model: object, model_type: str, applied: ModelPatches
+) -> BeforeAndAfter:
     """Look at a model as it is now, at the same weights as before."""
     keys = None if not before.fingerprints else set(before.fingerprints)
     contents = before.fingerprint_seconds is not None
-    after = capture_model(model, model_type, keys=keys, contents=contents)
-    return Moments(before, after, model, applied)
+    after = take_snapshot(model, model_type, keys=keys, contents=contents)
+    return BeforeAndAfter(before, after, model, applied)
 
 
-def judge_weight(weight: WeightInQuestion) -> Verdict:
+def judge_weight(weight: WeightEvidence) -> WeightVerdict:
     """Measure or predict the change of one weight."""
     acting = sort_patches(weight.fresh).acting
     predicted = _predicted(weight, acting) if acting else None
@@ -291,7 +296,7 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
         content is not None and content <= rounding(weight.now.dtype)
     )
     bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
-    return Verdict(
+    return WeightVerdict(
         _value_change(weight, effect, source, predicted, sampled),
         effect,
         bare and within_rounding,
@@ -301,15 +306,15 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     )
 
 
-def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect:
+def _predicted(weight: WeightEvidence, acting: Sequence[AppliedPatch]) -> Effect:
     if weight.original is not None or not any(patch.state == "merged" for patch in acting):
         return effect_of(weight.fresh, weight.now if weight.original is None else weight.original)
     if any(map(needs_weight, acting)):
         return effect_of(weight.fresh, None)
-    return beside_unmerged(effect_of(weight.fresh, None), weight.now, acting)
+    return with_unmerged_norm(effect_of(weight.fresh, None), weight.now, acting)
 
 
-def _of_contents(weight: WeightInQuestion) -> Effect | None:
+def _of_contents(weight: WeightEvidence) -> Effect | None:
     """Of the content that changed, where the old one is there."""
     if weight.content_changed and weight.original is not None:
         return measured_effect(weight.original, weight.now)
@@ -317,7 +322,7 @@ def _of_contents(weight: WeightInQuestion) -> Effect | None:
 
 
 def _measured(
-    weight: WeightInQuestion, acting: Sequence[AppliedPatch], contents: Effect | None
+    weight: WeightEvidence, acting: Sequence[AppliedPatch], contents: Effect | None
 ) -> Effect | None:
     """Of the contents, where these are all of the change."""
     if weight.had_patches or any(patch.state != "merged" for patch in acting):
@@ -340,7 +345,7 @@ def _best_known(
 
 
 def _value_change(
-    weight: WeightInQuestion,
+    weight: WeightEvidence,
     effect: Effect,
     source: str | None,
     predicted: Effect | None,
@@ -371,7 +376,7 @@ def _value_change(
 
 
 def _as_predicted(
-    weight: WeightInQuestion,
+    weight: WeightEvidence,
     acting: Sequence[AppliedPatch],
     measured: Effect | None,
     predicted: Effect | None,
@@ -381,15 +386,15 @@ def _as_predicted(
     merged = bool(acting) and all(patch.state == "merged" for patch in acting)
     if not merged or weight.had_patches or predicted is None or predicted.delta_norm is None:
         return None
-    found, within = (measured, _MEASURED_WITHIN) if measured is not None else (sampled, _SAMPLED_WITHIN)
-    if found is None or found.delta_norm is None:
+    seen, within = (measured, _MEASURED_WITHIN) if measured is not None else (sampled, _SAMPLED_WITHIN)
+    if seen is None or seen.delta_norm is None:
         return None
-    whole = predicted.weight_norm or found.weight_norm or 0.0
-    allowed = within * min(predicted.delta_norm, found.delta_norm) + rounding(weight.now.dtype) * whole
-    return abs(found.delta_norm - predicted.delta_norm) <= allowed
+    whole = predicted.weight_norm or seen.weight_norm or 0.0
+    allowed = within * min(predicted.delta_norm, seen.delta_norm) + rounding(weight.now.dtype) * whole
+    return abs(seen.delta_norm - predicted.delta_norm) <= allowed
 
 
-def beside_unmerged(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
+def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
     """The effect with the norm of the weight without the changes, where it can be had.
 
     ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
@@ -423,7 +428,7 @@ def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch])
 def _inner_product(merged: Tensor, factors: WeightedFactors) -> float:
     """<M, w·up·down>; the products in float32, which is eight digits of each."""
     matrix = merged.detach().flatten(1).to(torch.float32)
-    up, down = (one.to(matrix.device, torch.float32) for one in (factors.up, factors.down))
+    up, down = (factor.to(matrix.device, torch.float32) for factor in (factors.up, factors.down))
     return factors.weight * float(torch.sum((up.T @ matrix) * down, dtype=torch.float64))
 
 
@@ -460,37 +465,37 @@ def rounding(dtype: torch.dtype) -> float:
 class KeysOfBoth:
     """Names in both models; nothing is said of a model whose names are not known."""
 
-    def __init__(self, before: CapturedModel, after: CapturedModel) -> None:
+    def __init__(self, before: ModelSnapshot, after: ModelSnapshot) -> None:
         self._before, self._after = before, after
         self._known = all("weights" not in one.unavailable for one in (before, after))
 
-    def only_in(self, one: CapturedModel, other: CapturedModel) -> list[str]:
+    def only_in(self, snapshot: ModelSnapshot, other: ModelSnapshot) -> list[str]:
         """Names that one moment has and the other has not."""
         there = set(other.keys)
-        return [key for key in one.keys if key not in there] if self._known else []
+        return [key for key in snapshot.keys if key not in there] if self._known else []
 
     def in_both(self) -> list[str]:
-        """Names at both moments."""
+        """Names at both looks."""
         there = set(self._after.keys)
         return [key for key in self._before.keys if key in there]
 
-    def count(self, one: CapturedModel) -> int | None:
+    def count(self, snapshot: ModelSnapshot) -> int | None:
         """How many names there are; None if they are not known."""
-        return None if "weights" in one.unavailable else len(one.keys)
+        return None if "weights" in snapshot.unavailable else len(snapshot.keys)
 
 
 class Originals:
     """The weights as they were, where anybody still has them apart from those of now."""
 
-    def __init__(self, moments: Moments, held: Weights, now: Mapping[str, Tensor]) -> None:
-        self._fingerprints = moments.before.fingerprints
+    def __init__(self, looks: BeforeAndAfter, held: Weights, now: Mapping[str, Tensor]) -> None:
+        self._fingerprints = looks.before.fingerprints
         self._kept = held.kept
         self._now = now
-        original = moments.before.model()
-        apart = original is not None and original is not moments.model
+        original = looks.before.model()
+        apart = original is not None and original is not looks.model
         self._live: Mapping[str, Tensor] = {}
         if apart:
-            kind = moments.before.model_type
+            kind = looks.before.model_type
             found = read_host(lambda: weights_in(original, kind)).value
             self._live = {} if found is None else found.unpatched
 
@@ -511,7 +516,7 @@ class Originals:
         return known is None or fingerprint(candidate).value == known
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    if one is other:
+def _same_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor is other:
         return True
-    return one.device == other.device and one.data_ptr() == other.data_ptr() != 0
+    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr() != 0

@@ -38,8 +38,6 @@ from sigmascope.ui.security import (
     is_loopback,
 )
 
-ANYWHERE: Final = ("0.0.0.0", "::")
-"""Hosts that mean every interface of this machine."""
 STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
 PATIENCE_SECONDS: Final = 3.0
@@ -239,8 +237,8 @@ def bind(host: str, port: int) -> socket.socket:
             f"--port: expected 0 to 65535, got {port}.", hint="Use 7860, or 0 for any free one."
         )
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, UnicodeError) as error:
         raise _cannot_bind(host, port, error) from error

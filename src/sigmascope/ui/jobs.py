@@ -182,7 +182,7 @@ class JobLine:
 
     def _remember(self, job: Job) -> None:
         self._jobs[job.id] = job
-        ended = [key for key, one in self._jobs.items() if one.state not in ("waiting", "running")]
+        ended = [key for key, kept in self._jobs.items() if kept.state not in ("waiting", "running")]
         for key in ended[: max(len(self._jobs) - REMEMBERED, 0)]:
             del self._jobs[key]
 

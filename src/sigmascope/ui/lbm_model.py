@@ -27,10 +27,10 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.memory import mib
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import run_to_json
 from sigmascope.ui.requests import Picture, Recent, Wish, as_png, wished_size
-from sigmascope.ui.security import MIB
 
 Report = Callable[[str, int, int], None]
 """Told (what is made: "base" or "result", steps done, steps in all); may raise to stop the work."""
@@ -301,14 +301,10 @@ def timings(run: Run) -> dict[str, Any]:
     device = peak.busiest_device()
     return {
         "seconds": run.seconds,
-        "peak_rss_mib": _mib(peak.rss_bytes),
-        "peak_gpu_mib": None if device is None else _mib(peak.accelerator(device).allocated_bytes),
+        "peak_rss_mib": mib(peak.rss_bytes),
+        "peak_gpu_mib": None if device is None else mib(peak.accelerator(device).allocated_bytes),
         "stages": [_stage_timings(stage, device) for stage in run.stages],
     }
-
-
-def _mib(count: int | None) -> float | None:
-    return None if count is None else count / MIB
 
 
 def _stage_timings(stage: Stage, device: str | None) -> dict[str, Any]:
@@ -318,6 +314,6 @@ def _stage_timings(stage: Stage, device: str | None) -> dict[str, Any]:
         "name": stage.name,
         "seconds": stage.seconds,
         "steps": list(stage.steps.seconds),
-        "peak_rss_mib": None if peak is None else _mib(peak.rss_bytes),
-        "peak_gpu_mib": _mib(on_device),
+        "peak_rss_mib": None if peak is None else mib(peak.rss_bytes),
+        "peak_gpu_mib": mib(on_device),
     }

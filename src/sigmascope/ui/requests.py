@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.images import DECODER_ERRORS, Size, open_picture, parse_size, to_rgb, working_size
 from sigmascope.lbm.infer import SEEDS
-from sigmascope.ui.security import LORA_SCALES, MIB, Limits, Refusal
+from sigmascope.ui.security import LORA_SCALES, Limits, Refusal
+from sigmascope.units import MIB
 
 Value = TypeVar("Value")
 Scale = Annotated[float, Field(ge=LORA_SCALES[0], le=LORA_SCALES[1], allow_inf_nan=False)]

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sigmascope.errors import SigmascopeError
+from sigmascope.units import MIB
 
 SAFE_METHODS = ("GET", "HEAD")
 """These change nothing, so another page may ask."""
@@ -45,7 +46,6 @@ HEADERS = {
 _UNREAD = (408, 413)
 """Statuses that leave some of the request's body unread, so that no other request can follow."""
 
-MIB: Final = 1024**2
 LORA_SCALES: Final = (0.0, 2.0)
 """Range of a LoRA's strength."""
 

@@ -11,7 +11,7 @@ from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.load_check import judge_applied
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.stages.lora_file import lora_file_facts
+from sigmascope.stages.lora_on_model import lora_file_facts
 
 MODEL = {
     "diffusion_model.input_blocks.0.0.weight": (8, 4, 3, 3),

@@ -112,11 +112,11 @@ def test_the_latent_by_itself_is_counted_too() -> None:
 def test_who_may_not_wait_leaves_an_accelerators_latent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
 
-    def counted(judged: Any, latent: Tensor) -> Any:
+    def count_not_finite(judged: Any, latent: Tensor) -> Any:
         read.append(latent.device.type)
         return judged
 
-    monkeypatch.setattr(latent_encoding, "counted", counted)
+    monkeypatch.setattr(latent_encoding, "count_not_finite", count_not_finite)
     elsewhere = torch.zeros(1, 3, 8, 8, device="meta")
     analysed(elsewhere, may_wait=False)
     assert read == []

@@ -4,9 +4,8 @@ import hashlib
 
 import pytest
 
-from sigmascope.stages.prompt_facts import prompt_facts
+from sigmascope.stages.prompt_facts import TokenCount, prompt_facts
 from sigmascope.stages.schema import PromptFacts
-from sigmascope.stages.tokens import TokenCount
 
 
 def facts(prompt: object) -> PromptFacts:

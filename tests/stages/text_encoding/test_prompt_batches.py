@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.stages.prompt_facts import prompt_facts
+from sigmascope.stages.prompt_facts import count_tokens, prompt_facts
 from sigmascope.stages.text_encoding import analyze_text_encoding_results, capture_text_encoding_baseline
-from sigmascope.stages.tokens import count_tokens
 
 
 def fitting(tokenizer: Any) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 from sigmascope.lora.effect import effect_of
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import samples
-from sigmascope.stages.weight_changes import beside_unmerged, rounding, sampled_effect
+from sigmascope.stages.weight_changes import rounding, sampled_effect, with_unmerged_norm
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -42,14 +42,14 @@ def test_the_norm_before_merging_is_found_from_the_merged_weight(kernel: tuple[i
     patches = [patch(24, 40, kernel), patch(24, 40, kernel, strength=-0.5, seed=5)]
     weight = random(24, 40, *kernel, seed=9)
     merged = weight + sum(delta(one) for one in patches).reshape(weight.shape)  # type: ignore[union-attr]
-    found = beside_unmerged(effect_of(patches, None), merged, patches)
+    found = with_unmerged_norm(effect_of(patches, None), merged, patches)
     assert found.weight_norm == pytest.approx(float(weight.norm()), rel=1e-5)
     assert found.relative_change == pytest.approx(float((merged - weight).norm() / weight.norm()), rel=1e-5)
 
 
 def test_a_weight_that_merging_cancelled_is_unknown() -> None:
     one = patch(8, 8)
-    found = beside_unmerged(effect_of([one], None), delta(one), [one])
+    found = with_unmerged_norm(effect_of([one], None), delta(one), [one])
     assert (found.weight_norm, found.relative_change) == (None, None)
     assert found.unavailable["weight_norm"] == "the weight without the changes is gone"
 

@@ -27,8 +27,8 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.stages.prompt_facts import TokenCount
 from sigmascope.stages.text_encoding import analyze_text_encoding_results, capture_text_encoding_baseline
-from sigmascope.stages.tokens import TokenCount
 
 MOST_RUNS: Final = 32
 """An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.stages.tokens import TokenCount, count_tokens
+from sigmascope.stages.prompt_facts import TokenCount, count_tokens
 
 LONG = "a red fox jumps over the lazy dog, " * 20 + "unseen castle"
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sigmascope.records.latents import VaeFacts
-from sigmascope.stages.latent_layout import unpack, unpacked
+from sigmascope.stages.latent_facts import Unpacked, unpacked
 
 FLUX = VaeFacts("AutoencoderKL", 16, 3, 8, 1, is_video=False)
 QWEN = VaeFacts("AutoencoderKLQwenImage", 16, 3, 8, 4, first_frame_apart=True, is_video=True)
@@ -19,6 +20,14 @@ def pipelines() -> Any:
     import diffusers
 
     return diffusers
+
+
+def unpack(latent: Tensor, sizes: Unpacked) -> Tensor:
+    """From (batch, tokens, channels·p²): a token's values are channel, row, column; tokens frame, row, column."""
+    p, frames = sizes.patch, sizes.frames or 1
+    high, wide = sizes.height // p, sizes.width // p
+    grid = latent.reshape(sizes.batch, frames, high, wide, sizes.channels, p, p)
+    return grid.permute(0, 4, 1, 2, 5, 3, 6).reshape(sizes.shape)
 
 
 def test_flux(pipelines: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import regex  # type: ignore[import-untyped]
 
-from sigmascope.stages.tokens import word_spans
+from sigmascope.stages.prompt_facts import word_spans
 
 TEXTS = [
     "a red fox, 4k!",

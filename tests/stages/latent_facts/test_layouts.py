@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout, sizes_of, without_mask
+from sigmascope.stages.image_facts import Sizes, picture_layout, sizes_of, without_mask
+from sigmascope.stages.latent_facts import latent_layout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,513 @@
+"""LoRAs on a model: the file and whether it is for the models, what of it is on them, and every change there is.
+
+Modules may be in the weights while no adapter is left to tell of them: fused, then unloaded (`with_fused`). A
+baseline has a thousand elements of each weight. What a plain change makes of just these is known from its
+factors, Δᵢⱼ = s · upᵢ · downⱼ, so that the file can be looked for in what became of them.
+
+`patch_analysis` describes all changes: what they are, how far they have come, whether the same LoRA is there twice,
+and how every two of them overlap.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.files import short_path
+from sigmascope.lora.compatibility import judge_lora, shapes_of
+from sigmascope.lora.effect import effect_of
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile, family_in, read_training_facts
+from sigmascope.lora.linalg import as_float64, root_sum_square
+from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
+from sigmascope.lora.module_names import parse_name
+from sigmascope.lora.overlap import KeyOverlap, LoraOverlap, angles_of, overlap
+from sigmascope.lora.patches import rank_together, sort_patches
+from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import is_comfyui
+from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
+from sigmascope.records.memory import mib
+from sigmascope.records.run import Finding
+from sigmascope.stages.baseline import unknown
+from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
+from sigmascope.stages.schema import (
+    LoraFileFacts,
+    OnePatch,
+    PatchAnalysis,
+    PatchDetails,
+    SameTwice,
+    SourceFacts,
+)
+
+NOT_GIVEN = "no file was given"
+_ALIKE: Final = 0.5
+"""Cosine between what became of the elements and the change; of two unrelated ones it is below 0.1.
+
+Other LoRAs that were fused too, and rounding to bfloat16, keep it below 1.
+"""
+FUSED: Final = "the weight has changed by it, and no adapter is left"
+Samples = Mapping[str, tuple[Tensor, Tensor]]
+_FARTHEST: Final = ("failed", "registered", "lazy", "merged", "inactive")
+"""Of several changes on one weight, the state that a reader should know of first."""
+_MOST_SOURCES: Final = 6
+_MOST_KEYS: Final = 10
+_MOST_ANGLES: Final = 8
+_MOST_PRODUCTS: Final = 10**11
+"""For all pairs: some seconds of one core. Two LoRAs of rank 32 for all layers of SDXL take a tenth."""
+_ByKey = Mapping[str, Sequence[AppliedPatch]]
+Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
+
+
+def lora_file_facts(path: object) -> LoraFileFacts:
+    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises.
+
+    Args:
+        path: A file, a folder that holds one, or None.
+    """
+    if path is None:
+        return _unknown_file(NOT_GIVEN)
+    place = read_host(lambda: Path(path)).value  # type: ignore[arg-type]
+    if place is None:
+        return _unknown_file(f"{type(path).__name__} is no path")
+    exists = read_host(place.exists)
+    if not exists.value:
+        reason = exists.reason or f"{short_path(place)} does not exist"
+        return _unknown_file(reason, filename=place.name, file_exists=False)
+    size = mib(read_host(lambda: _bytes_of(place)).value)
+    inside = read_host(lambda: _read_inside(place, size))
+    if inside.value is not None:
+        return inside.value
+    return _unknown_file(inside.reason or "unknown", filename=place.name, file_exists=True, file_size=size)
+
+
+def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
+    return unknown(LoraFileFacts, reason, ranks={}, alphas={}, **known)
+
+
+def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
+    with open_any_kind(path, check_finite=False) as lora:
+        ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
+        alphas = Counter(alpha for name in lora.modules if (alpha := _alpha(lora, name)) is not None)
+        facts: LoraFileFacts = {
+            "filename": path.name,
+            "file_exists": True,
+            "file_size": size,
+            "format": lora.format,
+            "rank": next((rank for rank, _ in ranks.most_common(1)), None),
+            "ranks": dict(sorted(ranks.items())),
+            "alpha": next((alpha for alpha, _ in alphas.most_common(1)), None),
+            "alphas": dict(sorted(alphas.items())),
+            "modules": len(lora.names),
+            "base_hint": _base_hint(lora.metadata),
+            "unavailable": {},
+        }
+    reasons = {
+        "rank": "none of its changes has one",
+        "alpha": "none of its changes has one",
+        "base_hint": "its header names no base model",
+    }
+    facts["unavailable"] = {name: why for name, why in reasons.items() if facts[name] is None}  # type: ignore[literal-required]
+    return facts
+
+
+def _alpha(lora: LoraFile, name: str) -> float | None:
+    return read_host(lambda: lora.modules[name].alpha).value
+
+
+def _base_hint(metadata: Mapping[str, str]) -> str | None:
+    said = read_training_facts(metadata).training
+    return family_in(metadata) or said.get("base model") or said.get("base version")
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def match_file(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
+    """Match the modules of a LoRA file with the layers of both models. Never raises.
+
+    Args:
+        path: The file; None if it was not given.
+        unet: The denoiser, in any form that `parts_of` knows.
+        clip: The text encoders.
+    """
+    if path is None:
+        return Reading(None, NOT_GIVEN)
+    modules = read_host(lambda: _named_modules(unet, clip))
+    if not modules.value:
+        return Reading(None, modules.reason or "no model was given")
+    named = modules.value
+    return read_host(lambda: judge_lora(Path(path), named))  # type: ignore[arg-type]
+
+
+def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
+    modules: dict[str, nn.Module] = {}
+    for model, model_type, usual in ((unet, "UNet", "unet"), (clip, "CLIP", "text_encoder")):
+        for prefix, part in parts_of(model, model_type).items():
+            module = module_of(part)
+            if module is not None:
+                modules[prefix.rstrip(".") or _name_of(module, usual)] = module
+    return modules
+
+
+def _name_of(module: nn.Module, usual: str) -> str:
+    is_transformer = usual == "unet" and "Transformer" in type(module).__name__
+    return "transformer" if is_transformer else usual
+
+
+def match_applied(
+    path: object, unet: object, clip: object, on_unet: ModelPatches, on_clip: ModelPatches
+) -> Reading[AppliedVerdict]:
+    """Find the modules of a LoRA file among the changes that are on both models. Never raises.
+
+    Args:
+        path: The file; None if it was not given.
+        unet: The denoiser; None where the LoRA was not for it, and its modules are left out then.
+        clip: The text encoders, likewise.
+        on_unet: The changes on the denoiser.
+        on_clip: Those on the text encoders.
+    """
+    if path is None:
+        return Reading(None, NOT_GIVEN)
+    return read_host(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
+
+
+def _judge_applied(
+    path: Path, unet: object, clip: object, on_unet: ModelPatches, on_clip: ModelPatches
+) -> AppliedVerdict:
+    modules = _named_modules(unet, clip)
+    names = names_of_all(unet, clip)
+    patches = [
+        patch if names[side](patch.key) == patch.key else replace(patch, key=names[side](patch.key))
+        for side, applied in enumerate((on_unet, on_clip))
+        for patch in applied.patches
+    ]
+    verdict = judge_applied(path, patches, modules or None)
+    left_out = [module for module in verdict.missing if (clip if _is_for_text(module.name) else unet) is None]
+    return _without(verdict, left_out) if modules else verdict
+
+
+def _is_for_text(name: str) -> bool:
+    return any(part.startswith("text_encoder") for part in parse_name(name).parts)
+
+
+def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> AppliedVerdict:
+    """The verdict on the other modules, and a word on these."""
+    if not left_out:
+        return verdict
+    modules = tuple(module for module in verdict.modules if module not in left_out)
+    of = "text encoders" if any(_is_for_text(module.name) for module in left_out) else "denoiser"
+    word = Finding(
+        "lora_part_left_out",
+        "info",
+        f"{len(left_out)} of the file's {len(verdict.modules)} modules are for the {of}, which the LoRA was not applied to.",
+        {"modules": len(verdict.modules), "left_out": len(left_out)},
+    )
+    return replace(verdict, modules=modules, findings=(*applied_findings(modules), word))
+
+
+def with_fused(
+    path: object, verdict: LoraVerdict | None, on_model: AppliedVerdict | None, samples: Samples
+) -> AppliedVerdict | None:
+    """The verdict on what is on the models, with the modules that are found in the weights. Never raises.
+
+    Args:
+        path: The file.
+        verdict: Which weights its modules are for.
+        on_model: Which of them the adapters on the models account for.
+        samples: The same elements of each weight before and now, by the name that `verdict` has for it.
+    """
+    if verdict is None or on_model is None or not on_model.missing:
+        return on_model
+    fused = read_host(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
+    if not fused:
+        return on_model
+    modules = tuple(fused.get(module.name, module) for module in on_model.modules)
+    return replace(on_model, modules=modules, findings=applied_findings(modules))
+
+
+def _fused_modules(
+    path: Path, verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
+) -> Iterator[tuple[str, AppliedModule]]:
+    layers = {module.name: module.layers for module in verdict.matched}
+    with open_any_kind(path, check_finite=False) as lora:
+        for module in on_model.missing:
+            key, *others = layers.get(module.name) or ("",)
+            strength = (
+                None if others or key not in samples else _fused_strength(lora, module.name, *samples[key])
+            )
+            if strength is not None:
+                yield module.name, AppliedModule(module.name, (key,), 1, ("merged",), FUSED, strength)
+
+
+def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) -> float | None:
+    """How many times the change is in what became of the elements; None if it is not."""
+    change = lora.modules.get(name)
+    if change is None or before.shape != after.shape or len(before) == 0:
+        return None
+    expected = _elements_of_change(change)
+    change_seen = as_float64(after) - as_float64(before)
+    lengths = float(torch.linalg.vector_norm(expected)) * float(torch.linalg.vector_norm(change_seen))
+    if len(expected) != len(change_seen) or not lengths > 0.0:
+        return None
+    inner = float(expected @ change_seen)
+    return inner / float(expected @ expected) if abs(inner) > _ALIKE * lengths else None
+
+
+def _elements_of_change(change: LoraFactors) -> Tensor:
+    """The elements of ΔW where `samples` looks."""
+    columns = change.down.shape[1]
+    where = positions(change.up.shape[0] * columns)
+    rows, places = where // columns, where % columns
+    products = as_float64(change.up)[rows] * as_float64(change.down)[:, places].mT
+    return products.sum(1).mul(change.scale)
+
+
+def fused_keys(on_model: AppliedVerdict | None) -> frozenset[str]:
+    """Names of the weights that modules were found in."""
+    modules = () if on_model is None else on_model.there
+    return frozenset(key for module in modules if module.state_reason == FUSED for key in module.keys)
+
+
+def touched_keys(verdict: LoraVerdict | None) -> frozenset[str]:
+    """Names of the weights that the matched modules change, as the verdict's models name them."""
+    return frozenset(name for module in verdict.matched for name in module.layers) if verdict else frozenset()
+
+
+def host_of(*models: object) -> str:
+    """`comfyui` if one of the models is its, else `diffusers`."""
+    any_comfyui = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
+    return "comfyui" if any_comfyui else "diffusers"
+
+
+def names_of_all(unet: object, clip: object) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """The names that weights of the denoiser, and of the text encoders, have among those of all models together."""
+    modules = _named_modules(unet, clip)
+    names = shapes_of(modules) if modules else {}
+    starts = [f"{name}." for name in modules]
+
+    def named(key: str, own: list[str]) -> str:
+        candidates = (key, *(start + key for start in (*own, "text_encoders.")))
+        return next((name for name in candidates if name in names), key)
+
+    return partial(named, own=starts[:1]), partial(named, own=starts[-1:])
+
+
+def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
+    """Describe every change on a model; see `PatchAnalysis`.
+
+    Args:
+        applied: As read. Its tensors are looked at for NaN, Inf and likeness; an accelerator is waited for.
+    """
+    finite = finiteness(applied.patches)
+    by_key = applied.by_key()
+    details = {key: _patch_details(patches, finite) for key, patches in by_key.items()}
+    broken = [key for key, patches in by_key.items() if any(finite[id(p)] is False for p in patches)]
+    unknown = dict(applied.unavailable)
+    return {
+        "total_patched_keys": None if unknown and not by_key else len(by_key),
+        "patch_details": details,
+        "states": dict(Counter(patch.state for patch in applied.patches)),
+        "adapter_types": dict(Counter(patch.adapter_type for patch in applied.patches)),
+        "loras": {name: _source_facts(patches, finite) for name, patches in applied.by_source().items()},
+        "failed": {
+            p.key: p.state_reason or "no reason is known" for p in applied.patches if p.state == "failed"
+        },
+        "not_finite": broken,
+        "applied_twice": applied_twice(by_key),
+        "overlaps": overlaps_of(applied.by_source()),
+        "unavailable": {"total_patched_keys": "; ".join(unknown.values())} if unknown else {},
+    }
+
+
+def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | None]) -> PatchDetails:
+    first = patches[0]
+    states = [patch.state for patch in patches]
+    return {
+        "strength_patch": first.strength,
+        "patch_type": first.patch_type,
+        "patch_data_shape": first.data_type,
+        "patch_count": len({patch.index for patch in patches} | {None}) - 1,
+        "adapter_type": first.adapter_type,
+        "state": next((state for state in _FARTHEST if state in states), first.state),
+        "patches": [_one_patch(patch, finite[id(patch)]) for patch in patches],
+    }
+
+
+def _one_patch(patch: AppliedPatch, finite: bool | None) -> OnePatch:
+    return {
+        "source": patch.source,
+        "adapter_type": patch.adapter_type,
+        "state": patch.state,
+        "state_reason": patch.state_reason,
+        "strength": patch.strength,
+        "strength_model": patch.strength_model,
+        "rank": patch.rank,
+        "alpha": patch.alpha,
+        "scale": patch.scale,
+        "finite": finite,
+        "unavailable": dict(patch.unavailable),
+    }
+
+
+def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, bool | None]) -> SourceFacts:
+    by_key = _by_key(patches)
+    norms = [effect_of(changes, None).delta_norm for changes in by_key.values()]
+    known = [norm for norm in norms if norm is not None]
+    return {
+        "keys": len(by_key),
+        "states": dict(Counter(patch.state for patch in patches)),
+        "adapter_types": dict(Counter(patch.adapter_type for patch in patches)),
+        "ranks": dict(sorted(Counter(patch.rank for patch in patches if patch.rank is not None).items())),
+        "strengths": sorted({patch.strength for patch in patches if patch.strength is not None}),
+        "delta_norm": root_sum_square(known) if len(known) == len(norms) else None,
+        "not_finite": [patch.key for patch in patches if finite[id(patch)] is False],
+    }
+
+
+def finiteness(patches: Sequence[AppliedPatch]) -> dict[int, bool | None]:
+    """Whether strength and tensors of each change are finite, by the change's `id()`; None if they cannot be read."""
+    return {
+        id(patch): isfinite(patch.strength or 0.0) and _all_finite(patch.tensors.values())
+        for patch in patches
+    }
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool | None:
+    try:
+        with torch.no_grad():
+            return all(_is_finite(tensor.detach()) for tensor in tensors)
+    except PROBE_ERRORS:
+        return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:
+    """Changes of the same content that act more than once on one weight, whatever their strengths and names.
+
+    Args:
+        by_key: The changes of each weight. The tensors of weights with several are looked at.
+    """
+    several = {
+        key: acting
+        for key, patches in by_key.items()
+        if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
+        and len(acting := sort_patches(patches).acting) > 1
+    }
+    contents = _contents([patch for patches in several.values() for patch in patches])
+    keys_by_sources: dict[tuple[str, ...], list[str]] = {}
+    for key, patches in several.items():
+        alike: dict[Content, list[str]] = {}
+        for patch in patches:
+            content = contents.get(id(patch))
+            if content is not None:
+                alike.setdefault(content, []).append(patch.source or "")
+        for sources in alike.values():
+            if len(sources) > 1:
+                keys_by_sources.setdefault(tuple(sources), []).append(key)
+    return [
+        {"sources": list(names), "keys": len(keys), "example": keys[0]}
+        for names, keys in keys_by_sources.items()
+    ]
+
+
+def _contents(patches: Sequence[AppliedPatch]) -> dict[int, Content]:
+    tensors = {
+        f"{index} {part}": tensor
+        for index, patch in enumerate(patches)
+        for part, tensor in patch.tensors.items()
+    }
+    prints = {name: reading.value for name, reading in fingerprints(tensors).items()}
+    contents: dict[int, Content] = {}
+    for index, patch in enumerate(patches):
+        parts = {part: prints[f"{index} {part}"] for part in patch.tensors}
+        known = frozenset((part, print_) for part, print_ in parts.items() if print_ is not None)
+        if known and len(known) == len(parts):
+            contents[id(patch)] = (patch.adapter_type, patch.offset, known)
+    return contents
+
+
+def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[str, Any]]:
+    """The overlap of every two LoRAs (of the first six), with the ten weights where it is largest and their angles.
+
+    Two usual LoRAs are compared on every weight that both change. Where that would take too long, every second,
+    third … weight stands for all; `unavailable["keys"]` says so.
+    """
+    acting = {name: _by_key(sort_patches(patches).acting) for name, patches in by_source.items()}
+    names = [name for name, patches in acting.items() if patches][:_MOST_SOURCES]
+    pairs = list(combinations(names, 2))
+    return [_overlap_of_two(a, b, acting[a], acting[b], _MOST_PRODUCTS // len(pairs)) for a, b in pairs]
+
+
+def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
+    by_key: dict[str, list[AppliedPatch]] = {}
+    for patch in patches:
+        by_key.setdefault(patch.key, []).append(patch)
+    return by_key
+
+
+def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: int) -> dict[str, Any]:
+    keys = list(dict.fromkeys((*of_a, *of_b)))
+    step = max(1, -(-sum(_products(of_a, of_b, key) for key in keys) // most_products))
+    both = overlap(*(_patches_of_keys(side, keys[::step]) for side in (of_a, of_b)), angles=False)
+    unavailable = dict(both.unavailable)
+    if step > 1:
+        unavailable["keys"] = f"1 in {step} of {len(keys)} weights was compared: all would take too long"
+    figures = ("overall", "columns", "rows", "chance", "cosine")
+    return {
+        "a": a,
+        "b": b,
+        **{figure: getattr(both, figure) for figure in figures},
+        "shared_keys": len(of_a.keys() & of_b.keys()),
+        "compared_keys": len(both.keys),
+        "only_a": len(of_a.keys() - of_b.keys()),
+        "only_b": len(of_b.keys() - of_a.keys()),
+        "largest": [_with_angles(weight, of_a, of_b) for weight in _largest(both)],
+        "unavailable": unavailable,
+    }
+
+
+def _products(of_a: _ByKey, of_b: _ByKey, key: str) -> int:
+    """About how many multiplications the comparison of a weight takes: (rank + rank)² · (out + in)."""
+    if key not in of_a or key not in of_b:
+        return 0
+    both = [*of_a[key], *of_b[key]]
+    shape = next((patch.weight_shape for patch in both if patch.weight_shape), (0,))
+    return rank_together(both) ** 2 * (shape[0] + prod(shape[1:]))
+
+
+def _patches_of_keys(by_key: _ByKey, keys: Sequence[str]) -> list[AppliedPatch]:
+    return [patch for key in keys for patch in by_key.get(key, ())]
+
+
+def _with_angles(weight: KeyOverlap, of_a: _ByKey, of_b: _ByKey) -> dict[str, Any]:
+    angles = [list(those)[:_MOST_ANGLES] for those in angles_of(of_a[weight.key], of_b[weight.key])]
+    return {
+        "key": weight.key,
+        "overall": weight.overall,
+        "cosine": weight.cosine,
+        "column_angles": angles[0],
+        "row_angles": angles[1],
+    }
+
+
+def _largest(both: LoraOverlap) -> list[KeyOverlap]:
+    return sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]
