@@ -62,18 +62,15 @@ def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]
 
 
 def _only_shapes(jaxtyped: Any, whole: frozenset[str]) -> Any:
-    """The decorator that the hook puts before functions, with beartype alone where a function names no shape."""
+    """jaxtyping's check of a function or class, with beartype alone where a function names no shape."""
 
-    def checked(*, typechecker: Any) -> Callable[[Any], Any]:
-        def check(target: Any) -> Any:
-            plain = isinstance(target, FunctionType) and target.__module__ not in whole
-            if plain and not _has_shape(target.__annotations__.values()):
-                return beartype(target)
-            return jaxtyped(target, typechecker=typechecker)
+    def check(target: Any, *, typechecker: Any) -> Any:
+        plain = isinstance(target, FunctionType) and target.__module__ not in whole
+        if plain and not _has_shape(target.__annotations__.values()):
+            return beartype(target)
+        return jaxtyped(target, typechecker=typechecker)
 
-        return check
-
-    return checked
+    return check
 
 
 def _has_shape(annotations: Iterable[Any]) -> bool:
