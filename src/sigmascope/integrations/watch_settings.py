@@ -71,5 +71,5 @@ def say(line: str) -> None:
         printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
         sys.__stderr__.write(f"Sigmascope: {printable}\n")
         sys.__stderr__.flush()
-    except (OSError, ValueError):  # closed, or nobody reads it any more
+    except Exception:  # noqa: BLE001 - it is closed, or nobody reads it any more; nobody is left to be told
         pass

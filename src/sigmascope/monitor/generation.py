@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any, Final
 
 from sigmascope.analysis.diagnostics import diagnose
@@ -184,7 +184,7 @@ class GenerationSteps:
         self._is_called = False
         self._is_over = False
         self._warned = False
-        self._lock = Lock()
+        self._lock = RLock()  # its holder may log, and a handler of the host may ask for progress
 
     def begin(self, started_ns: int) -> None:
         """Count time from here, on the recorder's clock."""
@@ -232,7 +232,9 @@ class GenerationSteps:
         listeners.seconds.append(seconds)
         with self._lock:
             self.tally.add(started_ns, ended_ns)
-            progress = self._progress(seconds, ended_ns)
+            progress = self._guard.call("step progress", lambda: self._progress(seconds, ended_ns))
+            if progress is None:
+                return seconds
             is_first_warning = progress.misses_target and not self._warned
             self._warned = self._warned or is_first_warning
         on_step = listeners.on_step

@@ -39,6 +39,7 @@ from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
 from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.reading import attempt
 from sigmascope.records.facts import PipelineFacts
 from sigmascope.records.performance import (
     AssumedDict,
@@ -491,12 +492,13 @@ def performance_summary(
         is_whole: Whether the generation went to its end, so that a step's time follows from total and number.
     """
     width, height = metrics.image_resolution
+    derived = attempt(lambda: per_step_time(metrics, is_whole=is_whole)).value
     shown = [name for field, name in _SHOWN_AS.items() if field in metrics.assumed]
     assumed: AssumedDict = {"assumed": shown} if shown else {}
     summary: PerformanceSummaryDict = {
         "current_generation": {
             "total_time": metrics.total_generation_time,
-            **per_step_time(metrics, is_whole=is_whole),
+            **(derived or {"per_step_time": metrics.generation_time_per_step}),
             "target_met": metrics.target_met,
             "performance_score": metrics.performance_score,
             "model_name": metrics.model_name,

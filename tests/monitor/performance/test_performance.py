@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
+from typing import NoReturn
 
 import jsonschema
 import pytest
@@ -153,6 +154,21 @@ def test_a_listener_that_fails_is_called_no_more_and_hurts_nobody(clock: FakeClo
     generate(monitor, clock, [0.1] * 3)
     assert len(calls) == 1
     assert monitor.get_performance_summary()["step_performance"]["total_steps"] == 3
+
+
+@pytest.mark.parametrize("function", ["generation.projected_seconds", "performance.per_step_time"])
+def test_a_figure_that_cannot_be_computed_takes_no_other_away(
+    function: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(f"sigmascope.monitor.{function}", broken)
+    monitor = PerformanceMonitor(clock=clock, sample_hz=None)
+    generate(monitor, clock, [0.25] * 4)
+    summary = monitor.get_performance_summary()
+    assert summary["current_generation"]["per_step_time"] == pytest.approx(0.25)
+    assert summary["step_performance"]["total_steps"] == 4
 
 
 def test_a_stopwatch_stands_alone(monitor: PerformanceMonitor, clock: FakeClock) -> None:

@@ -5,11 +5,10 @@ classes of pipelines that are loaded, and hears of those that come.
 """
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, ClassVar, Final
 
 from sigmascope.errors import ConfigError
@@ -176,7 +175,7 @@ def watch(
     if keep_generations is not None:
         whole_number("keep_generations", keep_generations, least=1)
     for pipeline in pipelines:
-        if inspect.isfunction(pipeline):
+        if isinstance(pipeline, FunctionType):
             raise ConfigError(
                 f"{pipeline.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
