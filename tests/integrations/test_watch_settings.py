@@ -1,0 +1,29 @@
+"""What the settings of a watched process say, and how its user is told something."""
+
+import sys
+
+import pytest
+
+from sigmascope.integrations.watch_settings import say
+
+
+class Stream:
+    """One of the program's own, which fails as nobody expects."""
+
+    def write(self, _text: str) -> int:
+        raise RuntimeError("a stream of the program's own")
+
+    def flush(self) -> None: ...
+
+
+def test_a_stream_that_fails_is_not_the_program_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "__stderr__", Stream())
+    say("the record is in run.json")
+
+
+def test_what_a_terminal_would_obey_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    say("the record is in \x1b[2Jrun.json")
+    assert capsys.readouterr().err == "Sigmascope: the record is in �[2Jrun.json\n"
