@@ -603,9 +603,9 @@ def planned_metrics(
         num_inference_steps=whole_number("num_steps", plan.num_steps),
         image_resolution=_resolution(plan.resolution),
         batch_size=whole_number("batch_size", plan.batch_size, least=1, none_is=1),
-        torch_dtype=dtype or (None if facts is None else _dtype_of(facts)),
+        torch_dtype=dtype or (None if facts is None else attempt(lambda: _dtype_of(facts)).value),
         target_generation_time=target_seconds,
-        assumed=_assumed(plan, facts),
+        assumed=attempt(lambda: _assumed(plan, facts)).value or (),
     )
 
 

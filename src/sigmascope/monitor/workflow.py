@@ -427,7 +427,8 @@ class WorkflowMonitor:
                 found["exception_details"] = _exception_details(record)
             self.analyses[LORA_APPLICATION] = found
             if stage is not None:
-                stage.fact(LORA_APPLICATION, in_short(found))
+                short, _ = self.guard.read(LORA_APPLICATION, lambda: in_short(found))
+                stage.fact(LORA_APPLICATION, short)
         return found
 
     def print_lora_analysis_summary(
@@ -568,7 +569,7 @@ class WorkflowMonitor:
         if stage is not None:
             kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
             stage.fact(VAE_STAGES[direction], kept)
-            tensor = find_latent(output).tensor
+            tensor, _ = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
             if tensor is not None:
                 name = "latent" if direction == "encoding" else "frames"
                 stage.tensor(name, tensor, statistics=self.statistics)

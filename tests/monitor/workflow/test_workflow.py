@@ -403,6 +403,20 @@ def test_a_broken_analysis_does_not_reach_the_host(
     assert monitor.run().complete
 
 
+def test_a_latent_that_cannot_be_looked_at_does_not_reach_the_host(
+    monitor: WorkflowMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("it is broken")
+
+    monitor.start_monitoring("latent_encoding")
+    monkeypatch.setattr("sigmascope.monitor.workflow.find_latent", broken)
+    analysis = monitor.analyze_latent_generation_results(None, torch.zeros(1, 4, 4, 4))
+    monitor.end_monitoring("latent_encoding")
+    assert analysis["latent_analysis"]["shape"] == [1, 4, 4, 4]
+    assert monitor.run().stage("latent_encoding").tensors == {}
+
+
 def test_outputs_are_bit_identical_and_nothing_is_left(monitor: WorkflowMonitor, clip: Encoder) -> None:
     alone = encode(clip)
     baseline = monitor.capture_text_encoding_baseline(None, clip)
