@@ -160,12 +160,18 @@ class HookSet:
             self.detach()
 
     def detach(self) -> None:
-        """Take off everything, whatever fails."""
+        """Take off everything, whatever fails. Ctrl-C is raised when that is done."""
+        interrupt: BaseException | None = None
         while self._undo:
             _, (_, undo) = self._undo.popitem()
-            with suppress(Exception):
-                undo()
+            try:
+                with suppress(Exception):
+                    undo()
+            except BaseException as error:  # noqa: BLE001 - the rest is to be taken off too
+                interrupt = error
         self._targets.clear()
+        if interrupt is not None:
+            raise interrupt
 
 
 def _no_thing() -> object:

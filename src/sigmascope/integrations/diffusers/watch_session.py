@@ -107,25 +107,31 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Take everything off, close what is open, and end the record."""
         self.is_over = True
-        with ExitStack() as at_last:  # in reverse, and whatever fails before
+        with ExitStack() as at_last:  # in reverse, and whatever fails before, Ctrl-C too
             at_last.callback(leave_stacks)
             at_last.callback(leave_recorder, self.recorder)
             at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
+            at_last.callback(self._end_stages, error)
+            at_last.callback(self._leave_sessions)
             for observer in self.observers:
-                observer.detach()
-            if self in OPEN_SESSIONS:
-                OPEN_SESSIONS.remove(self)
-            self.guard.read("watch.stages", self._close_left)
-            stacks = [reference() for reference in self.stacks.values()]
-            for stack in reversed([stack for stack in stacks if stack is not None]):
-                self.guard.read("watch.stages", lambda stack=stack: self.open_calls.close_broken(stack))  # type: ignore[misc]
-                for _ in range(
-                    len(stack.open)
-                ):  # a turn takes one out at least, unless taking out itself fails
-                    self.guard.read("watch.stages", lambda stack=stack: stack.end(error))  # type: ignore[misc]
-            self.stacks.clear()
-            self._watched.clear()
-            self._known.clear()
+                at_last.callback(observer.detach)
+
+    def _leave_sessions(self) -> None:
+        if self in OPEN_SESSIONS:
+            OPEN_SESSIONS.remove(self)
+
+    def _end_stages(self, error: BaseException | None) -> None:
+        """Close what is open, and let go of everything that was watched."""
+        self.guard.read("watch.stages", self._close_left)
+        stacks = [reference() for reference in self.stacks.values()]
+        for stack in reversed([stack for stack in stacks if stack is not None]):
+            self.guard.read("watch.stages", lambda stack=stack: self.open_calls.close_broken(stack))  # type: ignore[misc]
+            # Bounded: a turn takes one out at least, unless taking out itself fails.
+            for _ in range(len(stack.open)):
+                self.guard.read("watch.stages", lambda stack=stack: stack.end(error))  # type: ignore[misc]
+        self.stacks.clear()
+        self._watched.clear()
+        self._known.clear()
 
     def record(self) -> Run:
         """The run as it is now; findings once it is over."""

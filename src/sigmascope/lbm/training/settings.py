@@ -140,7 +140,7 @@ class TrainSettings(LbmConfig):
     @property
     def lbm(self) -> LbmConfig:
         """The model's own keys."""
-        return LbmConfig.model_validate({name: getattr(self, name) for name in LbmConfig.model_fields})
+        return LbmConfig.model_construct(**{name: getattr(self, name) for name in LbmConfig.model_fields})
 
     @property
     def validate_every(self) -> int:

@@ -10,6 +10,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
+from sigmascope.integrations.diffusers.hooks import MethodHook
 from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import current_recorder
 
@@ -53,6 +54,27 @@ def test_ctrl_c_while_the_watch_is_put_on_leaves_nothing(
     assert left_behind() == []
     assert current_recorder() is None
     assert told == []
+
+
+def test_ctrl_c_while_the_watch_is_taken_off_is_raised_when_it_is_off(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_off, interrupts = MethodHook.take_off, [KeyboardInterrupt()]
+
+    def interrupted(hook: MethodHook) -> None:
+        take_off(hook)
+        if interrupts:
+            raise interrupts.pop()
+
+    before = marks(pipeline)
+    watch = sigmascope.watch(pipeline)
+    watch.__enter__()
+    monkeypatch.setattr(MethodHook, "take_off", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch.__exit__(None, None, None)
+    assert marks(pipeline) == before
+    assert left_behind() == []
+    assert current_recorder() is None
 
 
 def test_a_watch_whose_own_end_fails_leaves_no_recorder(
