@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from sigmascope import units
 from sigmascope.errors import OptimizationError
 from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.interface import Change, Kind, Undo
-from sigmascope.pipeline.optimizations.offloading import GROUP_HOOKS
-from sigmascope.pipeline.pipeline_parts import models_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, OptimizationConfig, Plan
+from sigmascope.pipeline.optimizations.memory import GROUP_HOOKS
+from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.memory import MIB
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope import units
-from sigmascope.pipeline.optimizations.interface import Circumstances, Considered, Kind
-from sigmascope.pipeline.optimizations.memory_budget import main_dtype, nbytes_of
-from sigmascope.pipeline.pipeline_parts import models_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, NotTaken
+from sigmascope.pipeline.optimizations.memory import main_dtype, nbytes_of
+from sigmascope.pipeline.plan import PIPELINE, Choice, Circumstances, Considered, Kind, NotTaken, models_of
 from sigmascope.probes.pipelines import layerwise_casting
 from sigmascope.records.memory import MIB
 
