@@ -15,8 +15,22 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, number, percent, plain, print_json, progress_bar, say, table
-from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
+from sigmascope.cli.console import (
+    Bar,
+    Label,
+    Line,
+    Shape,
+    facts,
+    listed,
+    number,
+    percent,
+    plain,
+    print_json,
+    progress_bar,
+    save_picture,
+    say,
+    table,
+)
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
