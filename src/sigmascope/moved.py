@@ -33,7 +33,7 @@ MOVED: Final = {
     "analysis.tensors": "analysis.dump_comparison analysis.tensor_comparison",
     "analysis.tolerances": "analysis.tensor_errors",
     "analysis.work": "analysis.run_comparison",
-    "checkpoints.dump_index": "checkpoints.dump_folder",
+    "checkpoints.dump_index": "checkpoints.tensor_dumps",
     "checkpoints.dump_metadata": "checkpoints.tensor_dumps",
     "checkpoints.flattening": "checkpoints.tensor_dumps",
     "checkpoints.numpy_arrays": "checkpoints.tensor_dumps",

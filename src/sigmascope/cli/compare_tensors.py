@@ -156,9 +156,8 @@ def _compare(
     a: Path, b: Path, names: dict[str, str], asked: tuple[float | None, float | None, int | None]
 ) -> "DumpComparison | RunComparison":
     from sigmascope.analysis.dump_comparison import Options, compare_dumps, compare_runs
-    from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.files import is_folder
-    from sigmascope.checkpoints.tensor_dumps import open_tensors
+    from sigmascope.checkpoints.tensor_dumps import TensorDumps, open_tensors
 
     options = Options(*asked)
     folders = [is_folder(path) for path in (a, b)]
