@@ -25,8 +25,7 @@ from sigmascope.pipeline.plan import Choice, NotTaken, Plan, look_at
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.facts import PipelineFacts
-from sigmascope.records.run import Run
+from sigmascope.records.run import PipelineFacts, Run
 
 _MEASURE_AGAIN_ABOVE: Final = 0.8
 """Ratios above this are measured a second time, in turn, before they count."""

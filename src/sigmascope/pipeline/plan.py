@@ -22,7 +22,7 @@ from sigmascope.probes import Accelerator, detect_accelerator, memory_snapshot
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt
-from sigmascope.records.facts import JsonScalar, PipelineFacts, Role
+from sigmascope.records.run import JsonScalar, PipelineFacts, Role
 
 ImageEffect = Literal["none", "rounding", "precision", "approximation"]
 IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")

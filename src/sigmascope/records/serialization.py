@@ -33,8 +33,7 @@ from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
-from sigmascope.records.facts import JsonScalar
-from sigmascope.records.run import Run, short_repr
+from sigmascope.records.run import JsonScalar, Run, short_repr
 from sigmascope.units import format_size
 
 _IN_MEMORY = "<run in memory>"

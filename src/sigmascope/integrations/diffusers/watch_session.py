@@ -41,9 +41,8 @@ from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.facts import PipelineFacts, Role
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import KEEP_GENERATIONS, Run
+from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""

@@ -33,8 +33,8 @@ from sigmascope.pipeline.plan import (
     spatial_factor,
 )
 from sigmascope.probes.reading import attempt
-from sigmascope.records.facts import JsonScalar
 from sigmascope.records.memory import MIB, mib
+from sigmascope.records.run import JsonScalar
 
 _TENSORS_IN_A_TRANSFORMER: Final = 14
 """As wide as the model, alive at once in a block: residual, its norm, query, key, value, attention's output, and the
