@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _TABLE_PADDING = (0, 1, 0, 0)
 _LONGEST_VALUE = 300  # characters of one value that are shown
 _LONGEST_FINDING = 600
+_MOST_LISTED = 10
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
 
@@ -119,17 +120,15 @@ def facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
     return made
 
 
-def listed(
-    console: Console, heading: str, names: Sequence[str], *, style: str = "yellow", most: int = 10
-) -> None:
+def listed(console: Console, heading: str, names: Sequence[str], *, style: str = "yellow") -> None:
     """Print a few names under a heading; nothing without any."""
     if not names:
         return
     console.print(Text(f"{heading}: {len(names)}", style=style))
-    for name in names[:most]:
+    for name in names[:_MOST_LISTED]:
         console.print(Text("  ").append_text(plain(name)))
-    if len(names) > most:
-        console.print(Text(f"  and {len(names) - most} more; --json lists all"))
+    if len(names) > _MOST_LISTED:
+        console.print(Text(f"  and {len(names) - _MOST_LISTED} more; --json lists all"))
 
 
 def findings(shown: "Iterable[Finding]") -> Group:

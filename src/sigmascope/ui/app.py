@@ -90,7 +90,6 @@ def serve(
     listening: socket.socket,
     host: str,
     on_ready: Callable[[Address], object],
-    limits: Limits | None = None,
 ) -> None:
     """Serve until Ctrl-C, SIGTERM, or the end of the process.
 
@@ -99,13 +98,12 @@ def serve(
         listening: From `bind`; closed in the end.
         host: As given to `bind`.
         on_ready: Told the address once requests are answered.
-        limits: Of requests.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
     """
     lines: list[JobLine] = []
-    app = make_app(served, limits, host=host, on_line=lines.append)
+    app = make_app(served, host=host, on_line=lines.append)
     address = Address(host, listening.getsockname()[1])
     config = uvicorn.Config(
         app,

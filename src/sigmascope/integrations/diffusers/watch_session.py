@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.jit import is_tracing
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from sigmascope.analysis.peak_owners import with_owners
 from sigmascope.integrations.diffusers.hooks import (
@@ -473,10 +473,10 @@ class StageStack:
         if self.denoising is not None:
             self.denoising.weights_moved(nanoseconds)
 
-    def end_denoising(self, error: BaseException | None = None) -> None:
+    def end_denoising(self) -> None:
         """Close the denoising, if any is open."""
         if self.denoising is not None:
-            self.leave(self.denoising.stage, error)
+            self.leave(self.denoising.stage, None)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close all that is open."""
