@@ -21,7 +21,7 @@ from sigmascope.analysis.run_comparison import FigureComparison, compare_values
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
-from sigmascope.pipeline.plan import Choice, NotTaken, Plan, look_at
+from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.progress import Progress, no_progress
@@ -263,7 +263,7 @@ def measure_plan(
     """
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"repeats is {repeats} and warmup {warmup}.", hint="Give at least 1 and 0.")
-    denoiser = next(iter(look_at(pipeline).of_role("denoiser").values()), None)
+    denoiser = next(iter(parts_of(pipeline).of_role("denoiser").values()), None)
     if denoiser is None:
         raise ConfigError(
             f"{type(pipeline).__name__} has no denoiser that is known.", hint="Give a diffusers pipeline."

@@ -24,21 +24,21 @@ from sigmascope.pipeline.apply_undo import (
 )
 from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
 from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.memory import circumstances_of, reckon_work, reckoning_of
+from sigmascope.pipeline.optimizations.memory import context_of, estimate_work, memory_estimate
 from sigmascope.pipeline.optimizations.precision import PRECISION
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
-    Circumstances,
     Considered,
     Hardware,
     Kind,
     NotTaken,
     OptimizationConfig,
+    PipelineParts,
     Plan,
-    Subject,
+    PlanningContext,
     default_side,
-    look_at,
+    parts_of,
     read_hardware,
     spatial_factor,
 )
@@ -97,7 +97,7 @@ class PipelineOptimizer:
         """
         settings = settings_for(architecture)
         if not isinstance(architecture, str):
-            shrink_to_fit(look_at(architecture), settings, self._where(), self.config)
+            shrink_to_fit(parts_of(architecture), settings, self._where(), self.config)
         return settings
 
     def plan(self, pipeline: Any) -> Plan:
@@ -260,31 +260,36 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
             f"{type(pipeline).__name__} is no diffusers pipeline: it has no components.",
             hint="Give the pipeline, or its denoiser.",
         )
-    found = circumstances_of(look_at(pipeline), hardware, config)
+    context = context_of(parts_of(pipeline), hardware, config)
     left: list[NotTaken] = []
     for kind in KINDS:
-        for one in _considered(kind, found):
+        for one in _considered(kind, context):
             if isinstance(one, Choice):
-                found.chosen.append(one)
+                context.chosen.append(one)
             else:
                 left.append(one)
         if kind.name == PRECISION:
-            reckon_work(found)
-    facts = found.subject.facts
+            estimate_work(context)
+    facts = context.parts.facts
     return Plan(
-        facts.class_name, facts.architecture, hardware, tuple(found.chosen), tuple(left), reckoning_of(found)
+        facts.class_name,
+        facts.architecture,
+        hardware,
+        tuple(context.chosen),
+        tuple(left),
+        memory_estimate(context),
     )
 
 
-def _considered(kind: Kind, found: Circumstances) -> Considered:
+def _considered(kind: Kind, context: PlanningContext) -> Considered:
     """What a kind says, unless it would change weights that are not there: accelerate holds them elsewhere."""
-    components = found.subject.facts.components
+    components = context.parts.facts.components
     moving = [name for name, part in components.items() if part.offload == "sequential"]
     if moving and kind.changes:
         reason = f"accelerate holds the weights of {', '.join(moving)} elsewhere (sequential offloading)"
         yield NotTaken(kind.name, PIPELINE, reason)
     else:
-        yield from kind.consider(found)
+        yield from kind.consider(context)
 
 
 ARCHITECTURES: Final = ("MMDiT", "DiT", "UNet")
@@ -338,15 +343,15 @@ def settings_for(architecture: object) -> GenerationSettings:
     """
     if isinstance(architecture, str):
         return _by_name(architecture)
-    subject = look_at(architecture)
-    if subject.facts.architecture is None:
-        reason = subject.facts.unavailable.get("architecture", "it holds no denoiser")
+    parts = parts_of(architecture)
+    if parts.facts.architecture is None:
+        reason = parts.facts.unavailable.get("architecture", "it holds no denoiser")
         raise ConfigError(
             f"{type(architecture).__name__}: {reason}.",
             hint=f"Give a pipeline, a denoiser, or one of {ARCHITECTURES}.",
         )
-    settings = _of_pipeline(subject) if subject.parameter("num_inference_steps") else _of_model(subject)
-    _shorten(subject, settings)
+    settings = _of_pipeline(parts) if parts.parameter("num_inference_steps") else _of_model(parts)
+    _shorten(parts, settings)
     return settings
 
 
@@ -367,56 +372,55 @@ def _by_name(architecture: str) -> GenerationSettings:
     return settings
 
 
-def _of_pipeline(subject: Subject) -> GenerationSettings:
+def _of_pipeline(parts: PipelineParts) -> GenerationSettings:
     """What the pipeline's makers gave its call as defaults, where it has them, and the sizes that follow from it."""
     settings = GenerationSettings()
-    name = subject.facts.class_name
+    name = parts.facts.class_name
     for argument in ("num_inference_steps", *_GUIDANCE, *_SIZES):
-        parameter = subject.parameter(argument)
+        parameter = parts.parameter(argument)
         if parameter is None:
             continue
         if isinstance(parameter.default, int | float):
             settings.put(argument, parameter.default, f"The default of {name}.")
         elif argument in ("height", "width"):
-            side = default_side(subject)
+            side = default_side(parts)
             settings.put(
                 argument,
                 side,
-                f"{side // spatial_factor(subject)} latent elements, which the model is made for.",
+                f"{side // spatial_factor(parts)} latent elements, which the model is made for.",
             )
     return settings
 
 
-def _of_model(subject: Subject) -> GenerationSettings:
-    settings = _by_name(str(subject.facts.architecture))
-    sizes = [part.config.get("sample_size") for part in subject.facts.of_role("denoiser").values()]
+def _of_model(parts: PipelineParts) -> GenerationSettings:
+    settings = _by_name(str(parts.facts.architecture))
+    sizes = [part.config.get("sample_size") for part in parts.facts.of_role("denoiser").values()]
     size = next((one for one in sizes if isinstance(one, int)), None)
-    for argument in ("height", "width") if size is not None and subject.facts.architecture == "UNet" else ():
-        settings.put(argument, default_side(subject), f"Its configuration: {size} latent elements.")
+    for argument in ("height", "width") if size is not None and parts.facts.architecture == "UNet" else ():
+        settings.put(argument, default_side(parts), f"Its configuration: {size} latent elements.")
     return settings
 
 
-def _shorten(subject: Subject, settings: GenerationSettings) -> None:
+def _shorten(parts: PipelineParts, settings: GenerationSettings) -> None:
     """Fewer steps where the model is distilled to few, or the solver does with fewer."""
     steps = int(settings["num_inference_steps"])
-    why = few_step_evidence(subject.facts)
-    solver = next((part.class_name for part in subject.facts.of_role("scheduler").values()), None)
+    why = few_step_evidence(parts.facts)
+    solver = next((part.class_name for part in parts.facts.of_role("scheduler").values()), None)
     if why is not None:
         settings.put("num_inference_steps", FEW_STEPS, f"It is distilled to few steps: {why}.")
-        _without_guidance(subject, settings)
+        _without_guidance(parts, settings)
     elif solver in _FAST_SOLVERS and steps > _FAST_SOLVER_STEPS:
         settings.put(
             "num_inference_steps", _FAST_SOLVER_STEPS, f"{solver} is of a higher order: 20 to 25 steps do."
         )
 
 
-def _without_guidance(subject: Subject, settings: GenerationSettings) -> None:
+def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> None:
     embedded = any(
-        part.config.get("guidance_embeds") is True for part in subject.facts.of_role("denoiser").values()
+        part.config.get("guidance_embeds") is True for part in parts.facts.of_role("denoiser").values()
     )
     latent_consistency = any(
-        part.config.get("time_cond_proj_dim") is not None
-        for part in subject.facts.of_role("denoiser").values()
+        part.config.get("time_cond_proj_dim") is not None for part in parts.facts.of_role("denoiser").values()
     )
     for argument in _GUIDANCE:
         if argument in settings and not embedded and not latent_consistency:
@@ -425,12 +429,12 @@ def _without_guidance(subject: Subject, settings: GenerationSettings) -> None:
 
 
 def shrink_to_fit(
-    subject: Subject, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
+    parts: PipelineParts, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
 ) -> None:
     """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot.
 
     Args:
-        subject: The pipeline.
+        parts: The pipeline.
         settings: With the size that is wanted; changed where that does not fit.
         hardware: Where it shall run.
         config: Of the optimizer.
@@ -442,14 +446,14 @@ def shrink_to_fit(
     sizes = [wanted]
     while min(sizes[-1]) > _SMALLEST_SIDE:
         sizes.append((_smaller(sizes[-1][0]), _smaller(sizes[-1][1])))
-    first: Circumstances | None = None
+    first: PlanningContext | None = None
     for height, width in sizes:
         asked = replace(config, height=height, width=width, num_frames=frames)
-        found = circumstances_of(subject, hardware, asked)
-        reckon_work(found)
-        first = first or found
-        room = found.available_bytes
-        if room is None or found.work_bytes <= room:
+        context = context_of(parts, hardware, asked)
+        estimate_work(context)
+        first = first or context
+        room = context.available_bytes
+        if room is None or context.work_bytes <= room:
             break
     else:
         return  # nothing fits as far as can be told: leave the size that the model is made for

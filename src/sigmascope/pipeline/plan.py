@@ -1,10 +1,10 @@
 """A plan for a pipeline: what to do to it, what was left and why, for which hardware, under which configuration.
 
 `OptimizationConfig` is what the user says beforehand: what may happen to the image, which call is planned for, and
-single choices. `read_hardware` and `look_at` read what choices depend on.
+single choices. `read_hardware` and `parts_of` read what choices depend on.
 
 A `Kind` of optimization says when its choice is taken, how that is applied, and what it does to weights. All that
-it looks at are the `Circumstances`: the pipeline, the hardware, the user's wishes, the call, and the memory that the
+it looks at are the `PlanningContext`: the pipeline, the hardware, the user's wishes, the call, and the memory that the
 call takes. Choices on several pipelines may hold one setting of the process at once: `ProcessSetting`.
 """
 
@@ -366,7 +366,7 @@ _USUAL_SIDE: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PipelineParts:
     """A pipeline and what is known of it. It holds the models; it is for the time of planning.
 
     Attributes:
@@ -396,14 +396,14 @@ def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
     return {} if read.value is None else {n: p for n, p in read.value.items() if n != "self"}
 
 
-def look_at(pipeline: Any) -> Subject:
+def parts_of(pipeline: Any) -> PipelineParts:
     """Read a pipeline's models and facts. Never raises.
 
     Args:
         pipeline: What has `components` as diffusers' have; a denoiser alone counts as one of a single component.
     """
     facts = pipeline_facts(pipeline)
-    return Subject(pipeline, facts, models_of(pipeline))
+    return PipelineParts(pipeline, facts, models_of(pipeline))
 
 
 def models_of(pipeline: Any) -> dict[str, nn.Module]:
@@ -435,7 +435,7 @@ class Call:
 
 
 def planned_call(
-    subject: Subject,
+    parts: PipelineParts,
     height: int | None = None,
     width: int | None = None,
     num_frames: int | None = None,
@@ -444,36 +444,36 @@ def planned_call(
     """The call with these sizes, or else with the pipeline's own.
 
     Args:
-        subject: The pipeline.
+        parts: The pipeline.
         height: In pixels; None: the pipeline's default.
         width: The same.
         num_frames: Of a video.
         batch_size: Images at once.
     """
-    side = default_side(subject)
-    frames = num_frames or _default(subject, "num_frames") or 1
+    side = default_side(parts)
+    frames = num_frames or _default(parts, "num_frames") or 1
     return Call(
-        height or _default(subject, "height") or side,
-        width or _default(subject, "width") or side,
+        height or _default(parts, "height") or side,
+        width or _default(parts, "width") or side,
         frames,
         batch_size,
-        2 if _guides(subject) else 1,
+        2 if _guides(parts) else 1,
     )
 
 
-def default_side(subject: Subject) -> int:
+def default_side(parts: PipelineParts) -> int:
     """Side of the square image that the pipeline makes when no size is given, in pixels."""
-    factor = spatial_factor(subject)
-    sizes = [getattr(subject.pipeline, "default_sample_size", None)]
-    sizes += [config_value(model, "sample_size") for model in subject.of_role("denoiser").values()]
+    factor = spatial_factor(parts)
+    sizes = [getattr(parts.pipeline, "default_sample_size", None)]
+    sizes += [config_value(model, "sample_size") for model in parts.of_role("denoiser").values()]
     size = next((one for one in sizes if isinstance(one, int)), None)
     return _USUAL_SIDE if size is None else size * factor
 
 
-def spatial_factor(subject: Subject) -> int:
+def spatial_factor(parts: PipelineParts) -> int:
     """Pixels along one element of the latent."""
     for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
-        factor = getattr(subject.pipeline, name, None)
+        factor = getattr(parts.pipeline, name, None)
         if isinstance(factor, int):
             return factor
     return _SPATIAL_FACTOR
@@ -485,21 +485,21 @@ def config_value(model: object, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _default(subject: Subject, name: str) -> Any:
-    parameter = subject.parameter(name)
+def _default(parts: PipelineParts, name: str) -> Any:
+    parameter = parts.parameter(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
-def _guides(subject: Subject) -> bool:
+def _guides(parts: PipelineParts) -> bool:
     """Whether the pipeline, called without saying anything about guidance, computes two predictions at once.
 
     Qwen-Image, WAN and FLUX compute them one after the other, which takes no more memory.
     """
-    if any(hasattr(model, "cache_context") for model in subject.of_role("denoiser").values()):
-        one_after_the_other = subject.facts.class_name.startswith(("Flux", "Qwen", "Wan"))
+    if any(hasattr(model, "cache_context") for model in parts.of_role("denoiser").values()):
+        one_after_the_other = parts.facts.class_name.startswith(("Flux", "Qwen", "Wan"))
         if one_after_the_other:
             return False
-    scale = _default(subject, "guidance_scale")
+    scale = _default(parts, "guidance_scale")
     return isinstance(scale, int | float) and scale > 1
 
 
@@ -512,7 +512,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Circumstances:
+class PlanningContext:
     """What is known while a plan is made. It grows: each kind sees what those before it chose.
 
     Attributes:
@@ -525,7 +525,7 @@ class Circumstances:
         unavailable: What could not be reckoned, and why.
     """
 
-    subject: Subject
+    parts: PipelineParts
     hardware: Hardware
     config: OptimizationConfig
     call: Call
@@ -610,7 +610,7 @@ class Kind:
     """
 
     name: str
-    consider: Callable[[Circumstances], Considered]
+    consider: Callable[[PlanningContext], Considered]
     apply: Callable[[Any, Choice], Undo | None]
     changes: frozenset[Change] = frozenset()
     narrows: bool = False

@@ -20,12 +20,12 @@ from sigmascope.pipeline.optimizations.precision import is_quantised
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
-    Circumstances,
     Considered,
     Kind,
     NotTaken,
+    PipelineParts,
+    PlanningContext,
     ProcessSetting,
-    Subject,
     Undo,
     models_of,
 )
@@ -41,13 +41,13 @@ _CUDNN_IS_BEST: Final = (9, 0)
 FUSED_QKV: Final = "fused_qkv"
 
 
-def consider_attention(found: Circumstances) -> Considered:
+def consider_attention(context: PlanningContext) -> Considered:
     """Fused attention instead of the whole matrix; and a backend that suits the device."""
-    for name, model in found.subject.of_role("denoiser").items():
+    for name, model in context.parts.of_role("denoiser").items():
         eager = _eager_modules(model)
-        if eager and found.config.attention_backend is not None:
-            yield _fused_attention_of(found, name, len(eager))
-        yield _backend_of(found, name, model)
+        if eager and context.config.attention_backend is not None:
+            yield _fused_attention_of(context, name, len(eager))
+        yield _backend_of(context, name, model)
 
 
 def _eager_modules(model: nn.Module) -> list[nn.Module]:
@@ -58,8 +58,8 @@ def _eager_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _fused_attention_of(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
-    refusal = found.too_much(ATTENTION, name, "rounding")
+def _fused_attention_of(context: PlanningContext, name: str, count: int) -> Choice | NotTaken:
+    refusal = context.too_much(ATTENTION, name, "rounding")
     return refusal or Choice(
         ATTENTION,
         name,
@@ -72,8 +72,8 @@ def _fused_attention_of(found: Circumstances, name: str, count: int) -> Choice |
     )
 
 
-def _backend_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = found.config.attention_backend
+def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = context.config.attention_backend
     if asked is None:
         return NotTaken(ATTENTION, name, "switched off")
     if not hasattr(model, "set_attention_backend") or not _switchable(model):
@@ -82,7 +82,7 @@ def _backend_of(found: Circumstances, name: str, model: nn.Module) -> Choice | N
         )
     backend = asked if asked != "auto" else "_native_cudnn"
     if asked == "auto":
-        refusal = found.why_not(ATTENTION, name, "rounding") or _own_choice_is_best(found, name)
+        refusal = context.why_not(ATTENTION, name, "rounding") or _own_choice_is_best(context, name)
         if refusal is not None:
             return refusal
     return Choice(
@@ -91,7 +91,7 @@ def _backend_of(found: Circumstances, name: str, model: nn.Module) -> Choice | N
         f'pipe.{name}.set_attention_backend("{backend}")',
         "Asked for."
         if asked != "auto"
-        else f"On {found.hardware} cuDNN's attention is ahead of FlashAttention 2.",
+        else f"On {context.hardware} cuDNN's attention is ahead of FlashAttention 2.",
         "time in attention, which grows with the square of the number of tokens",
         "speed",
         "precision" if "sage" in backend else "rounding",
@@ -104,9 +104,9 @@ def _switchable(model: nn.Module) -> bool:
     return any(hasattr(processor, "_attention_backend") for processor in processors)
 
 
-def _own_choice_is_best(found: Circumstances, name: str) -> NotTaken | None:
-    capability = found.hardware.capability
-    if found.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
+def _own_choice_is_best(context: PlanningContext, name: str) -> NotTaken | None:
+    capability = context.hardware.capability
+    if context.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
         return None
     return NotTaken(ATTENTION, name, "PyTorch chooses the fastest of its kernels by itself on this device")
 
@@ -144,14 +144,14 @@ _DEFAULT_BACKEND: Final = ProcessSetting(
 ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)
 
 
-def consider_fused_qkv(found: Circumstances) -> Considered:
+def consider_fused_qkv(context: PlanningContext) -> Considered:
     """On request only: LoRAs loaded afterwards would change layers that no longer work."""
-    for name, model in found.subject.of_role("denoiser").items():
-        yield _fused_qkv_of(found, name, model)
+    for name, model in context.parts.of_role("denoiser").items():
+        yield _fused_qkv_of(context, name, model)
 
 
-def _fused_qkv_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    if found.config.fuse_qkv is False:
+def _fused_qkv_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    if context.config.fuse_qkv is False:
         return NotTaken(FUSED_QKV, name, "switched off")
     if not can_fuse(model):
         return NotTaken(FUSED_QKV, name, f"{type(model).__name__} does not offer it")
@@ -159,9 +159,9 @@ def _fused_qkv_of(found: Circumstances, name: str, model: nn.Module) -> Choice |
         return NotTaken(FUSED_QKV, name, "they are fused already")
     if any(hasattr(part, "lora_A") for part in model.modules()):
         return NotTaken(FUSED_QKV, name, "a LoRA is loaded, which fused layers would leave out")
-    if found.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
+    if context.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
         return NotTaken(FUSED_QKV, name, "the weights are not of one kind that could be put together")
-    if found.config.fuse_qkv == "auto":
+    if context.config.fuse_qkv == "auto":
         reason = "it gains little, and LoRAs that are loaded later would change layers that no longer work"
         return NotTaken(FUSED_QKV, name, f"{reason}; ask for it by fuse_qkv=True")
     return Choice(
@@ -207,14 +207,14 @@ _MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
 CHANNELS_LAST: Final = "channels_last"
 
 
-def consider_compile(found: Circumstances) -> Considered:
+def consider_compile(context: PlanningContext) -> Considered:
     """On an accelerator, where enough is generated for it to pay."""
-    for name, model in found.subject.of_role("denoiser").items():
-        yield _compile_model(found, name, model)
+    for name, model in context.parts.of_role("denoiser").items():
+        yield _compile_model(context, name, model)
 
 
-def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked, backend = found.config.compile, found.config.compile_backend
+def _compile_model(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked, backend = context.config.compile, context.config.compile_backend
     if asked is False:
         return NotTaken(COMPILE, name, "switched off")
     blocks = _repeated_blocks(model)
@@ -224,10 +224,10 @@ def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice 
     elif is_compiled(model):
         reason = "it is compiled already"
     elif asked == "auto":
-        refusal = found.why_not(COMPILE, name, "rounding")
+        refusal = context.why_not(COMPILE, name, "rounding")
         if refusal is not None:
             return refusal
-        reason = _compiling_gains_nothing(found, name, model, backend)
+        reason = _compiling_gains_nothing(context, name, model, backend)
     if reason is not None:
         return NotTaken(COMPILE, name, reason)
     classes = ", ".join(sorted({type(block).__name__ for block in blocks}))
@@ -236,11 +236,11 @@ def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice 
         name,
         f'pipe.{name}.compile_repeated_blocks(backend="{backend}")',
         f"{len(blocks)} blocks of {classes} are compiled once for each class.",
-        f"faster steps after a first one that compiles; {found.config.generations} generations are planned",
+        f"faster steps after a first one that compiles; {context.config.generations} generations are planned",
         "speed",
         "rounding",
         {"backend": backend},
-        {"blocks": len(blocks), "generations": found.config.generations},
+        {"blocks": len(blocks), "generations": context.config.generations},
     )
 
 
@@ -249,14 +249,16 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if type(part).__name__ in repeated]
 
 
-def _compiling_gains_nothing(found: Circumstances, name: str, model: nn.Module, backend: str) -> str | None:
-    if found.config.generations < _FEWEST_GENERATIONS:
-        return f"compiling takes longer than {found.config.generations} generations gain"
-    part = found.subject.facts.components.get(name)
+def _compiling_gains_nothing(
+    context: PlanningContext, name: str, model: nn.Module, backend: str
+) -> str | None:
+    if context.config.generations < _FEWEST_GENERATIONS:
+        return f"compiling takes longer than {context.config.generations} generations gain"
+    part = context.parts.facts.components.get(name)
     is_moved = part is not None and part.offload in ("group", "sequential")
-    if is_moved or any(one.options.get("how") == "group" for one in found.chosen):
+    if is_moved or any(one.options.get("how") == "group" for one in context.chosen):
         return "layers move in and out, and waiting for them is what takes the time"
-    if found.has("layerwise_casting") or layerwise_casting(model):
+    if context.has("layerwise_casting") or layerwise_casting(model):
         return "the hooks that widen each layer make torch.compile compile again and again, up to its limit"
     if backend == "inductor" and torch.version.cuda is not None and find_spec("triton") is None:
         return "Inductor needs Triton, which is not installed"
@@ -272,18 +274,18 @@ def apply_compile(pipeline: Any, choice: Choice) -> None:
 COMPILE_KIND: Final = Kind(COMPILE, consider_compile, apply_compile)
 
 
-def consider_fast_matmul(found: Circumstances) -> Considered:
+def consider_fast_matmul(context: PlanningContext) -> Considered:
     """TensorFloat-32 where weights stay in float32; cuDNN's trying where there are convolutions."""
-    asked = found.config.fast_matmul
+    asked = context.config.fast_matmul
     if asked is False:
         yield NotTaken(FAST_MATMUL, PIPELINE, "switched off")
         return
-    is_unet = found.subject.facts.architecture == "UNet"
-    wide = torch.float32 in found.dtypes.values()
+    is_unet = context.parts.facts.architecture == "UNet"
+    wide = torch.float32 in context.dtypes.values()
     if asked == "auto":
-        refusal = found.why_not(
+        refusal = context.why_not(
             FAST_MATMUL, PIPELINE, "precision" if wide else "rounding"
-        ) or _tf32_gains_nothing(found, wide, is_unet)
+        ) or _tf32_gains_nothing(context, wide, is_unet)
         if refusal is not None:
             yield refusal
             return
@@ -303,9 +305,9 @@ def consider_fast_matmul(found: Circumstances) -> Considered:
     )
 
 
-def _tf32_gains_nothing(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
-    capability = found.hardware.capability
-    if found.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
+def _tf32_gains_nothing(context: PlanningContext, wide: bool, is_unet: bool) -> NotTaken | None:
+    capability = context.hardware.capability
+    if context.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
         return NotTaken(FAST_MATMUL, PIPELINE, "this device has no TensorFloat-32")
     if not wide and not is_unet:
         return NotTaken(
@@ -345,16 +347,16 @@ _PROCESS_FLAGS: Final = ProcessSetting(_read_flags, _write_flags)
 FAST_MATMUL_KIND: Final = Kind(FAST_MATMUL, consider_fast_matmul, apply_fast_matmul)
 
 
-def consider_channels_last(found: Circumstances) -> Considered:
+def consider_channels_last(context: PlanningContext) -> Considered:
     """For UNets, and VAEs of images, in half precision on NVIDIA's devices."""
-    parts = found.subject.of_role("denoiser") | found.subject.of_role("vae")
-    for name, model in parts.items():
+    models = context.parts.of_role("denoiser") | context.parts.of_role("vae")
+    for name, model in models.items():
         if channels_last(model) is not None:
-            yield _channels_last_of(found, name, model)
+            yield _channels_last_of(context, name, model)
 
 
-def _channels_last_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = found.config.channels_last
+def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = context.config.channels_last
     if asked is False:
         return NotTaken(CHANNELS_LAST, name, "switched off")
     if channels_last(model):
@@ -364,7 +366,9 @@ def _channels_last_of(found: Circumstances, name: str, model: nn.Module) -> Choi
             CHANNELS_LAST, name, "it has convolutions over time as well, for which this is no format"
         )
     if asked == "auto":
-        refusal = found.why_not(CHANNELS_LAST, name, "rounding") or _channels_last_gains_nothing(found, name)
+        refusal = context.why_not(CHANNELS_LAST, name, "rounding") or _channels_last_gains_nothing(
+            context, name
+        )
         if refusal is not None:
             return refusal
     return Choice(
@@ -378,10 +382,10 @@ def _channels_last_of(found: Circumstances, name: str, model: nn.Module) -> Choi
     )
 
 
-def _channels_last_gains_nothing(found: Circumstances, name: str) -> NotTaken | None:
-    if found.hardware.kind != "cuda":
+def _channels_last_gains_nothing(context: PlanningContext, name: str) -> NotTaken | None:
+    if context.hardware.kind != "cuda":
         return NotTaken(CHANNELS_LAST, name, "what it gains on this device is not known")
-    if found.dtypes.get(name) not in (torch.float16, torch.bfloat16):
+    if context.dtypes.get(name) not in (torch.float16, torch.bfloat16):
         return NotTaken(CHANNELS_LAST, name, "it gains in half precision, and this is not")
     return None
 
@@ -418,21 +422,21 @@ _CALLS: Final = {
 }
 
 
-def consider_cache(found: Circumstances) -> Considered:
+def consider_cache(context: PlanningContext) -> Considered:
     """Where the image may be an approximation."""
-    for name, model in found.subject.of_role("denoiser").items():
-        yield _caching_of(found, name, model)
+    for name, model in context.parts.of_role("denoiser").items():
+        yield _caching_of(context, name, model)
 
 
-def _caching_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = found.config.cache
+def _caching_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = context.config.cache
     if asked is None:
         return NotTaken(CACHE, name, "switched off")
     cache = "first_block" if asked == "auto" else asked
-    reason = _why_unsupported(found.subject, model, cache)
+    reason = _why_unsupported(context.parts, model, cache)
     if reason is not None:
         return NotTaken(CACHE, name, reason)
-    refusal = found.too_much(CACHE, name, "approximation") if asked == "auto" else None
+    refusal = context.too_much(CACHE, name, "approximation") if asked == "auto" else None
     return refusal or Choice(
         CACHE,
         name,
@@ -445,18 +449,18 @@ def _caching_of(found: Circumstances, name: str, model: nn.Module) -> Choice | N
     )
 
 
-def _why_unsupported(subject: Subject, model: nn.Module, cache: str) -> str | None:
-    pipeline_class, model_class = type(subject.pipeline), type(model).__name__
+def _why_unsupported(parts: PipelineParts, model: nn.Module, cache: str) -> str | None:
+    pipeline_class, model_class = type(parts.pipeline), type(model).__name__
     if not hasattr(model, "enable_cache"):
         return f"{model_class} does not offer it"
     if getattr(model, "is_cache_enabled", False) is True:
         return "a cache is on already"
     if cache in _BY_BRANCH:
-        if not tells_branches(subject.pipeline):
+        if not tells_branches(parts.pipeline):
             return f"{pipeline_class.__name__} does not tell the cache which branch of guidance it computes"
     elif not hasattr(pipeline_class, "current_timestep"):
         return f"{pipeline_class.__name__} does not tell its timestep"
-    elif tells_branches(subject.pipeline) and _guides(subject):
+    elif tells_branches(parts.pipeline) and _guides(parts):
         return (
             f"{pipeline_class.__name__} computes the branches of guidance in turn, and this cache would give one of "
             "them the other's attention"
@@ -474,9 +478,9 @@ def tells_branches(pipeline: Any) -> bool:
     return "cache_context" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
-def _guides(subject: Subject) -> bool:
+def _guides(parts: PipelineParts) -> bool:
     """Whether the pipeline guides by default. Where there is `true_cfg_scale`, the other scale is an input."""
-    parameter = subject.parameter("true_cfg_scale") or subject.parameter("guidance_scale")
+    parameter = parts.parameter("true_cfg_scale") or parts.parameter("guidance_scale")
     scale = None if parameter is None else parameter.default
     return isinstance(scale, int | float) and scale > 1
 

@@ -18,14 +18,14 @@ from sigmascope.pipeline.plan import (
     PIPELINE,
     Call,
     Choice,
-    Circumstances,
     Considered,
     Hardware,
     Kind,
     NotTaken,
     OptimizationConfig,
+    PipelineParts,
+    PlanningContext,
     Reckoning,
-    Subject,
     Undo,
     config_value,
     models_of,
@@ -46,30 +46,28 @@ TEMPORAL_FACTOR: Final = 4
 """Frames of a video for each frame of its latent, after the first."""
 
 
-def circumstances_of(subject: Subject, hardware: Hardware, config: OptimizationConfig) -> Circumstances:
+def context_of(parts: PipelineParts, hardware: Hardware, config: OptimizationConfig) -> PlanningContext:
     """All that the kinds of choices start from.
 
     Args:
-        subject: The pipeline.
+        parts: The pipeline.
         hardware: Where it shall run.
         config: What may be done.
     """
-    call = planned_call(subject, config.height, config.width, config.num_frames, config.batch_size)
-    dtypes = {
-        name: dtype for name, model in subject.models.items() if (dtype := main_dtype(model)) is not None
-    }
-    found = Circumstances(
-        subject,
+    call = planned_call(parts, config.height, config.width, config.num_frames, config.batch_size)
+    dtypes = {name: dtype for name, model in parts.models.items() if (dtype := main_dtype(model)) is not None}
+    context = PlanningContext(
+        parts,
         hardware,
         config,
         call,
-        room_bytes=_room(subject, hardware, config),
+        room_bytes=_room(parts, hardware, config),
         dtypes=dtypes,
-        weights={name: nbytes_of(model) for name, model in subject.models.items()},
+        weights={name: nbytes_of(model) for name, model in parts.models.items()},
     )
-    if found.room_bytes is None:
-        found.unavailable["room_mb"] = hardware.absence or "the device's memory is not known"
-    return found
+    if context.room_bytes is None:
+        context.unavailable["room_mb"] = hardware.absence or "the device's memory is not known"
+    return context
 
 
 def main_dtype(model: nn.Module) -> torch.dtype | None:
@@ -81,13 +79,13 @@ def main_dtype(model: nn.Module) -> torch.dtype | None:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else None
 
 
-def _room(subject: Subject, hardware: Hardware, config: OptimizationConfig) -> int | None:
+def _room(parts: PipelineParts, hardware: Hardware, config: OptimizationConfig) -> int | None:
     """What the device has left, and what the pipeline itself holds there."""
     if hardware.total_bytes is None:
         return None
     own = sum(
         tensor.nbytes
-        for model in subject.models.values()
+        for model in parts.models.values()
         for tensor in (*model.parameters(), *model.buffers())
         if str(tensor.device) == hardware.device
     )
@@ -104,34 +102,34 @@ def nbytes_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def reckon_work(found: Circumstances) -> None:
+def estimate_work(context: PlanningContext) -> None:
     """Reckon activations with the dtypes that are planned by now."""
     counts = [
         count
-        for name, model in found.subject.of_role("denoiser").items()
-        if (count := denoiser_bytes(model, found.call, _itemsize(found.dtypes.get(name)), found.subject))
+        for name, model in context.parts.of_role("denoiser").items()
+        if (count := denoiser_bytes(model, context.call, _itemsize(context.dtypes.get(name)), context.parts))
         is not None
     ]
-    found.denoiser_bytes = max(counts, default=None)
-    if found.denoiser_bytes is None:
-        found.unavailable["denoiser_mb"] = "the denoiser's configuration does not tell its width"
-    predicted = vae_peak(found)
-    found.vae_bytes = predicted.bytes
-    found.least_vae_bytes = least_vae_bytes(found)
+    context.denoiser_bytes = max(counts, default=None)
+    if context.denoiser_bytes is None:
+        context.unavailable["denoiser_mb"] = "the denoiser's configuration does not tell its width"
+    predicted = vae_peak(context)
+    context.vae_bytes = predicted.bytes
+    context.least_vae_bytes = least_vae_bytes(context)
     if predicted.bytes is None:
-        found.unavailable["vae_mb"] = predicted.unavailable.get("bytes", "there is no VAE")
+        context.unavailable["vae_mb"] = predicted.unavailable.get("bytes", "there is no VAE")
 
 
-def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, subject: Subject) -> int | None:
+def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, parts: PipelineParts) -> int | None:
     """Activations of one call of a denoiser, roughly. None: its configuration does not tell.
 
     Args:
         model: The denoiser.
         call: Its sizes.
         itemsize: Bytes of an element.
-        subject: For the VAE's factors.
+        parts: For the VAE's factors.
     """
-    factor = spatial_factor(subject)
+    factor = spatial_factor(parts)
     frames = 1 + (call.num_frames - 1) // TEMPORAL_FACTOR
     elements = frames * math.ceil(call.height / factor) * math.ceil(call.width / factor)
     images = call.batch_size * call.branches
@@ -160,16 +158,16 @@ def _itemsize(dtype: torch.dtype | None) -> int:
 
 
 def vae_peak(
-    found: Circumstances, *, batch_at_once: int | None = None, largest_side: int | None = None
+    context: PlanningContext, *, batch_at_once: int | None = None, largest_side: int | None = None
 ) -> Prediction:
     """The peak of decoding the call's latents at once.
 
     Args:
-        found: What is planned.
+        context: What is planned.
         batch_at_once: Images decoded together; None: all of them.
         largest_side: Pixels that are decoded together at most, as of a tile; None: the whole image.
     """
-    name, vae = next(iter(found.subject.of_role("vae").items()), ("", None))
+    name, vae = next(iter(context.parts.of_role("vae").items()), ("", None))
     if vae is None:
         return Prediction(unavailable={"bytes": "the pipeline has no VAE"})
     channels = config_value(vae, "latent_channels") or config_value(vae, "z_dim")
@@ -177,10 +175,10 @@ def vae_peak(
         return Prediction(unavailable={"bytes": "the VAE's configuration does not tell its latent channels"})
     is_video = config_value(vae, "z_dim") is not None
     planned = Planned(
-        _latent_shape(found, channels, largest_side, is_video=is_video),
+        _latent_shape(context, channels, largest_side, is_video=is_video),
         "decoding",
-        dtype=found.dtypes.get(name),
-        device_type=found.hardware.kind,
+        dtype=context.dtypes.get(name),
+        device_type=context.hardware.kind,
         batch_at_once=batch_at_once,
     )
     read = attempt(lambda: predict_peak(vae, planned))
@@ -188,25 +186,25 @@ def vae_peak(
 
 
 def _latent_shape(
-    found: Circumstances, channels: int, largest_side: int | None, *, is_video: bool
+    context: PlanningContext, channels: int, largest_side: int | None, *, is_video: bool
 ) -> tuple[int, ...]:
-    factor, call = spatial_factor(found.subject), found.call
+    factor, call = spatial_factor(context.parts), context.call
     frames = (1 + (call.num_frames - 1) // TEMPORAL_FACTOR,) if is_video else ()
     sides = (min(side, largest_side or side) // factor for side in (call.height, call.width))
     return (call.batch_size, channels, *frames, *sides)
 
 
-def least_vae_bytes(found: Circumstances) -> int | None:
+def least_vae_bytes(context: PlanningContext) -> int | None:
     """The peak of decoding with whatever the VAE offers to need less, as far as the configuration allows it.
 
     Args:
-        found: What is planned.
+        context: What is planned.
     """
-    config = found.config
-    vae = next(iter(found.subject.of_role("vae").values()), None)
+    config = context.config
+    vae = next(iter(context.parts.of_role("vae").values()), None)
     sliced = 1 if config.vae_slicing is not False and hasattr(vae, "use_slicing") else None
     side = None if vae is None or config.vae_tiling is False else tile_side(vae)
-    return vae_peak(found, batch_at_once=sliced, largest_side=side).bytes
+    return vae_peak(context, batch_at_once=sliced, largest_side=side).bytes
 
 
 def tile_side(vae: nn.Module) -> int | None:
@@ -220,16 +218,16 @@ def tile_side(vae: nn.Module) -> int | None:
     return next((side for side in sides if isinstance(side, int)), None)
 
 
-def reckoning_of(found: Circumstances) -> Reckoning:
+def memory_estimate(context: PlanningContext) -> Reckoning:
     """What was reckoned, for the plan."""
-    now = {name: nbytes_of(model) for name, model in found.subject.models.items()}
+    now = {name: nbytes_of(model) for name, model in context.parts.models.items()}
     return Reckoning(
-        found.as_mb(now),
-        found.as_mb(found.weights),
-        mib(found.denoiser_bytes),
-        mib(found.vae_bytes),
-        mib(found.room_bytes),
-        dict(found.unavailable),
+        context.as_mb(now),
+        context.as_mb(context.weights),
+        mib(context.denoiser_bytes),
+        mib(context.vae_bytes),
+        mib(context.room_bytes),
+        dict(context.unavailable),
     )
 
 
@@ -238,72 +236,72 @@ GROUP_HOOKS: Final = ("group_offloading", "layer_execution_tracker", "lazy_prefe
 """What diffusers calls the hooks of group offloading."""
 
 
-def consider_placement(found: Circumstances) -> Considered:
+def consider_placement(context: PlanningContext) -> Considered:
     """On the device if all of it fits; else model by model; else layer by layer."""
-    asked = found.config.offload
-    already = [n for n, part in found.subject.facts.components.items() if part.offload is not None]
+    asked = context.config.offload
+    already = [n for n, part in context.parts.facts.components.items() if part.offload is not None]
     if already:
         yield NotTaken(PLACEMENT, PIPELINE, f"{', '.join(already)}: weights are offloaded already")
     elif asked in ("model", "group"):
-        yield from _asked(found, asked)
-    elif not found.hardware.is_accelerator:
-        yield NotTaken(PLACEMENT, PIPELINE, found.no_accelerator)
-    elif found.room_bytes is None:
-        yield NotTaken(PLACEMENT, PIPELINE, f"how much memory {found.hardware.device} has is not known")
-    elif not hasattr(found.subject.pipeline, "to"):
+        yield from _asked(context, asked)
+    elif not context.hardware.is_accelerator:
+        yield NotTaken(PLACEMENT, PIPELINE, context.no_accelerator)
+    elif context.room_bytes is None:
+        yield NotTaken(PLACEMENT, PIPELINE, f"how much memory {context.hardware.device} has is not known")
+    elif not hasattr(context.parts.pipeline, "to"):
         yield NotTaken(PLACEMENT, PIPELINE, "it cannot be moved as a whole: it has no `to`")
-    elif _fits(found, found.total_bytes):
-        yield _on_device(found)
+    elif _fits(context, context.total_bytes):
+        yield _on_device(context)
     elif asked is None:
         yield NotTaken(
-            PLACEMENT, PIPELINE, f"offloading is switched off. {_sum_in_words(found, found.total_bytes)}"
+            PLACEMENT, PIPELINE, f"offloading is switched off. {_sum_in_words(context, context.total_bytes)}"
         )
     else:
-        yield from _offloaded(found)
+        yield from _offloaded(context)
 
 
-def _asked(found: Circumstances, how: str) -> Considered:
-    if how == "model" and _can_model_offload(found):
-        yield _model_offload(found, "Asked for.", necessary=False)
-    elif how == "group" and hasattr(found.subject.pipeline, "enable_group_offload"):
-        yield _group_offload(found, "Asked for.", necessary=False)
+def _asked(context: PlanningContext, how: str) -> Considered:
+    if how == "model" and _can_model_offload(context):
+        yield _model_offload(context, "Asked for.", necessary=False)
+    elif how == "group" and hasattr(context.parts.pipeline, "enable_group_offload"):
+        yield _group_offload(context, "Asked for.", necessary=False)
     else:
         yield NotTaken(PLACEMENT, PIPELINE, f"this pipeline has no {how} offloading")
 
 
-def _can_model_offload(found: Circumstances) -> bool:
-    return getattr(found.subject.pipeline, "model_cpu_offload_seq", None) is not None
+def _can_model_offload(context: PlanningContext) -> bool:
+    return getattr(context.parts.pipeline, "model_cpu_offload_seq", None) is not None
 
 
-def _model_offload(found: Circumstances, reason: str, *, necessary: bool) -> Choice:
-    device = found.hardware.device
+def _model_offload(context: PlanningContext, reason: str, *, necessary: bool) -> Choice:
+    device = context.hardware.device
     return Choice(
         PLACEMENT,
         PIPELINE,
         f'pipe.enable_model_cpu_offload(device="{device}")',
         reason,
-        f"no more than the largest model on the device, {units.mib(found.largest[1])} MB; each moves once a generation",
+        f"no more than the largest model on the device, {units.mib(context.largest[1])} MB; each moves once a generation",
         "memory",
         "none",
         {"device": device, "how": "model"},
-        _numbers(found, found.largest[1]),
+        _numbers(context, context.largest[1]),
         necessary,
     )
 
 
-def _numbers(found: Circumstances, nbytes: int) -> dict[str, JsonScalar]:
-    room = None if found.room_bytes is None else found.room_bytes / MIB
-    return {"weights_mb": nbytes / MIB, "work_mb": found.work_bytes / MIB, "room_mb": room}
+def _numbers(context: PlanningContext, nbytes: int) -> dict[str, JsonScalar]:
+    room = None if context.room_bytes is None else context.room_bytes / MIB
+    return {"weights_mb": nbytes / MIB, "work_mb": context.work_bytes / MIB, "room_mb": room}
 
 
-def _group_offload(found: Circumstances, reason: str, *, necessary: bool) -> Choice:
-    device = found.hardware.device
+def _group_offload(context: PlanningContext, reason: str, *, necessary: bool) -> Choice:
+    device = context.hardware.device
     options: dict[str, JsonScalar] = {
         "offload_type": "leaf_level",
-        "use_stream": found.hardware.kind in ("cuda", "xpu"),
+        "use_stream": context.hardware.kind in ("cuda", "xpu"),
     }
     if options["use_stream"]:
-        options["low_cpu_mem_usage"] = _ram_is_short(found)
+        options["low_cpu_mem_usage"] = _ram_is_short(context)
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     return Choice(
         PLACEMENT,
@@ -314,59 +312,59 @@ def _group_offload(found: Circumstances, reason: str, *, necessary: bool) -> Cho
         "memory",
         "none",
         {"device": device, "how": "group", **options},
-        _numbers(found, 0),
+        _numbers(context, 0),
         necessary,
     )
 
 
-def _ram_is_short(found: Circumstances) -> bool:
+def _ram_is_short(context: PlanningContext) -> bool:
     """Whether page-locked copies of all weights would take what RAM there is."""
-    ram = found.hardware.ram_available_bytes
-    return ram is not None and ram < 1.5 * found.total_bytes
+    ram = context.hardware.ram_available_bytes
+    return ram is not None and ram < 1.5 * context.total_bytes
 
 
-def _fits(found: Circumstances, nbytes: int) -> bool:
-    return found.room_bytes is not None and nbytes + found.work_bytes <= found.room_bytes
+def _fits(context: PlanningContext, nbytes: int) -> bool:
+    return context.room_bytes is not None and nbytes + context.work_bytes <= context.room_bytes
 
 
-def _on_device(found: Circumstances) -> Choice | NotTaken:
-    device = found.hardware.device
-    if all(str(p.device) == device for model in found.subject.models.values() for p in model.parameters()):
+def _on_device(context: PlanningContext) -> Choice | NotTaken:
+    device = context.hardware.device
+    if all(str(p.device) == device for model in context.parts.models.values() for p in model.parameters()):
         return NotTaken(
             PLACEMENT,
             PIPELINE,
-            f"it is on {device} already, and fits. {_sum_in_words(found, found.total_bytes)}",
+            f"it is on {device} already, and fits. {_sum_in_words(context, context.total_bytes)}",
         )
     return Choice(
         PLACEMENT,
         PIPELINE,
         f'pipe.to("{device}")',
-        f"All of it fits. {_sum_in_words(found, found.total_bytes)}",
+        f"All of it fits. {_sum_in_words(context, context.total_bytes)}",
         "nothing moves while it runs",
         "speed",
         "rounding",
         {"device": device, "how": "device"},
-        _numbers(found, found.total_bytes),
+        _numbers(context, context.total_bytes),
     )
 
 
-def _sum_in_words(found: Circumstances, nbytes: int) -> str:
+def _sum_in_words(context: PlanningContext, nbytes: int) -> str:
     return (
-        f"{units.mib(nbytes)} MB of weights and about {units.mib(found.work_bytes)} MB at work, "
-        f"in {units.mib(found.room_bytes)} MB."
+        f"{units.mib(nbytes)} MB of weights and about {units.mib(context.work_bytes)} MB at work, "
+        f"in {units.mib(context.room_bytes)} MB."
     )
 
 
-def _offloaded(found: Circumstances) -> Considered:
-    name, nbytes = found.largest
-    if _fits(found, nbytes) and _can_model_offload(found):
+def _offloaded(context: PlanningContext) -> Considered:
+    name, nbytes = context.largest
+    if _fits(context, nbytes) and _can_model_offload(context):
         yield _model_offload(
-            found, f"All weights do not fit: {_sum_in_words(found, found.total_bytes)}", necessary=True
+            context, f"All weights do not fit: {_sum_in_words(context, context.total_bytes)}", necessary=True
         )
         return
-    reason = f"{name} alone does not fit: {_sum_in_words(found, nbytes)}"
-    if hasattr(found.subject.pipeline, "enable_group_offload"):
-        yield _group_offload(found, reason, necessary=True)
+    reason = f"{name} alone does not fit: {_sum_in_words(context, nbytes)}"
+    if hasattr(context.parts.pipeline, "enable_group_offload"):
+        yield _group_offload(context, reason, necessary=True)
     else:
         yield NotTaken(PLACEMENT, PIPELINE, f"{reason} This pipeline has no group offloading.")
 
@@ -412,34 +410,38 @@ SLICING: Final = "vae_slicing"
 TILING: Final = "vae_tiling"
 
 
-def consider_slicing(found: Circumstances) -> Considered:
+def consider_slicing(context: PlanningContext) -> Considered:
     """For several images whose decoding at once does not fit."""
-    for name, vae in _vaes(found):
-        yield _slicing(found, name, vae)
+    for name, vae in _vaes(context):
+        yield _slicing(context, name, vae)
 
 
-def _vaes(found: Circumstances) -> Iterator[tuple[str, nn.Module]]:
-    yield from found.subject.of_role("vae").items()
+def _vaes(context: PlanningContext) -> Iterator[tuple[str, nn.Module]]:
+    yield from context.parts.of_role("vae").items()
 
 
-def _slicing(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTaken:
-    asked = found.config.vae_slicing
+def _slicing(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
+    asked = context.config.vae_slicing
     refusal = _settled(SLICING, name, vae, "use_slicing", asked)
     if refusal is not None:
         return refusal
-    batch = found.call.batch_size
-    if asked == "auto" and (batch == 1 or _decoding_fits(found, name, found.vae_bytes) is not False):
-        why = "one image at a time is planned" if batch == 1 else _fitting_words(found, name, found.vae_bytes)
+    batch = context.call.batch_size
+    if asked == "auto" and (batch == 1 or _decoding_fits(context, name, context.vae_bytes) is not False):
+        why = (
+            "one image at a time is planned"
+            if batch == 1
+            else _fitting_words(context, name, context.vae_bytes)
+        )
         return NotTaken(SLICING, name, why)
     return Choice(
         SLICING,
         name,
         f"pipe.{name}.enable_slicing()",
-        f"{batch} images are decoded at once. {_fitting_words(found, name, found.vae_bytes)}",
+        f"{batch} images are decoded at once. {_fitting_words(context, name, context.vae_bytes)}",
         "the memory of one image; a little time",
         "memory",
         "rounding",
-        numbers={"peak_mb": None if found.vae_bytes is None else found.vae_bytes / MIB},
+        numbers={"peak_mb": None if context.vae_bytes is None else context.vae_bytes / MIB},
         necessary=asked == "auto",
     )
 
@@ -454,55 +456,55 @@ def _settled(kind: str, name: str, vae: nn.Module, switch: str, asked: object) -
     return None
 
 
-def _decoding_fits(found: Circumstances, name: str, peak: int | None) -> bool | None:
+def _decoding_fits(context: PlanningContext, name: str, peak: int | None) -> bool | None:
     """None: not known."""
-    room = found.available_bytes
-    return None if peak is None or room is None else peak + _resident(found, name) <= room
+    room = context.available_bytes
+    return None if peak is None or room is None else peak + _resident(context, name) <= room
 
 
-def _resident(found: Circumstances, name: str) -> int:
+def _resident(context: PlanningContext, name: str) -> int:
     """Weights that are on the device while the VAE works."""
-    if not found.hardware.is_accelerator:
+    if not context.hardware.is_accelerator:
         return 0
-    offloaded = any(one.options.get("how") in ("model", "group") for one in found.chosen)
-    return found.weights.get(name, 0) if offloaded else found.total_bytes
+    offloaded = any(one.options.get("how") in ("model", "group") for one in context.chosen)
+    return context.weights.get(name, 0) if offloaded else context.total_bytes
 
 
-def _fitting_words(found: Circumstances, name: str, peak: int | None) -> str:
+def _fitting_words(context: PlanningContext, name: str, peak: int | None) -> str:
     if peak is None:
-        return f"What decoding takes is not known: {found.unavailable.get('vae_mb', 'no reason is known')}."
-    room = found.available_bytes
+        return f"What decoding takes is not known: {context.unavailable.get('vae_mb', 'no reason is known')}."
+    room = context.available_bytes
     if room is None:
         return f"Decoding takes about {units.mib(peak)} MB, and how much there is could not be read."
     return (
-        f"Decoding takes about {units.mib(peak)} MB beside {units.mib(_resident(found, name))} MB of weights, "
+        f"Decoding takes about {units.mib(peak)} MB beside {units.mib(_resident(context, name))} MB of weights, "
         f"in {units.mib(room)} MB."
     )
 
 
-def consider_tiling(found: Circumstances) -> Considered:
+def consider_tiling(context: PlanningContext) -> Considered:
     """For an image whose decoding at once does not fit."""
-    for name, vae in _vaes(found):
-        yield _tiling(found, name, vae)
+    for name, vae in _vaes(context):
+        yield _tiling(context, name, vae)
 
 
-def _tiling(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTaken:
-    asked = found.config.vae_tiling
+def _tiling(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
+    asked = context.config.vae_tiling
     refusal = _settled(TILING, name, vae, "use_tiling", asked)
     if refusal is not None:
         return refusal
-    peak = vae_peak(found, batch_at_once=1).bytes if found.has(SLICING) else found.vae_bytes
+    peak = vae_peak(context, batch_at_once=1).bytes if context.has(SLICING) else context.vae_bytes
     if asked == "auto":
         tile = tile_side(vae)
-        if tile is not None and max(found.call.height, found.call.width) <= tile:
+        if tile is not None and max(context.call.height, context.call.width) <= tile:
             return NotTaken(TILING, name, f"an image of this size is one tile of {tile} pixels")
-        if _decoding_fits(found, name, peak) is not False:
-            return NotTaken(TILING, name, _fitting_words(found, name, peak))
+        if _decoding_fits(context, name, peak) is not False:
+            return NotTaken(TILING, name, _fitting_words(context, name, peak))
     return Choice(
         TILING,
         name,
         f"pipe.{name}.enable_tiling()",
-        _fitting_words(found, name, peak),
+        _fitting_words(context, name, peak),
         "the memory of one tile; seams are blended, and colours may shift between tiles",
         "memory",
         "approximation",
