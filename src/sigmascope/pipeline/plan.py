@@ -4,7 +4,7 @@
 single choices. `read_hardware` and `parts_of` read what choices depend on.
 
 A `Kind` of optimization says when its choice is taken, how that is applied, and what it does to weights. All that
-it looks at are the `PlanningContext`: the pipeline, the hardware, the user's wishes, the call, and the memory that the
+it looks at is the `PlanningContext`: the pipeline, the hardware, the user's wishes, the call, and the memory that the
 call takes. Choices on several pipelines may hold one setting of the process at once: `ProcessSetting`.
 """
 
