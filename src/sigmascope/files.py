@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -277,14 +277,14 @@ def parse_json(
     text: str | bytes,
     *,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
-    parse_constant: Callable[[str], Any] | None = None,
+    strict: bool = False,
 ) -> Any:
     """`json.loads` of what may be anybody's text, in memory of a few times its size.
 
     Args:
         text: In UTF-8 where it is bytes.
         object_pairs_hook: As there.
-        parse_constant: As there.
+        strict: Refuse NaN and Infinity, which `json` reads and JSON does not know.
 
     Raises:
         ValueError: It is no JSON, nested too deeply, or of more values than `MOST_JSON_VALUES`.
@@ -297,9 +297,15 @@ def parse_json(
         if values > MOST_JSON_VALUES:
             raise ValueError(f"it has {values:,} values, and {MOST_JSON_VALUES:,} are the limit")
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
+        return json.loads(
+            text, object_pairs_hook=object_pairs_hook, parse_constant=_refuse_constant if strict else None
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def free_bytes(folder: Path) -> int | None:

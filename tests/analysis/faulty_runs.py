@@ -7,15 +7,6 @@ import pytest
 from tests.families import make_pipeline
 
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.records.facts import (
-    AcceleratorFacts,
-    AttentionFacts,
-    CallFacts,
-    ComponentFacts,
-    HostFacts,
-    ModuleFacts,
-    PipelineFacts,
-)
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -23,7 +14,19 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.run import (
+    AcceleratorFacts,
+    AttentionFacts,
+    CallFacts,
+    ComponentFacts,
+    Finding,
+    HostFacts,
+    ModuleFacts,
+    PipelineFacts,
+    Run,
+    Stage,
+    Steps,
+)
 from sigmascope.records.serialization import to_plain
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sigmascope.cli.compare import repeated
 from sigmascope.cli.root import app
 from sigmascope.errors import RecordError
-from sigmascope.records.facts import HostFacts
+from sigmascope.records.run import HostFacts
 
 
 def saved(folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 8) -> list[str]:

@@ -10,8 +10,7 @@ from typer.testing import CliRunner, Result
 import sigmascope
 from sigmascope.cli.root import app
 from sigmascope.errors import RecordError
-from sigmascope.records.facts import HostFacts
-from sigmascope.records.run import Folded
+from sigmascope.records.run import Folded, HostFacts
 
 
 def saved(

@@ -24,7 +24,7 @@ class Announced(Checkpoint):
         }
         super().__init__(Path("sd_xl.safetensors"), infos, {}, {})
 
-    def _read(self, info: TensorInfo) -> torch.Tensor:
+    def _read_into(self, info: TensorInfo, buffer: torch.Tensor) -> torch.Tensor:
         raise AssertionError("nothing may be read")
 
     def close(self) -> None:

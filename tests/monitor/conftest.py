@@ -7,8 +7,8 @@ import torch
 
 from sigmascope.monitor import Recorder, scope
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
-from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.run import AcceleratorFacts
 
 MIB = 2**20
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
-from sigmascope.records.facts import AcceleratorFacts, HostFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -12,7 +11,7 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import AcceleratorFacts, HostFacts, Run, Stage
 from sigmascope.records.serialization import to_plain
 from sigmascope.stages.latent_validation import memory_findings
 

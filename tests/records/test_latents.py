@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import (
     EncodingRecord,
     SampleFacts,
@@ -16,7 +15,7 @@ from sigmascope.records.latents import (
     strategy_number,
 )
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, TensorFacts
 
 PEAK = PeakMemory(
     rss_bytes=8_912_896_123,

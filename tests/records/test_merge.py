@@ -26,9 +26,9 @@ from sigmascope.records import (
     run_to_json,
 )
 from sigmascope.records.merge import DIFFERENT_MACHINES, merge_runs, ranks_of
+from sigmascope.records.performance import DeviceUtilization, Gauge, utilization_of
 from sigmascope.records.run import Folded, FoldedStages
 from sigmascope.records.serialization import to_plain
-from sigmascope.records.utilization import DeviceUtilization, Gauge, utilization_of
 
 
 def snapshot(allocated: dict[str, int]) -> MemorySnapshot:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
 from sigmascope.records.memory import PeakMemory
+from sigmascope.records.run import TensorFacts
 from sigmascope.stages.latent_summary import detail_sections, event_lines, start_lines
 
 

@@ -12,14 +12,6 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Final, TypeGuard
 
-from sigmascope.records.facts import (
-    AcceleratorFacts,
-    CallFacts,
-    ComponentFacts,
-    HostFacts,
-    PipelineFacts,
-    Role,
-)
 from sigmascope.records.performance import (
     AssumedDict,
     BeforeAfterDict,
@@ -29,7 +21,18 @@ from sigmascope.records.performance import (
     PerformanceMetrics,
     StepTimeDict,
 )
-from sigmascope.records.run import Run, Stage, is_duration, stage_seconds
+from sigmascope.records.run import (
+    AcceleratorFacts,
+    CallFacts,
+    ComponentFacts,
+    HostFacts,
+    PipelineFacts,
+    Role,
+    Run,
+    Stage,
+    is_duration,
+    stage_seconds,
+)
 from sigmascope.records.serialization import from_plain
 
 PIPELINE, CALL = "pipeline", "call"

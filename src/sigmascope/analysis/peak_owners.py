@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from sigmascope.records.performance import PROCESS, readable_curves
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.utilization import PROCESS, readable_curves
 
 FACT: Final = "peak_owner"
 SLACK_SECONDS: Final = 1e-6

@@ -5,9 +5,8 @@ from typing import Final
 
 from sigmascope import units
 from sigmascope.analysis.generations import Case
-from sigmascope.records.facts import ComponentFacts
 from sigmascope.records.memory import mib
-from sigmascope.records.run import Finding, Stage
+from sigmascope.records.run import ComponentFacts, Finding, Stage
 
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25

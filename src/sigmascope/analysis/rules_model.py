@@ -10,9 +10,8 @@ from typing import Any, Final
 from sigmascope import units
 from sigmascope.analysis.generations import Case
 from sigmascope.analysis.run_figures import seconds_in_steps
-from sigmascope.records.facts import ComponentFacts, PipelineFacts
 from sigmascope.records.memory import mib
-from sigmascope.records.run import Finding
+from sigmascope.records.run import ComponentFacts, Finding, PipelineFacts
 
 _EDIT_NAMES: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
 _MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")

@@ -20,8 +20,8 @@ from sigmascope.analysis.run_figures import (
     step_seconds,
     timed_on_device,
 )
+from sigmascope.records.performance import DeviceUtilization, utilization_of
 from sigmascope.records.run import Finding, Run, Stage, stage_seconds
-from sigmascope.records.utilization import DeviceUtilization, utilization_of
 
 _GENERATION: Final = "generation"
 _VAE_SHARE: Final = 0.3

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from sigmascope.analysis.generations import before_after, cases
 from sigmascope.analysis.run_figures import Figure, Unit, figures_of, timed_on_device, timed_steps, warm
 from sigmascope.errors import ConfigError, RecordError
-from sigmascope.records.facts import AttentionFacts, CallFacts, ComponentFacts, HostFacts, PipelineFacts
 from sigmascope.records.performance import BENCHMARK, BeforeAfterDict, others_of, work_of
-from sigmascope.records.run import Run
+from sigmascope.records.run import AttentionFacts, CallFacts, ComponentFacts, HostFacts, PipelineFacts, Run
 
 _FEWEST_RUNS = 3  # with fewer on a side, steps are pooled
 CONFIDENCE: Final = 0.95

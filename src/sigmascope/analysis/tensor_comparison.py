@@ -24,7 +24,7 @@ from sigmascope.analysis.tensor_errors import (
 )
 from sigmascope.analysis.tensor_layouts import Layout, find_layout, find_order
 from sigmascope.errors import ConfigError
-from sigmascope.records.facts import TensorFacts
+from sigmascope.records.run import TensorFacts
 
 _TOKEN_AXIS = {2: 0, 3: 1}
 """Token axis by number of axes: (tokens, width) and (batch, tokens, width)."""

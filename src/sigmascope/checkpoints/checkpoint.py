@@ -151,13 +151,13 @@ class Checkpoint(ABC):
         """Bytes of all tensors together."""
         return sum(info.nbytes for info in self._infos.values())
 
-    @abstractmethod
     def _read(self, info: TensorInfo) -> Tensor:
         """Read the tensor that `info` describes."""
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
 
+    @abstractmethod
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
-        """Read into `buffer`, which has exactly the tensor's bytes; formats that cannot read anew."""
-        return self._read(info)
+        """Read into `buffer`, which has exactly the tensor's bytes; formats that cannot give memory of their own."""
 
     def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
         """Give the elements in runs of as many as `buffer` holds; formats that can read only those."""

@@ -51,6 +51,7 @@ _KIND_WORDS: dict[FileKind, tuple[str, str]] = {
 }
 
 _MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
+_LONGEST_QUOTE = 120  # characters
 CHUNK_BYTES = 8 * 2**20
 
 
@@ -118,10 +119,10 @@ def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
     return CheckpointError(path, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
 
 
-def shortened(text: object, limit: int = 120) -> str:
+def shortened(text: object) -> str:
     """`text` for a message: quoted, and cut when a damaged file makes it endless."""
     quoted = repr(text)
-    return quoted if len(quoted) <= limit else f"{quoted[:limit]}…"
+    return quoted if len(quoted) <= _LONGEST_QUOTE else f"{quoted[:_LONGEST_QUOTE]}…"
 
 
 def sniff(head: bytes) -> FileKind:

@@ -152,9 +152,6 @@ class GgufCheckpoint(Checkpoint):
         dtype = _PLAIN_TYPES.get(self._kinds[entry.name].name, torch.float32)
         return TensorInfo(entry.name, tuple(integers), dtype, entry.elements * dtype.itemsize)
 
-    def _read(self, info: TensorInfo) -> Tensor:
-        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
-
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._stream.closed:
             raise self._closed()

@@ -176,7 +176,7 @@ class DequantisedCheckpoint(Checkpoint):
     def _read(self, info: TensorInfo) -> Tensor:
         if info.name not in self._scales:
             return self._source.tensor(info.name)
-        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+        return super()._read(info)
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if info.name not in self._scales:

@@ -202,11 +202,8 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
             found[name] = value
         return found
 
-    def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
-
     try:
-        content = parse_json(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+        content = parse_json(raw.decode("utf-8"), object_pairs_hook=unique, strict=True)
     except ValueError as error:
         _fail(path, f"the header is not valid JSON ({error}).")
     if not isinstance(content, dict):
@@ -294,9 +291,6 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise
         self._stream = stream
         super().__init__(path, infos, self.header.metadata, skipped)
-
-    def _read(self, info: TensorInfo) -> Tensor:
-        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._stream.closed:

@@ -135,9 +135,6 @@ class PickleCheckpoint(Checkpoint):
         }
         super().__init__(path, infos, {}, state.skipped)
 
-    def _read(self, info: TensorInfo) -> Tensor:
-        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
-
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._tensors is None:
             raise self._closed()

@@ -1,4 +1,4 @@
-"""The command line: one module for each command, which parses, calls and renders."""
+"""The command line: a module for each command or two of one subject, which parses, calls and renders."""
 
 
 def main() -> None:

@@ -15,8 +15,22 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, number, percent, plain, print_json, progress_bar, say, table
-from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
+from sigmascope.cli.console import (
+    Bar,
+    Label,
+    Line,
+    Shape,
+    facts,
+    listed,
+    number,
+    percent,
+    plain,
+    print_json,
+    progress_bar,
+    save_picture,
+    say,
+    table,
+)
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
@@ -142,9 +156,8 @@ def _compare(
     a: Path, b: Path, names: dict[str, str], asked: tuple[float | None, float | None, int | None]
 ) -> "DumpComparison | RunComparison":
     from sigmascope.analysis.dump_comparison import Options, compare_dumps, compare_runs
-    from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.files import is_folder
-    from sigmascope.checkpoints.tensor_dumps import open_tensors
+    from sigmascope.checkpoints.tensor_dumps import TensorDumps, open_tensors
 
     options = Options(*asked)
     folders = [is_folder(path) for path in (a, b)]

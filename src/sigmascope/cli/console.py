@@ -1,8 +1,9 @@
-"""What the commands share to print: tables of 80 columns, progress, a clean stdout, missing extras, SIGTERM.
+"""What the commands share to show things: tables of 80 columns, progress, pictures, a clean stdout, missing extras, SIGTERM.
 
 What a file says is shown as plain text: a name or header field with brackets in it must not become markup, and control
 characters must not reach the terminal. Stdout is kept for results (`stdout_for_results`): what libraries print while
-they are imported or at work goes to stderr, as the progress bar does.
+they are imported or at work goes to stderr, as the progress bar does. `save_picture` draws a list of plain shapes as
+SVG or PNG.
 """
 
 import json
@@ -12,9 +13,10 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
 from rich import box
@@ -23,20 +25,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope import svg
 from sigmascope.errors import ConfigError
+from sigmascope.files import atomic_path
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.units import format_size, printable
 
 if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
     from sigmascope.records.run import Finding
+
 
 _TABLE_PADDING = (0, 1, 0, 0)
 _LONGEST_VALUE = 300  # characters of one value that are shown
 _LONGEST_FINDING = 600
+_MOST_LISTED = 10
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+
 
 _PROGRESS_WIDTH = 40
 _STDOUT, _STDERR = 1, 2
+
 
 _LBM_PACKAGES = (
     "diffusers",
@@ -54,6 +64,7 @@ PACKAGES = {
     "ui": (*_LBM_PACKAGES, "starlette", "uvicorn", "jinja2"),
 }
 """What each extra brings, by the names that are imported."""
+
 
 TERMINATED = 128 + signal.SIGTERM
 """As shells report a process that SIGTERM ended."""
@@ -109,17 +120,15 @@ def facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
     return made
 
 
-def listed(
-    console: Console, heading: str, names: Sequence[str], *, style: str = "yellow", most: int = 10
-) -> None:
+def listed(console: Console, heading: str, names: Sequence[str], *, style: str = "yellow") -> None:
     """Print a few names under a heading; nothing without any."""
     if not names:
         return
     console.print(Text(f"{heading}: {len(names)}", style=style))
-    for name in names[:most]:
+    for name in names[:_MOST_LISTED]:
         console.print(Text("  ").append_text(plain(name)))
-    if len(names) > most:
-        console.print(Text(f"  and {len(names) - most} more; --json lists all"))
+    if len(names) > _MOST_LISTED:
+        console.print(Text(f"  and {len(names) - _MOST_LISTED} more; --json lists all"))
 
 
 def findings(shown: "Iterable[Finding]") -> Group:
@@ -292,3 +301,98 @@ def leaving_on_sigterm() -> Iterator[None]:
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
+
+
+Number = int | float
+_SHARPNESS = 2  # pixels of a PNG for one of the SVG
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text whose baseline begins, is centred or ends at a place."""
+
+    x: Number
+    y: Number
+    text: str
+    size: int = 12
+    anchor: Literal["start", "middle", "end"] = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A thin line."""
+
+    start: tuple[Number, Number]
+    end: tuple[Number, Number]
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A filled rectangle; the tip shows under the mouse, in an SVG."""
+
+    x: Number
+    y: Number
+    width: Number
+    height: Number
+    colour: str
+    tip: str = ""
+
+
+Shape = Label | Line | Bar
+
+
+def save_picture(path: Path, size: tuple[int, int], shapes: Sequence[Shape]) -> None:
+    """Write a picture whole or not at all, as PNG if it is named so and as SVG otherwise.
+
+    Args:
+        path: The file, replaced if it is there.
+        size: Width and height in pixels of the SVG; a PNG has twice as many.
+        shapes: From back to front.
+
+    Raises:
+        WriteError: The file cannot be written.
+        ConfigError: A PNG is wanted and Pillow is not installed.
+    """
+    if path.suffix.lower() == ".png":
+        _save_png(path, size, shapes)
+        return
+    with atomic_path(path) as temporary:
+        temporary.write_text(svg.document(*size, [_as_svg(shape) for shape in shapes]), encoding="utf-8")
+
+
+def _save_png(path: Path, size: tuple[int, int], shapes: Sequence[Shape]) -> None:
+    with needs_extra("lbm"):
+        from PIL import Image, ImageDraw
+    image = Image.new("RGB", (size[0] * _SHARPNESS, size[1] * _SHARPNESS), "white")
+    draw = ImageDraw.Draw(image)
+    for shape in shapes:
+        _draw(draw, shape)
+    with atomic_path(path) as temporary:
+        image.save(temporary, format="PNG")
+
+
+def _draw(draw: "ImageDraw", shape: Shape) -> None:
+    from PIL import ImageFont
+
+    if isinstance(shape, Label):
+        place = (shape.x * _SHARPNESS, shape.y * _SHARPNESS)
+        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
+        font = ImageFont.load_default(shape.size * _SHARPNESS)
+        draw.text(place, shape.text, fill="#212121", font=font, anchor=anchor)
+    elif isinstance(shape, Line):
+        ends = [_SHARPNESS * number for number in (*shape.start, *shape.end)]
+        draw.line(ends, fill=shape.colour, width=_SHARPNESS)
+    else:
+        left, top = shape.x * _SHARPNESS, shape.y * _SHARPNESS
+        right = max(left, left + shape.width * _SHARPNESS - 1)
+        bottom = max(top, top + shape.height * _SHARPNESS - 1)
+        draw.rectangle([left, top, right, bottom], fill=shape.colour)
+
+
+def _as_svg(shape: Shape) -> str:
+    if isinstance(shape, Label):
+        return svg.label(shape.x, shape.y, shape.text, anchor=shape.anchor, size=shape.size)
+    if isinstance(shape, Line):
+        return svg.line(shape.start, shape.end, shape.colour)
+    return svg.bar(shape.x, shape.y, (shape.width, shape.height), shape.colour, shape.tip)

@@ -1,22 +1,34 @@
-"""The main command: it mounts the groups and turns errors into one line, a hint and an exit code."""
+"""The main command: it mounts the groups and turns errors into one line, a hint and an exit code.
+
+Two commands are its own, those for a first look: `demo` does the main job on the pocket model that ships with the
+package; `doctor` says what is here, what will be measured, and what will not, and why.
+"""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from sigmascope import units
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, compare, compare_tensors, demo, doctor, lbm, lora, watch
-from sigmascope.cli import compare as check
+from sigmascope.cli import bench, compare, compare_tensors, lbm, lora, watch
+from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar
+from sigmascope.cli.lora.validate import print_validation
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import SigmascopeError
 from sigmascope.units import printable
 
+if TYPE_CHECKING:
+    from sigmascope.lbm.pocket.demo import DemoResult
+    from sigmascope.probes.doctor import DoctorReport, ExtraFacts
+
+
 STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
-
-
 app = typer.Typer(
     name="sigmascope",
     no_args_is_help=True,
@@ -33,10 +45,8 @@ app.add_typer(lbm.app, name="lbm")
 app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.compare_tensors)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("compare", cls=compare.ManyBaselines, epilog=compare.EPILOG)(compare.compare)
-app.command("check", cls=compare.ManyBaselines, epilog=check.CHECK_EPILOG)(check.check)
+app.command("check", cls=compare.ManyBaselines, epilog=compare.CHECK_EPILOG)(compare.check)
 app.command("watch", context_settings=watch.CONTEXT, epilog=watch.EPILOG)(watch.watch)
-app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
-app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")(demo.demo)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -76,3 +86,172 @@ def _print_error(error: SigmascopeError) -> None:
     console.print(Text.assemble(("Error: ", "bold red"), printable(error.message)))
     if error.hint:
         console.print(Text.assemble(("Next:  ", "bold"), printable(error.hint)))
+
+
+@app.command("doctor", epilog="Example: sigmascope doctor --json > machine.json")
+def doctor(as_json: AsJson = False) -> None:
+    """Examine this machine: versions, devices, optional packages, and what can be measured.
+
+    Nothing is changed, and no device is initialised. Send the output along with
+    a bug report; it names no user, file or prompt.
+    """
+    from sigmascope.probes.doctor import examine
+
+    report = examine()
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print_doctor(Console(), report)
+
+
+def _print_doctor(console: Console, report: "DoctorReport") -> None:
+    host, torch = report.host, report.torch
+    libraries = {
+        name: version for name, version in host.libraries.items() if name not in ("sigmascope", "torch")
+    }
+    console.print(_heading("Machine"))
+    console.print(
+        facts(
+            [
+                ("System", plain(host.os or "-")),
+                ("Processor", plain(f"{host.cpu_model or '-'}, {host.cpu_count_logical or '-'} threads")),
+                ("RAM", f"{units.mib(host.ram_total_bytes)} MB"),
+                ("Python", plain(f"{host.python_version} ({report.python})")),
+                ("Sigmascope", plain(host.libraries.get("sigmascope", "-"))),
+                ("PyTorch", plain(_torch_line(torch))),
+                ("Libraries", plain(", ".join(f"{name} {version}" for name, version in libraries.items()))),
+            ]
+        )
+    )
+    console.print(_heading("Devices"))
+    _print_devices(console, report)
+    console.print(_heading("Measured"))
+    for measurement in report.measurements:
+        mark = Text("yes  ", style="green") if measurement.works else Text("no   ", style="yellow")
+        console.print(mark.append(measurement.name).append(printable(f": {measurement.reason}"), style="dim"))
+    console.print(_heading("Extras"))
+    console.print(facts([(extra.name, _extra_line(extra)) for extra in report.extras]))
+    if report.settings:
+        console.print(_heading("Environment"))
+        console.print(facts([(name, plain(value)) for name, value in report.settings.items()]))
+    for line in report.advice:
+        console.print(Text("Advice: ", style="bold yellow").append(printable(line)))
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold underline")
+
+
+def _print_devices(console: Console, report: "DoctorReport") -> None:
+    if not report.host.accelerators:
+        console.print(plain(report.host.unavailable.get("accelerators", "none"), style="yellow"))
+    for device, memory in zip(report.host.accelerators, report.memory, strict=False):
+        parts = [device.name or "unnamed", f"{units.mib(device.total_bytes)} MB"]
+        if memory.free_bytes is not None:
+            parts.append(f"{units.mib(memory.free_bytes)} MB free")
+        if device.driver_version is not None:
+            parts.append(f"driver {device.driver_version}")
+        if device.compute_capability is not None:
+            parts.append(f"capability {device.compute_capability}")
+        console.print(Text(f"{device.device}: ", style="bold").append_text(plain(", ".join(parts))))
+
+
+def _torch_line(torch: dict[str, str | int | bool | None]) -> str:
+    build = next((f"{kind} {torch[kind]}" for kind in ("cuda", "hip") if torch.get(kind)), "no CUDA or HIP")
+    allocator = f", allocator {torch['allocator']}" if torch.get("allocator") else ""
+    return (
+        f"{torch['version']} ({build}{allocator}), {torch['threads']} threads, "
+        f"float32 matmul {torch['float32_matmul_precision']}"
+    )
+
+
+def _extra_line(extra: "ExtraFacts") -> Text:
+    if not extra.missing:
+        return Text("installed", style="green")
+    have = len(extra.versions) - len(extra.missing)
+    what = f"missing {', '.join(extra.missing)}" + (f" ({have} others are there)" if have else "")
+    return Text(f"{what}: pip install 'sigmascope[{extra.name}]'")
+
+
+@app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")
+def demo(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the LoRA, the pictures and run.json.")
+    ] = Path("sigmascope-demo"),
+    source_image: Annotated[
+        Path | None,
+        typer.Option("--source_image", help="Relight this picture instead of a rendered scene."),
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", help="Rank of Linear layers.")] = 16,
+    conv_rank: Annotated[int, typer.Option("--conv_rank", help="Rank of Conv2d layers.")] = 16,
+    num_inference_steps: Annotated[
+        int, typer.Option("--num_inference_steps", help="Steps along the bridge.")
+    ] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Make, prove, apply and watch a LoRA on a small trained model, in seconds.
+
+    A LoRA is extracted from the pocket model that ships with Sigmascope,
+    validated layer by layer and applied at three strengths, and every stage is
+    recorded. The exit code is 1 when a check does not hold.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.pocket.demo import run_demo
+
+    with progress_bar("Demo") as progress:
+        result = run_demo(
+            output,
+            source_image=source_image,
+            rank=rank,
+            conv_rank=conv_rank,
+            num_inference_steps=num_inference_steps,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(_demo_json(result))
+    else:
+        _print_demo(result, Console())
+    if not all(check.passed for check in result.checks):
+        raise typer.Exit(1)
+
+
+def _print_demo(result: "DemoResult", console: Console) -> None:
+    from sigmascope.reports import print_run
+
+    print_validation(console, result.validation, verbose=False)
+    print_run(result.run, console)
+    if result.psnr:
+        console.print(_quality_table(result.psnr))
+    for check in result.checks:
+        mark = ("✓ ", "green") if check.passed else ("✗ ", "bold red")
+        console.print(Text.assemble(mark, f"{check.claim}: {check.measured}."))
+    for what, path in (
+        ("Pictures", result.files["sheet"]),
+        ("Record", result.files["run"]),
+        ("LoRA", result.files["lora"]),
+    ):
+        console.print(Text(f"{what}: {path}"), soft_wrap=True)
+
+
+def _quality_table(psnr: dict[str, float]) -> Table:
+    table = Table(title="\nAgainst the rendered truth", title_justify="left", box=None, pad_edge=False)
+    table.add_column("Picture")
+    table.add_column("PSNR, dB", justify="right")
+    for name, value in psnr.items():
+        table.add_row(Text(name), f"{value:.1f}")
+    return table
+
+
+def _demo_json(result: "DemoResult") -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps(
+        {
+            "validation": result.validation.as_dict(),
+            "psnr_db": result.psnr,
+            "checks": [asdict(check) for check in result.checks],
+            "files": {name: str(path) for name, path in result.files.items()},
+        },
+        indent=2,
+    )

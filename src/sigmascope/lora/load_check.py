@@ -27,8 +27,7 @@ from sigmascope.lora.reader import OpaqueChange, open_any_kind
 from sigmascope.lora.verdict import unreadable
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.reading import describe
-from sigmascope.records.facts import JsonScalar
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, JsonScalar
 
 _Patches = Mapping[str, Sequence[AppliedPatch]]
 Change = LoraFactors | WeightChange

@@ -24,10 +24,9 @@ from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seco
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress
 from sigmascope.monitor.recorder import Recorder, Step, current_recorder
-from sigmascope.records.facts import CallFacts, HostFacts, PipelineFacts
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
-from sigmascope.records.run import STAGES, Finding, Run, Stage
+from sigmascope.records.run import STAGES, CallFacts, Finding, HostFacts, PipelineFacts, Run, Stage
 from sigmascope.records.serialization import from_plain
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sigmascope.probes.reading import error_text, exception_details, keeping_words
-from sigmascope.records.facts import ExceptionDetails
+from sigmascope.records.run import ExceptionDetails
 
 _log = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt
-from sigmascope.records.facts import PipelineFacts
 from sigmascope.records.performance import (
     AssumedDict,
     BeforeAfterDict,
@@ -49,7 +48,7 @@ from sigmascope.records.performance import (
     PerformanceSummaryDict,
     StepPerformanceDict,
 )
-from sigmascope.records.run import Finding, Run
+from sigmascope.records.run import Finding, PipelineFacts, Run
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")

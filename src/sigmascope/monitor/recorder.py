@@ -26,8 +26,7 @@ from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.monitor.scope import WHOLE, Clock, FoldedScopes, Instruments, Scope, StepColumns, StepListener
 from sigmascope.probes import Accelerator, module_facts, tensor_facts
-from sigmascope.records.facts import HostFacts
-from sigmascope.records.run import Folded, Run, Stage
+from sigmascope.records.run import Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
@@ -369,7 +368,7 @@ class Recorder:
         """Return how busy each NVIDIA device is now (0-100, NVML's mean over its last period); empty: not known.
 
         Read at most five times a second, whoever asks in this process. What stages record of it is
-        `sigmascope.records.utilization.utilization_of(stage)`.
+        `sigmascope.records.performance.utilization_of(stage)`.
         """
         return self._instruments.guard.call("utilization", self._instruments.sampled.meter.now) or {}
 

@@ -38,10 +38,20 @@ from sigmascope.probes import (
     process_rss_bytes,
     system_memory,
 )
-from sigmascope.records.facts import ExceptionDetails, HostFacts, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.run import DEVICE_SECONDS, STAGES, Folded, FoldedStages, Stage, Steps
-from sigmascope.records.utilization import MEMORY_OVER_TIME, UTILIZATION
+from sigmascope.records.performance import MEMORY_OVER_TIME, UTILIZATION
+from sigmascope.records.run import (
+    DEVICE_SECONDS,
+    STAGES,
+    ExceptionDetails,
+    Folded,
+    FoldedStages,
+    HostFacts,
+    ModuleFacts,
+    Stage,
+    Steps,
+    TensorFacts,
+)
 
 STILL_OPEN = "the stage was still open when the run was read"
 OWN_FACT = "the stage was given a fact of this name, which stands in its place"

@@ -19,7 +19,7 @@ from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
 from sigmascope.probes.reading import describe
-from sigmascope.records.utilization import (
+from sigmascope.records.performance import (
     MEMORY_OVER_TIME,
     PROCESS,
     SYSTEM,

@@ -13,7 +13,7 @@ later what the lower one had made. So the process keeps a list of the choices in
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from sigmascope import units
 from sigmascope.errors import OptimizationError
 from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.interface import Change, Kind, Undo
-from sigmascope.pipeline.optimizations.offloading import GROUP_HOOKS
-from sigmascope.pipeline.pipeline_parts import models_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, OptimizationConfig, Plan
+from sigmascope.pipeline.optimizations.memory import GROUP_HOOKS
+from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.memory import MIB
 
@@ -554,60 +552,44 @@ def _laid_out(data: Tensor, stride: tuple[int, ...]) -> Tensor:
     return laid
 
 
-@runtime_checkable
-class InForce(Protocol):
-    """A choice that was applied."""
-
-    @property
-    def choice(self) -> Choice:
-        """What was applied."""
-        ...
-
-    @property
-    def concerned(self) -> Sequence[nn.Module]:
-        """The models that it was applied to."""
-        ...
-
-
-def note_applied(one: InForce) -> None:
+def note_applied(applied: AppliedChoice) -> None:
     """Note that a choice is in force from now on."""
     _IN_FORCE[:] = [known for known in _IN_FORCE if known() is not None]
-    _IN_FORCE.append(weakref.ref(one))
+    _IN_FORCE.append(weakref.ref(applied))
 
 
-_IN_FORCE: list[weakref.ref[InForce]] = []
+_IN_FORCE: list[weakref.ref[AppliedChoice]] = []
 """Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
 
 
-def note_undone(one: InForce) -> None:
+def note_undone(applied: AppliedChoice) -> None:
     """Note that a choice was undone."""
-    _IN_FORCE[:] = [known for known in _IN_FORCE if known() not in (None, one)]
+    _IN_FORCE[:] = [known for known in _IN_FORCE if known() not in (None, applied)]
 
 
-def require_last_applied(ones: Sequence[InForce]) -> None:
+def require_last_applied(choices: Sequence[AppliedChoice]) -> None:
     """Refuse to undo choices that others were applied over.
 
     Args:
-        ones: To be undone together.
+        choices: To be undone together.
 
     Raises:
         OptimizationError: Names the first of these others.
     """
-    for one in ones:
-        over = next(
-            (other for other in _applied_after(one) if other not in ones and _share_models(one, other)), None
-        )
-        if over is not None:
-            raise OptimizationError(
-                f"{one.choice.name} cannot be undone: {over.choice.name} was applied after it, on the same model.",
-                hint="Undo that first, with the PipelineOptimizer that applied it.",
-            )
+    for applied in choices:
+        for later in _applied_after(applied):
+            if later not in choices and _share_models(applied, later):
+                raise OptimizationError(
+                    f"{applied.choice.name} cannot be undone: {later.choice.name} was applied after it, on the same "
+                    "model.",
+                    hint="Undo that first, with the PipelineOptimizer that applied it.",
+                )
 
 
-def _applied_after(one: InForce) -> list[InForce]:
+def _applied_after(applied: AppliedChoice) -> list[AppliedChoice]:
     known = [other for reference in _IN_FORCE if (other := reference()) is not None]
-    return known[known.index(one) + 1 :] if one in known else []
+    return known[known.index(applied) + 1 :] if applied in known else []
 
 
-def _share_models(one: InForce, other: InForce) -> bool:
-    return bool({id(model) for model in one.concerned} & {id(model) for model in other.concerned})
+def _share_models(first: AppliedChoice, second: AppliedChoice) -> bool:
+    return bool({id(model) for model in first.concerned} & {id(model) for model in second.concerned})

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.probes import tensor_facts
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, TensorFacts
 from sigmascope.stages.image_facts import COLOURS_AND_ALPHA, picture_layout, sizes_of, without_mask
 
 _CHANNELS_FIRST: dict[int, Layout] = {3: "CHW", 4: "BCHW", 5: "BCFHW"}

@@ -339,16 +339,11 @@ def modules_in(vae: object) -> list[nn.Module]:
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Parameters and buffers of modules and all their parts, each once."""
     seen: set[int] = set()
-    for part in _parts_of(modules):
+    for part in _parts(modules):
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
-
-
-def _parts_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for module in modules:
-        yield from module.modules()
 
 
 def tensors_on(part: nn.Module) -> list[Tensor]:

@@ -1,14 +1,19 @@
 """`PipelineOptimizer`: plan, apply, undo and measure what makes a pipeline faster or lets it fit.
 
 `make_plan` asks every kind of optimization, in order, what it would do to this pipeline on this hardware.
+`settings_for` takes steps, guidance and image size from the pipeline's own defaults, from the model's facts, or by
+architecture alone. `shrink_to_fit` then looks for a size whose work fits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from torch import nn
 
+from sigmascope import units
+from sigmascope.analysis.rules_model import few_step_evidence
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.pipeline.apply_undo import (
     AppliedChoice,
@@ -17,26 +22,47 @@ from sigmascope.pipeline.apply_undo import (
     require_last_applied,
     undo_all,
 )
-from sigmascope.pipeline.generation_settings import GenerationSettings, settings_for, shrink_to_fit
 from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
 from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.interface import Circumstances, Considered, Kind
-from sigmascope.pipeline.optimizations.memory_budget import circumstances_of, reckon_work, reckoning_of
+from sigmascope.pipeline.optimizations.memory import context_of, estimate_work, memory_estimate
 from sigmascope.pipeline.optimizations.precision import PRECISION
-from sigmascope.pipeline.pipeline_parts import look_at
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
+    Considered,
     Hardware,
+    Kind,
     NotTaken,
     OptimizationConfig,
+    PipelineParts,
     Plan,
+    PlanningContext,
+    default_side,
+    parts_of,
     read_hardware,
+    spatial_factor,
 )
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["GenerationSettings", "Hardware", "Measurement", "OptimizationConfig", "PipelineOptimizer", "Plan"]
+
+
+class GenerationSettings(dict[str, Any]):
+    """Arguments for a pipeline's call: `pipeline(prompt, **settings)`.
+
+    Attributes:
+        reasons: Why each argument is what it is, by name; and of others why they are left to the pipeline.
+    """
+
+    def __init__(self, reasons: Mapping[str, str] | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.reasons: dict[str, str] = dict(reasons or {})
+
+    def put(self, name: str, value: Any, reason: str) -> None:
+        """Set an argument with its reason."""
+        self[name] = value
+        self.reasons[name] = reason
 
 
 class PipelineOptimizer:
@@ -71,7 +97,7 @@ class PipelineOptimizer:
         """
         settings = settings_for(architecture)
         if not isinstance(architecture, str):
-            shrink_to_fit(look_at(architecture), settings, self._where(), self.config)
+            shrink_to_fit(parts_of(architecture), settings, self._where(), self.config)
         return settings
 
     def plan(self, pipeline: Any) -> Plan:
@@ -234,28 +260,211 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
             f"{type(pipeline).__name__} is no diffusers pipeline: it has no components.",
             hint="Give the pipeline, or its denoiser.",
         )
-    found = circumstances_of(look_at(pipeline), hardware, config)
+    context = context_of(parts_of(pipeline), hardware, config)
     left: list[NotTaken] = []
     for kind in KINDS:
-        for one in _considered(kind, found):
+        for one in _considered(kind, context):
             if isinstance(one, Choice):
-                found.chosen.append(one)
+                context.chosen.append(one)
             else:
                 left.append(one)
         if kind.name == PRECISION:
-            reckon_work(found)
-    facts = found.subject.facts
+            estimate_work(context)
+    facts = context.parts.facts
     return Plan(
-        facts.class_name, facts.architecture, hardware, tuple(found.chosen), tuple(left), reckoning_of(found)
+        facts.class_name,
+        facts.architecture,
+        hardware,
+        tuple(context.chosen),
+        tuple(left),
+        memory_estimate(context),
     )
 
 
-def _considered(kind: Kind, found: Circumstances) -> Considered:
+def _considered(kind: Kind, context: PlanningContext) -> Considered:
     """What a kind says, unless it would change weights that are not there: accelerate holds them elsewhere."""
-    components = found.subject.facts.components
+    components = context.parts.facts.components
     moving = [name for name, part in components.items() if part.offload == "sequential"]
     if moving and kind.changes:
         reason = f"accelerate holds the weights of {', '.join(moving)} elsewhere (sequential offloading)"
         yield NotTaken(kind.name, PIPELINE, reason)
     else:
-        yield from kind.consider(found)
+        yield from kind.consider(context)
+
+
+ARCHITECTURES: Final = ("MMDiT", "DiT", "UNet")
+FEW_STEPS: Final = 4
+_FAST_SOLVERS: Final = frozenset(
+    {
+        "DPMSolverMultistepScheduler",
+        "DPMSolverSinglestepScheduler",
+        "UniPCMultistepScheduler",
+        "DEISMultistepScheduler",
+    }
+)
+_FAST_SOLVER_STEPS: Final = 25
+"""Enough for these solvers, which are of a higher order."""
+_BY_ARCHITECTURE: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
+    "MMDiT": {
+        "num_inference_steps": (
+            28,
+            "What diffusers' SD3 and FLUX pipelines take by default, and SD3.5's card names.",
+        ),
+        "guidance_scale": (3.5, "What FLUX.1-dev and SD3.5 are recommended with."),
+        "height": (1024, "SD3, FLUX and Qwen-Image are trained at about a megapixel."),
+        "width": (1024, "SD3, FLUX and Qwen-Image are trained at about a megapixel."),
+    },
+    "DiT": {
+        "num_inference_steps": (30, "Between PixArt's 20 and WAN's 50, from where on little changes."),
+        "guidance_scale": (5.0, "WAN's default; PixArt's is 4.5."),
+    },
+    "UNet": {
+        "num_inference_steps": (30, "Enough for the usual solvers; DPM-Solver++ needs 20 to 25."),
+        "guidance_scale": (7.0, "Between SDXL's 5 and SD1.5's 7.5."),
+    },
+}
+_GUIDANCE: Final = ("true_cfg_scale", "guidance_scale")
+_SIZES: Final = ("height", "width", "num_frames")
+_SHRINK_FACTOR: Final = 0.8
+_SIDE_MULTIPLE: Final = 64
+"""How `shrink_to_fit` makes a side smaller: by this factor, down to a multiple of so many pixels."""
+_SMALLEST_SIDE: Final = 256
+"""Models of today make little of smaller images."""
+
+
+def settings_for(architecture: object) -> GenerationSettings:
+    """Arguments for an architecture, a pipeline, or a denoiser.
+
+    Args:
+        architecture: "MMDiT", "DiT" or "UNet"; or the thing itself.
+
+    Raises:
+        ConfigError: Neither of these.
+    """
+    if isinstance(architecture, str):
+        return _by_name(architecture)
+    parts = parts_of(architecture)
+    if parts.facts.architecture is None:
+        reason = parts.facts.unavailable.get("architecture", "it holds no denoiser")
+        raise ConfigError(
+            f"{type(architecture).__name__}: {reason}.",
+            hint=f"Give a pipeline, a denoiser, or one of {ARCHITECTURES}.",
+        )
+    settings = _of_pipeline(parts) if parts.parameter("num_inference_steps") else _of_model(parts)
+    _shorten(parts, settings)
+    return settings
+
+
+def _by_name(architecture: str) -> GenerationSettings:
+    known = {name.lower(): name for name in ARCHITECTURES}
+    name = known.get(architecture.lower())
+    if name is None:
+        raise ConfigError(
+            f"There is no architecture {architecture!r}.",
+            hint=f"Give one of {', '.join(ARCHITECTURES)}, or the model.",
+        )
+    settings = GenerationSettings()
+    for argument, (value, reason) in _BY_ARCHITECTURE[name].items():
+        settings.put(argument, value, reason)
+    for argument in ("height", "width"):
+        if argument not in settings:
+            settings.reasons[argument] = "Left to the pipeline: models of this architecture differ in size."
+    return settings
+
+
+def _of_pipeline(parts: PipelineParts) -> GenerationSettings:
+    """What the pipeline's makers gave its call as defaults, where it has them, and the sizes that follow from it."""
+    settings = GenerationSettings()
+    name = parts.facts.class_name
+    for argument in ("num_inference_steps", *_GUIDANCE, *_SIZES):
+        parameter = parts.parameter(argument)
+        if parameter is None:
+            continue
+        if isinstance(parameter.default, int | float):
+            settings.put(argument, parameter.default, f"The default of {name}.")
+        elif argument in ("height", "width"):
+            side = default_side(parts)
+            settings.put(
+                argument,
+                side,
+                f"{side // spatial_factor(parts)} latent elements, which the model is made for.",
+            )
+    return settings
+
+
+def _of_model(parts: PipelineParts) -> GenerationSettings:
+    settings = _by_name(str(parts.facts.architecture))
+    sizes = [part.config.get("sample_size") for part in parts.facts.of_role("denoiser").values()]
+    size = next((one for one in sizes if isinstance(one, int)), None)
+    for argument in ("height", "width") if size is not None and parts.facts.architecture == "UNet" else ():
+        settings.put(argument, default_side(parts), f"Its configuration: {size} latent elements.")
+    return settings
+
+
+def _shorten(parts: PipelineParts, settings: GenerationSettings) -> None:
+    """Fewer steps where the model is distilled to few, or the solver does with fewer."""
+    steps = int(settings["num_inference_steps"])
+    why = few_step_evidence(parts.facts)
+    solver = next((part.class_name for part in parts.facts.of_role("scheduler").values()), None)
+    if why is not None:
+        settings.put("num_inference_steps", FEW_STEPS, f"It is distilled to few steps: {why}.")
+        _without_guidance(parts, settings)
+    elif solver in _FAST_SOLVERS and steps > _FAST_SOLVER_STEPS:
+        settings.put(
+            "num_inference_steps", _FAST_SOLVER_STEPS, f"{solver} is of a higher order: 20 to 25 steps do."
+        )
+
+
+def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> None:
+    embedded = any(
+        part.config.get("guidance_embeds") is True for part in parts.facts.of_role("denoiser").values()
+    )
+    latent_consistency = any(
+        part.config.get("time_cond_proj_dim") is not None for part in parts.facts.of_role("denoiser").values()
+    )
+    for argument in _GUIDANCE:
+        if argument in settings and not embedded and not latent_consistency:
+            off = 1.0 if argument == "true_cfg_scale" else 0.0
+            settings.put(argument, off, "It is distilled to do without; guidance would double the work.")
+
+
+def shrink_to_fit(
+    parts: PipelineParts, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
+) -> None:
+    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot.
+
+    Args:
+        parts: The pipeline.
+        settings: With the size that is wanted; changed where that does not fit.
+        hardware: Where it shall run.
+        config: Of the optimizer.
+    """
+    if not {"height", "width"} <= settings.keys():
+        return
+    wanted = (int(settings["height"]), int(settings["width"]))
+    frames = settings.get("num_frames")
+    sizes = [wanted]
+    while min(sizes[-1]) > _SMALLEST_SIDE:
+        sizes.append((_smaller(sizes[-1][0]), _smaller(sizes[-1][1])))
+    first: PlanningContext | None = None
+    for height, width in sizes:
+        asked = replace(config, height=height, width=width, num_frames=frames)
+        context = context_of(parts, hardware, asked)
+        estimate_work(context)
+        first = first or context
+        room = context.available_bytes
+        if room is None or context.work_bytes <= room:
+            break
+    else:
+        return  # nothing fits as far as can be told: leave the size that the model is made for
+    if (height, width) != wanted:
+        reason = (
+            f"{wanted[0]} × {wanted[1]} pixels take about {units.mib(first.work_bytes)} MB beside weights, and "
+            f"{hardware.device} has {units.mib(first.available_bytes)} MB."
+        )
+        settings.put("height", height, reason)
+        settings.put("width", width, reason)
+
+
+def _smaller(side: int) -> int:
+    return max(_SIDE_MULTIPLE, int(side * _SHRINK_FACTOR) // _SIDE_MULTIPLE * _SIDE_MULTIPLE)

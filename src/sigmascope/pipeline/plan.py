@@ -1,20 +1,28 @@
 """A plan for a pipeline: what to do to it, what was left and why, for which hardware, under which configuration.
 
 `OptimizationConfig` is what the user says beforehand: what may happen to the image, which call is planned for, and
-single choices. `read_hardware` reads what choices depend on.
+single choices. `read_hardware` and `parts_of` read what choices depend on.
+
+A `Kind` of optimization says when its choice is taken, how that is applied, and what it does to weights. All that
+it looks at is the `PlanningContext`: the pipeline, the hardware, the user's wishes, the call, and the memory that the
+call takes. Choices on several pipelines may hold one setting of the process at once: `ProcessSetting`.
 """
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from sigmascope import units
 from sigmascope.errors import ConfigError
 from sigmascope.probes import Accelerator, detect_accelerator, memory_snapshot
+from sigmascope.probes.models import components_of, unwrap
+from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt
-from sigmascope.records.facts import JsonScalar
+from sigmascope.records.run import JsonScalar, PipelineFacts, Role
 
 ImageEffect = Literal["none", "rounding", "precision", "approximation"]
 IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")
@@ -350,3 +358,293 @@ def _free(free: int | None, reserved: int | None, allocated: int | None) -> int 
 def _capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+_SPATIAL_FACTOR: Final = 8
+"""Pixels along one latent element, where the pipeline does not say: that of the usual VAEs."""
+_USUAL_SIDE: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParts:
+    """A pipeline and what is known of it. It holds the models; it is for the time of planning.
+
+    Attributes:
+        pipeline: The pipeline itself.
+        facts: What was read off it.
+        models: Its modules, by the pipeline's names; a module under two names is here once.
+    """
+
+    pipeline: Any
+    facts: PipelineFacts
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def of_role(self, role: Role) -> dict[str, nn.Module]:
+        """Its models that do this, by name."""
+        return {name: self.models[name] for name in self.facts.of_role(role) if name in self.models}
+
+    def parameter(self, name: str) -> inspect.Parameter | None:
+        """A parameter of the pipeline's call; None: it has none of that name, or cannot be called."""
+        return call_parameters(self.pipeline).get(name)
+
+
+def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a pipeline's `__call__`, by name; empty for a model alone."""
+    if isinstance(pipeline, nn.Module | type | str):
+        return {}
+    read = attempt(lambda: inspect.signature(type(pipeline).__call__).parameters)
+    return {} if read.value is None else {n: p for n, p in read.value.items() if n != "self"}
+
+
+def parts_of(pipeline: Any) -> PipelineParts:
+    """Read a pipeline's models and facts. Never raises.
+
+    Args:
+        pipeline: What has `components` as diffusers' have; a denoiser alone counts as one of a single component.
+    """
+    facts = pipeline_facts(pipeline)
+    return PipelineParts(pipeline, facts, models_of(pipeline))
+
+
+def models_of(pipeline: Any) -> dict[str, nn.Module]:
+    """The modules of a pipeline by its own names, each once."""
+    parts = attempt(lambda: dict(components_of(pipeline))).value or {"denoiser": pipeline}
+    found: dict[str, nn.Module] = {}
+    for name, part in parts.items():
+        module = part if isinstance(part, nn.Module) else attempt(lambda part=part: unwrap(part)).value  # type: ignore[misc]
+        if module is not None and not any(module is other for other in found.values()):
+            found[str(name)] = module
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The call that is planned for. Sizes in pixels.
+
+    Attributes:
+        batch_size: Images at once.
+        branches: How often the denoiser works for each: 2 under classifier-free guidance.
+        num_frames: 1 for images.
+    """
+
+    height: int
+    width: int
+    num_frames: int = 1
+    batch_size: int = 1
+    branches: int = 1
+
+
+def planned_call(
+    parts: PipelineParts,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    batch_size: int = 1,
+) -> Call:
+    """The call with these sizes, or else with the pipeline's own.
+
+    Args:
+        parts: The pipeline.
+        height: In pixels; None: the pipeline's default.
+        width: The same.
+        num_frames: Of a video.
+        batch_size: Images at once.
+    """
+    side = default_side(parts)
+    frames = num_frames or _default(parts, "num_frames") or 1
+    return Call(
+        height or _default(parts, "height") or side,
+        width or _default(parts, "width") or side,
+        frames,
+        batch_size,
+        2 if _guides(parts) else 1,
+    )
+
+
+def default_side(parts: PipelineParts) -> int:
+    """Side of the square image that the pipeline makes when no size is given, in pixels."""
+    factor = spatial_factor(parts)
+    sizes = [getattr(parts.pipeline, "default_sample_size", None)]
+    sizes += [config_value(model, "sample_size") for model in parts.of_role("denoiser").values()]
+    size = next((one for one in sizes if isinstance(one, int)), None)
+    return _USUAL_SIDE if size is None else size * factor
+
+
+def spatial_factor(parts: PipelineParts) -> int:
+    """Pixels along one element of the latent."""
+    for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
+        factor = getattr(parts.pipeline, name, None)
+        if isinstance(factor, int):
+            return factor
+    return _SPATIAL_FACTOR
+
+
+def config_value(model: object, name: str) -> Any:
+    """A value of a model's configuration; None where it has none."""
+    config = getattr(model, "config", None)
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _default(parts: PipelineParts, name: str) -> Any:
+    parameter = parts.parameter(name)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def _guides(parts: PipelineParts) -> bool:
+    """Whether the pipeline, called without saying anything about guidance, computes two predictions at once.
+
+    Qwen-Image, WAN and FLUX compute them one after the other, which takes no more memory.
+    """
+    if any(hasattr(model, "cache_context") for model in parts.of_role("denoiser").values()):
+        one_after_the_other = parts.facts.class_name.startswith(("Flux", "Qwen", "Wan"))
+        if one_after_the_other:
+            return False
+    scale = _default(parts, "guidance_scale")
+    return isinstance(scale, int | float) and scale > 1
+
+
+Change = Literal["dtype", "device", "layout"]
+"""What a choice does to weights, and so what has to be put back."""
+Undo = Callable[[], None]
+Considered = Iterator[Choice | NotTaken]
+NO_ACCELERATOR = "no accelerator"
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PlanningContext:
+    """What is known while a plan is made. It grows: each kind sees what those before it chose.
+
+    Attributes:
+        room_bytes: What the device has for this pipeline, with headroom kept free; None: not known.
+        denoiser_bytes: Activations of the denoiser, a rough count.
+        vae_bytes: Peak of decoding at once; None: could not be told.
+        least_vae_bytes: The same with whatever the VAE offers to need less: image by image, tile by tile.
+        dtypes: Planned dtype of each model, by name.
+        chosen: Choices so far.
+        unavailable: What could not be reckoned, and why.
+    """
+
+    parts: PipelineParts
+    hardware: Hardware
+    config: OptimizationConfig
+    call: Call
+    room_bytes: int | None = None
+    denoiser_bytes: int | None = None
+    vae_bytes: int | None = None
+    least_vae_bytes: int | None = None
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    chosen: list[Choice] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def has(self, *kinds: str) -> bool:
+        """Whether a choice of one of these kinds was taken."""
+        return any(choice.kind in kinds for choice in self.chosen)
+
+    def allows(self, effect: ImageEffect) -> bool:
+        """Whether that much may happen to the image."""
+        return IMAGE_EFFECTS.index(effect) <= IMAGE_EFFECTS.index(self.config.image)
+
+    @property
+    def no_accelerator(self) -> str:
+        """Why it runs on the CPU."""
+        return self.hardware.absence or f"{NO_ACCELERATOR}: it is to run on the CPU"
+
+    def why_not(self, kind: str, component: str, effect: ImageEffect) -> NotTaken | None:
+        """A refusal for a choice that needs an accelerator and may do that much to the image; None: go on."""
+        if not self.hardware.is_accelerator:
+            return NotTaken(kind, component, self.no_accelerator)
+        return self.too_much(kind, component, effect)
+
+    def too_much(self, kind: str, component: str, effect: ImageEffect) -> NotTaken | None:
+        """A refusal if that much may not happen to the image."""
+        if self.allows(effect):
+            return None
+        return NotTaken(
+            kind,
+            component,
+            f'it changes the image by {effect}, and the configuration allows "{self.config.image}"',
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """All weights as planned."""
+        return sum(self.weights.values())
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The model with the most weights as planned, and how many bytes these are."""
+        name = max(self.weights, key=lambda one: self.weights[one], default="")
+        return name, self.weights.get(name, 0)
+
+    @property
+    def available_bytes(self) -> int | None:
+        """Memory for this pipeline where it runs: the device's, or RAM on the CPU; None: not known."""
+        return self.room_bytes if self.hardware.is_accelerator else self.hardware.ram_available_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        """What is needed at once beside weights: the denoiser's activations, or decoding, which come in turn.
+
+        Decoding that does not fit at once is done in slices and tiles, before weights are moved for it.
+        """
+        return max(self.denoiser_bytes or 0, self.least_vae_bytes or 0)
+
+    def as_mb(self, values: Mapping[str, int]) -> dict[str, float]:
+        """Bytes by name in MiB."""
+        return {name: value / 2**20 for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of choice.
+
+    Attributes:
+        name: As `Choice.kind` has it.
+        consider: Choices for a pipeline, and reasons where there are none.
+        apply: Do one of them to a pipeline by the calls of diffusers and torch. It may give what has to be undone
+            besides the pipeline's own structure and weights, such as a flag of the process; done first.
+        changes: What it does to weights.
+        narrows: Whether values are lost by it.
+    """
+
+    name: str
+    consider: Callable[[PlanningContext], Considered]
+    apply: Callable[[Any, Choice], Undo | None]
+    changes: frozenset[Change] = frozenset()
+    narrows: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Hold(Generic[T]):
+    before: T
+
+
+class ProcessSetting(Generic[T]):
+    """Put back as it was once nobody holds it any more, in whatever order they let go.
+
+    Args:
+        read: Gives the setting as it is.
+        write: Makes it what was read.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
+        self._read = read
+        self._write = write
+        self._holds: list[_Hold[T]] = []
+
+    def hold(self) -> Undo:
+        """Note the setting before it is changed. What is returned lets go; the last to let go puts it back."""
+        hold = _Hold(self._read())
+        self._holds.append(hold)
+        return lambda: self._let_go(hold)
+
+    def _let_go(self, hold: _Hold[T]) -> None:
+        place = self._holds.index(hold)
+        later = self._holds[place + 1 :]
+        self._holds.remove(hold)
+        if later:
+            later[0].before = hold.before
+        else:
+            self._write(hold.before)

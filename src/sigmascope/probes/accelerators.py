@@ -17,8 +17,8 @@ import torch
 
 from sigmascope.probes.nvml import nvml_memory, read_nvml
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
-from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
+from sigmascope.records.run import AcceleratorFacts
 
 __all__ = [
     "Accelerator",

@@ -19,8 +19,8 @@ from sigmascope.probes.host import host_facts
 from sigmascope.probes.memory import heap_in_use, process_rss, system_memory
 from sigmascope.probes.nvml import read_nvml
 from sigmascope.probes.reading import attempt
-from sigmascope.records.facts import HostFacts
 from sigmascope.records.memory import AcceleratorMemory
+from sigmascope.records.run import HostFacts
 
 _SETTINGS: Final = (
     "PYTORCH_ALLOC_CONF",

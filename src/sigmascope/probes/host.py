@@ -15,7 +15,7 @@ import psutil
 
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.records.facts import HostFacts
+from sigmascope.records.run import HostFacts
 
 LIBRARIES = (
     "sigmascope",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sigmascope.files import short_path
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.probes.tensors import place_of
-from sigmascope.records.facts import ModuleFacts
+from sigmascope.records.run import ModuleFacts
 
 _INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
 """Where ComfyUI's wrappers (ModelPatcher, CLIP, VAE) and others keep the module."""

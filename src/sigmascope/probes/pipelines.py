@@ -22,7 +22,7 @@ from sigmascope.probes.models import (
     unwrap,
 )
 from sigmascope.probes.reading import PROBE_ERRORS, attempt
-from sigmascope.records.facts import AttentionFacts, ComponentFacts, JsonScalar, Offload, PipelineFacts, Role
+from sigmascope.records.run import AttentionFacts, ComponentFacts, JsonScalar, Offload, PipelineFacts, Role
 
 _MOST_CONFIG = 60
 _LONGEST_TEXT: Final = 200

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.files import short_path, without_home
-from sigmascope.records.facts import ExceptionDetails
+from sigmascope.records.run import ExceptionDetails
 from sigmascope.units import format_size
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sigmascope.probes.accelerators import is_capturing
 from sigmascope.probes.reading import PROBE_ERRORS, attempt, describe
-from sigmascope.records.facts import TensorFacts
+from sigmascope.records.run import TensorFacts
 
 _STATISTICS = ("min", "max", "mean", "std")
 _COUNTS = ("nan_count", "inf_count")

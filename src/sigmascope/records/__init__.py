@@ -1,6 +1,5 @@
 """What is known of a run, as frozen values that outlive it. No torch here."""
 
-from sigmascope.records.facts import AcceleratorFacts, ExceptionDetails, HostFacts, ModuleFacts, TensorFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -8,7 +7,18 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import STAGES, Finding, Run, Stage, Steps
+from sigmascope.records.run import (
+    STAGES,
+    AcceleratorFacts,
+    ExceptionDetails,
+    Finding,
+    HostFacts,
+    ModuleFacts,
+    Run,
+    Stage,
+    Steps,
+    TensorFacts,
+)
 from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
 
 __all__ = [

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.memory import MIB, PeakMemory, mib
-from sigmascope.records.run import Finding, Stage
+from sigmascope.records.run import Finding, Stage, TensorFacts
 from sigmascope.records.serialization import from_plain
 
 Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC", "CHW", "HWC", "packed"]

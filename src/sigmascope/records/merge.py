@@ -12,11 +12,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from sigmascope.errors import ConfigError
-from sigmascope.records.facts import HostFacts
 from sigmascope.records.memory import MemorySnapshot, PeakMemory
-from sigmascope.records.run import Folded, Run, Stage
-from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
-from sigmascope.records.utilization import (
+from sigmascope.records.performance import (
     MEMORY_OVER_TIME,
     PROCESS,
     SYSTEM,
@@ -24,6 +21,8 @@ from sigmascope.records.utilization import (
     readable_curves,
     readable_utilization,
 )
+from sigmascope.records.run import Folded, HostFacts, Run, Stage
+from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
 
 RANK: Final = "rank"
 """The fact of a merged run's stage that says whose it is."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
@@ -33,8 +33,7 @@ from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
-from sigmascope.records.facts import JsonScalar
-from sigmascope.records.run import Run, short_repr
+from sigmascope.records.run import JsonScalar, Run, short_repr
 from sigmascope.units import format_size
 
 _IN_MEMORY = "<run in memory>"
@@ -354,7 +353,7 @@ def loads(text: str | bytes) -> Any:
         ValueError: It is not JSON (`json.JSONDecodeError`), not UTF-8, holds a bare NaN, or more values or
             deeper ones than any run.
     """
-    return _decode(parse_json(text, parse_constant=_refuse_constant))
+    return _decode(parse_json(text, strict=True))
 
 
 def _decode(value: Any, depth: int = 0) -> Any:
@@ -373,7 +372,3 @@ def _decode(value: Any, depth: int = 0) -> Any:
     if not isinstance(item, str) or item not in _BY_NAME:
         raise ValueError(f"{item!r} is not the name of a float")
     return _BY_NAME[item]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

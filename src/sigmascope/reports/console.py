@@ -16,18 +16,24 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
-from sigmascope.records.facts import TensorFacts
-from sigmascope.records.performance import BlockProfile, StepsProfile, profiles_of
+from sigmascope.records.performance import (
+    PROCESS,
+    BlockProfile,
+    DeviceUtilization,
+    StepsProfile,
+    profiles_of,
+    readable_utilization,
+)
 from sigmascope.records.run import (
     Finding,
     Folded,
     Run,
     Stage,
+    TensorFacts,
     device_seconds,
     folded_in_words,
     impossible_times,
 )
-from sigmascope.records.utilization import PROCESS, DeviceUtilization, readable_utilization
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, printable, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."

@@ -18,13 +18,9 @@ from typing import Any, Final, Literal
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
-from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemorySnapshot, mib
 from sigmascope.records.merge import is_rank
-from sigmascope.records.prompts import PromptPrivacy, without_prompts, without_words
-from sigmascope.records.run import Finding, Run, Stage, Steps, folded_in_words, impossible_times
-from sigmascope.records.serialization import dumps, to_plain
-from sigmascope.records.utilization import (
+from sigmascope.records.performance import (
     MEMORY_OVER_TIME,
     PROCESS,
     SYSTEM,
@@ -32,6 +28,18 @@ from sigmascope.records.utilization import (
     readable_curves,
     readable_utilization,
 )
+from sigmascope.records.prompts import PromptPrivacy, without_prompts, without_words
+from sigmascope.records.run import (
+    Finding,
+    ModuleFacts,
+    Run,
+    Stage,
+    Steps,
+    TensorFacts,
+    folded_in_words,
+    impossible_times,
+)
+from sigmascope.records.serialization import dumps, to_plain
 from sigmascope.units import printable
 
 Event = dict[str, Any]

@@ -17,7 +17,6 @@ from torch import nn
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import error_text, exception_details, lookup, read_host
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
@@ -27,6 +26,7 @@ from sigmascope.records.memory import (
     PeakMemoryDict,
     mib,
 )
+from sigmascope.records.run import TensorFacts
 from sigmascope.stages.schema import (
     Check,
     GpuNow,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, quick_facts
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
+from sigmascope.records.run import TensorFacts
 from sigmascope.stages.baseline import unknown
 from sigmascope.stages.schema import PicturesDict
 

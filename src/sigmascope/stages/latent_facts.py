@@ -22,9 +22,8 @@ from torch import Tensor
 
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, TensorFacts
 from sigmascope.stages.baseline import tensor_dict, unknown
 from sigmascope.stages.image_facts import Sizes, Video, sizes_of
 from sigmascope.stages.schema import LatentAnalysis

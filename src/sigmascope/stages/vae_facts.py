@@ -11,9 +11,9 @@ from torch import nn
 
 from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import read_host
-from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.latents import VaeFacts
 from sigmascope.records.memory import mib
+from sigmascope.records.run import ModuleFacts
 from sigmascope.stages.schema import VaeDict
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")

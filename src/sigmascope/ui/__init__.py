@@ -3,10 +3,8 @@
 There is one page, that of `sigmascope lbm serve`: a picture in, base and LoRA result side by side, with what each
 took.
 
-- `app`: the server.
+- `app`: the server, and the addresses of the page.
 - `security`: who may talk to it, what is refused, and how much one request may ask for.
-- `requests`: what clients send, checked and kept.
 - `jobs`: the line in which requests wait.
-- `lbm_page`: the addresses of the LBM page.
-- `lbm_model`: the model behind it.
+- `lbm_model`: the model behind it, and what clients ask of it.
 """

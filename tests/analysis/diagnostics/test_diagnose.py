@@ -10,8 +10,7 @@ import sigmascope
 from sigmascope.analysis import diagnostics
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import Case
-from sigmascope.records.facts import CallFacts
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import CallFacts, Run, Stage
 from sigmascope.records.serialization import to_plain
 
 

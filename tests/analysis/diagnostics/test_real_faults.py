@@ -19,8 +19,7 @@ import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor import Recorder
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.facts import PipelineFacts
-from sigmascope.records.run import Finding, Run
+from sigmascope.records.run import Finding, PipelineFacts, Run
 from sigmascope.records.serialization import from_plain, to_plain
 
 Found = Callable[..., dict[str, Finding]]

@@ -3,8 +3,7 @@ from collections.abc import Callable
 import pytest
 from tests.analysis.faulty_runs import GIB, device_memory, stage
 
-from sigmascope.records.facts import TensorFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, TensorFacts
 
 Found = Callable[..., dict[str, Finding]]
 

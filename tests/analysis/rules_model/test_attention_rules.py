@@ -5,8 +5,7 @@ from tests.analysis.faulty_runs import pipeline
 from tests.families import make_pipeline
 
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.facts import AttentionFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import AttentionFacts, Finding
 
 Found = Callable[..., dict[str, Finding]]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sigmascope.analysis.rules_model import few_step_evidence
-from sigmascope.records.facts import ComponentFacts, JsonScalar, PipelineFacts
+from sigmascope.records.run import ComponentFacts, JsonScalar, PipelineFacts
 
 
 def pipeline(class_name: str, source: str | None = None, **config: JsonScalar) -> PipelineFacts:

@@ -11,8 +11,7 @@ from torch import nn
 
 import sigmascope
 from sigmascope.monitor.guard import as_json
-from sigmascope.records.facts import CallFacts, ComponentFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import CallFacts, ComponentFacts, Finding
 
 Found = Callable[..., dict[str, Finding]]
 DENOISING = stage("denoising", 30.0, steps=steps([1.0] * 10))

@@ -3,8 +3,7 @@ from collections.abc import Callable
 import pytest
 from tests.analysis.faulty_runs import GIB, component, pipeline, weights
 
-from sigmascope.records.facts import AcceleratorFacts
-from sigmascope.records.run import Finding
+from sigmascope.records.run import AcceleratorFacts, Finding
 
 Found = Callable[..., dict[str, Finding]]
 

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from tests.analysis.faulty_runs import stage, steps
 
+from sigmascope.records.performance import DeviceUtilization, Gauge
 from sigmascope.records.run import Finding, Stage
 from sigmascope.records.serialization import to_plain
-from sigmascope.records.utilization import DeviceUtilization, Gauge
 
 Found = Callable[..., dict[str, Finding]]
 

@@ -6,7 +6,7 @@ import pytest
 from tests.analysis.run_sets import run
 
 from sigmascope.analysis.run_comparison import set_up_differences
-from sigmascope.records.facts import (
+from sigmascope.records.run import (
     AcceleratorFacts,
     AttentionFacts,
     CallFacts,
@@ -14,8 +14,9 @@ from sigmascope.records.facts import (
     HostFacts,
     ModuleFacts,
     PipelineFacts,
+    Run,
+    Stage,
 )
-from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import to_plain
 
 

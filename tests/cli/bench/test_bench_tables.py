@@ -8,8 +8,8 @@ from tests.analysis.run_sets import run
 from sigmascope.analysis.run_figures import summarise
 from sigmascope.cli.bench import print_bench
 from sigmascope.pipeline.bench import CaseResult
-from sigmascope.records.facts import AcceleratorFacts, HostFacts
 from sigmascope.records.performance import BenchCase, Made
+from sigmascope.records.run import AcceleratorFacts, HostFacts
 
 H100 = HostFacts(accelerators=(AcceleratorFacts("cuda:0", "NVIDIA H100", total_bytes=80 * 2**30),))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.profile import profile_steps
-from sigmascope.records.utilization import utilization_of
+from sigmascope.records.performance import utilization_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.scope import OUTSIDE, OWN_FACT
 from sigmascope.monitor.utilization import NO_READING, NOT_SAMPLED
 from sigmascope.records.memory import MemorySnapshot
+from sigmascope.records.performance import MemoryCurve, memory_over_time
 from sigmascope.records.run import Stage
-from sigmascope.records.utilization import MemoryCurve, memory_over_time
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost

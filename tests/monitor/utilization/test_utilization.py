@@ -15,8 +15,8 @@ from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.utilization import ONLY_NVIDIA, TOO_SHORT, UtilizationMeter
 from sigmascope.probes import NullAccelerator, Reading, nvml
 from sigmascope.probes.nvml import GPU_ACTIVITY, ActivityReading, GpuActivity
+from sigmascope.records.performance import Gauge, utilization_of
 from sigmascope.records.serialization import run_from_json, run_to_json
-from sigmascope.records.utilization import Gauge, utilization_of
 
 
 class FakeSource:

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from sigmascope.pipeline.peak_prediction import Experience, Kind, learn
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import (
     RECORD_FACT,
     EncodingRecord,
@@ -12,7 +11,7 @@ from sigmascope.records.latents import (
     TileFacts,
     VaeFacts,
 )
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Run, Stage, TensorFacts
 
 MIB = 1024 * 1024
 DIRECT = Kind("AutoencoderKL", "encoding", "direct", "cuda")

@@ -7,8 +7,8 @@ from tests.pipeline.optimized import CPU, H100, T4
 
 from sigmascope.pipeline.plan import Hardware, read_hardware
 from sigmascope.probes.accelerators import NullAccelerator
-from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
+from sigmascope.records.run import AcceleratorFacts
 
 
 class TwoDevices(NullAccelerator):

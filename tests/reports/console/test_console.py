@@ -2,7 +2,6 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from sigmascope.records.facts import AcceleratorFacts, HostFacts, TensorFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -10,7 +9,17 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
+from sigmascope.records.run import (
+    AcceleratorFacts,
+    Finding,
+    Folded,
+    FoldedStages,
+    HostFacts,
+    Run,
+    Stage,
+    Steps,
+    TensorFacts,
+)
 from sigmascope.reports.console import NO_ACCELERATOR, print_run
 
 MIB = 1024**2

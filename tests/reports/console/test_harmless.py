@@ -11,11 +11,10 @@ from tests.reports.console.test_profile import PROFILE
 from typer.testing import CliRunner
 
 from sigmascope.cli import root
-from sigmascope.records.facts import AcceleratorFacts, HostFacts, TensorFacts
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
-from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.records.performance import DeviceUtilization, Gauge
+from sigmascope.records.run import AcceleratorFacts, Finding, HostFacts, Run, Stage, TensorFacts
 from sigmascope.records.serialization import run_from_json, run_to_json, to_plain
-from sigmascope.records.utilization import DeviceUtilization, Gauge
 from sigmascope.reports.console import print_run
 
 EVIL = ("\x1b]0;yours\x07", "\x1b[2J\x1b[H", "\x9b31m", "\u202e", "[/bold]")

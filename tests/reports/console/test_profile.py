@@ -2,10 +2,15 @@ import io
 
 from rich.console import Console
 
-from sigmascope.records.performance import BlockProfile, OperatorProfile, StepsProfile
+from sigmascope.records.performance import (
+    BlockProfile,
+    DeviceUtilization,
+    Gauge,
+    OperatorProfile,
+    StepsProfile,
+)
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import to_plain
-from sigmascope.records.utilization import DeviceUtilization, Gauge
 from sigmascope.reports import print_run
 from sigmascope.reports.console import print_profile
 

@@ -1,8 +1,7 @@
 from tests.reports.tracing_runs import MIB, arguments_of, events_of, run_of
 
-from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.memory import AcceleratorPeak, MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.run import Stage, Steps
+from sigmascope.records.run import ModuleFacts, Stage, Steps, TensorFacts
 
 
 def test_memory_is_in_mib() -> None:

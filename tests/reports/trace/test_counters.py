@@ -1,6 +1,5 @@
 from tests.reports.tracing_runs import MIB, events_of, run_of
 
-from sigmascope.records.facts import HostFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -9,7 +8,7 @@ from sigmascope.records.memory import (
     PeakMemory,
 )
 from sigmascope.records.merge import merge_runs
-from sigmascope.records.run import Run, Stage, Steps
+from sigmascope.records.run import HostFacts, Run, Stage, Steps
 from sigmascope.reports.trace import PROCESS_COUNTER, SYSTEM_COUNTER
 
 

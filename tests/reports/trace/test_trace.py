@@ -11,8 +11,7 @@ from tests.reports.tracing_runs import Event, events_of, only, run_of
 
 from sigmascope.errors import WriteError
 from sigmascope.monitor import Recorder
-from sigmascope.records.facts import ExceptionDetails
-from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
+from sigmascope.records.run import ExceptionDetails, Finding, Folded, FoldedStages, Run, Stage, Steps
 from sigmascope.reports.trace import trace_of, write_trace
 
 # The rules of Chrome's trace event format: what each phase must and may have.

@@ -13,8 +13,8 @@ from tests.reports.tracing_runs import arguments_of, events_of, run_of
 
 from sigmascope.errors import ConfigError
 from sigmascope.monitor import Recorder
+from sigmascope.records.performance import UTILIZATION
 from sigmascope.records.run import Finding, Run, Stage, Steps
-from sigmascope.records.utilization import UTILIZATION
 from sigmascope.reports.trace import trace_of, write_trace
 
 NAMES = ['a"b\\c', "\x00\x1f", "\u2028</script>", "😀", "\ud800 half a pair", "", "$float"]

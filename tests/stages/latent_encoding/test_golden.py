@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
 from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, MemorySnapshot, PeakMemory
+from sigmascope.records.run import TensorFacts
 from sigmascope.stages import latent_encoding
 
 MIB, GIB = 2**20, 2**30

@@ -15,9 +15,8 @@ from tests.ui.conftest import HOST, Upload, encoded, outcome
 from sigmascope.lbm.infer import translate_image
 from sigmascope.records.serialization import run_from_json
 from sigmascope.ui import lbm_model
-from sigmascope.ui.app import make_app
+from sigmascope.ui.app import ASSETS, make_app
 from sigmascope.ui.lbm_model import ServedModel
-from sigmascope.ui.lbm_page import ASSETS
 from sigmascope.ui.security import Limits
 
 

@@ -11,8 +11,7 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.records.serialization import run_from_json
-from sigmascope.ui.lbm_model import Made, ServedModel, Translator
-from sigmascope.ui.requests import Picture, Recent, Wish
+from sigmascope.ui.lbm_model import Made, Picture, Recent, ServedModel, Translator, Wish
 
 Told = list[tuple[str, int, int]]
 

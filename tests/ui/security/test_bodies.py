@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 from tests.ui.conftest import HOST, encoded
 
-from sigmascope.ui import lbm_page, requests
+from sigmascope.ui import app as app_module
+from sigmascope.ui import lbm_model
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
@@ -110,14 +111,14 @@ def test_a_picture_keeps_its_place_until_it_is_decoded(
 ) -> None:
     app = make_app(served, Limits(uploads=1))
     decoding, proceed = threading.Event(), threading.Event()
-    real = requests.decode
+    real = lbm_model.decode
 
     def held(data: bytes, limits: Limits) -> Image.Image:
         decoding.set()
         assert proceed.wait(20)
         return real(data, limits)
 
-    monkeypatch.setattr(requests, "decode", held)
+    monkeypatch.setattr(lbm_model, "decode", held)
 
     async def sent() -> Message:
         return piece(encoded(photograph), more=False)
@@ -139,7 +140,7 @@ def test_a_fault_of_the_server_is_told_as_every_error_is(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(lbm_page, "read_wish", fail)
+    monkeypatch.setattr(app_module, "read_wish", fail)
     with TestClient(make_app(served), base_url=HOST, raise_server_exceptions=False) as client:
         answer = client.post("/api/jobs", content=b"{}")
     assert answer.status_code == 500

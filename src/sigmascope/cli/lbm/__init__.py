@@ -1,8 +1,8 @@
-"""`sigmascope lbm`: make, train and run Latent Bridge Matching models. One module a command."""
+"""`sigmascope lbm`: make, train and run Latent Bridge Matching models. Commands of one subject share a module."""
 
 import typer
 
-from sigmascope.cli.lbm import create_base, infer, make_shards, serve, train
+from sigmascope.cli.lbm import create_base, infer, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +18,6 @@ def group() -> None:
 
 app.command("create-base", no_args_is_help=True, epilog=create_base.EPILOG)(create_base.create_base)
 app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
-app.command("make-shards", no_args_is_help=True, epilog=make_shards.EPILOG)(make_shards.make_shards)
-app.command("serve", no_args_is_help=True, epilog=serve.EPILOG)(serve.serve)
+app.command("make-shards", no_args_is_help=True, epilog=train.SHARDS_EPILOG)(train.make_shards)
+app.command("serve", no_args_is_help=True, epilog=infer.SERVE_EPILOG)(infer.serve)
 app.command("train", no_args_is_help=True, epilog=train.EPILOG)(train.train)

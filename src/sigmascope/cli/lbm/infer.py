@@ -1,8 +1,12 @@
-"""`sigmascope lbm infer`: translate a picture with a Latent Bridge Matching model."""
+"""`sigmascope lbm infer` and `lbm serve`: translate a picture, here or on a page in the browser."""
 
+import json
 import logging
 import os
+import threading
+import webbrowser
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,18 +27,26 @@ if TYPE_CHECKING:
     from sigmascope.lora.apply import AttachedLora, MergedLora
     from sigmascope.monitor.recorder import Recorder
     from sigmascope.records.run import Run, Stage
+    from sigmascope.ui.app import Address
+    from sigmascope.ui.lbm_model import ModelOptions, ServedModel
+
 
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
     "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
 )
 
-FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
+
+FILES, MODEL = "Files", "How to run"
+OUTPUT = "What to show"
+
 
 LORA_SCALES = (0.0, 2.0)
 """Range of --lora_scale."""
 
+
 _log = logging.getLogger(__name__)
+
 
 MIB = 1024**2
 NAMED = 3
@@ -391,3 +403,139 @@ def _stage(stage: "Stage") -> dict[str, Any]:
         "peak_rss_mb": None if peak is None else peak / MIB,
         "facts": dict(stage.facts),
     }
+
+
+SERVE_EPILOG = (
+    "Examples: sigmascope lbm serve --pocket\n\n"
+    "sigmascope lbm serve --base_model_path base.safetensors --lora_path my_lora.safetensors --port 8080"
+)
+
+
+SERVED, ADDRESS = "Model", "Address"
+
+
+def serve(
+    base_model_path: Annotated[Path | None, options.base_model_path(SERVED)] = None,
+    lora_path: Annotated[
+        Path | None,
+        typer.Option("--lora_path", help="A LoRA to compare with the base.", rich_help_panel=SERVED),
+    ] = None,
+    config_path: Annotated[Path | None, options.config_path(SERVED)] = None,
+    pocket: Annotated[
+        bool,
+        typer.Option(
+            "--pocket",
+            help="Serve the small model that ships with Sigmascope, with a LoRA extracted at rank 8.",
+            rich_help_panel=SERVED,
+        ),
+    ] = False,
+    torch_dtype: Annotated[str, options.torch_dtype(SERVED)] = "float32",
+    device: Annotated[str, options.device(SERVED)] = "auto",
+    tile_size: Annotated[int | None, options.tile_size(SERVED)] = None,
+    resolution: Annotated[
+        int | None,
+        typer.Option(
+            "--resolution",
+            help="Side of the square bucket; by default the config's (256 with --pocket).",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            help="Interface to bind to. Others than loopback let anyone in.",
+            rich_help_panel=ADDRESS,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", help="0 takes any that is free.", rich_help_panel=ADDRESS)
+    ] = 7860,
+    open_browser: Annotated[
+        bool,
+        typer.Option(
+            "--open/--no_open", help="Open the page in the browser when it is ready.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the address as one line of JSON when it is ready.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+) -> None:
+    """Show a page to try a model and its LoRA on: base and result side by side, with what each took.
+
+    Upload a picture, move the LoRA's strength, and see what changes. Pictures and
+    results stay in memory; nothing is written to disk. Ctrl-C ends it.
+    """
+    with needs_extra("ui"):
+        from sigmascope.ui.lbm_model import ModelOptions
+
+    run_serve(
+        ModelOptions(
+            base_model_path=base_model_path,
+            lora_path=lora_path,
+            config_path=config_path,
+            pocket=pocket,
+            torch_dtype=torch_dtype,
+            device=device,
+            tile_size=tile_size,
+            resolution=resolution,
+        ),
+        host=host,
+        port=port,
+        open_browser=open_browser,
+        as_json=as_json,
+    )
+
+
+def run_serve(options: "ModelOptions", *, host: str, port: int, open_browser: bool, as_json: bool) -> None:
+    """Serve until Ctrl-C.
+
+    Raises:
+        ConfigError: The options make no sense, or the port is taken.
+        SigmascopeError: The model or the LoRA cannot be loaded.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    with needs_extra("ui"):
+        from sigmascope.ui.app import bind
+        from sigmascope.ui.app import serve as serve_model
+        from sigmascope.ui.lbm_model import load_served
+
+    options.check()
+    with closing(bind(host, port)) as listening:
+        with progress_bar("Loading") as progress:
+            served = load_served(options, progress=progress)
+
+        def on_ready(address: "Address") -> None:
+            _announce(address, served, as_json=as_json)
+            if open_browser:
+                # Its own thread: some browsers return only when they are closed.
+                threading.Thread(target=_open, args=[address.url], daemon=True).start()
+
+        serve_model(served, listening, host, on_ready)
+
+
+def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if not address.is_loopback:
+        console.print(
+            Text.assemble(
+                ("Warning: ", "bold yellow"),
+                f"whoever reaches port {address.port} of this machine can use the model; there is no password. ",
+                "Bind to 127.0.0.1 and use an SSH tunnel to keep it to yourself.",
+            )
+        )
+    if as_json:
+        facts = {"url": address.url, "host": address.host, "port": address.port}
+        typer.echo(json.dumps({**facts, "model": served.base_name, "lora": served.lora_name}))
+        return
+    what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
+    say(f"Serving {what} at {address.url}")
+    console.print(Text("Ctrl-C ends it.", style="dim"))
+
+
+def _open(url: str) -> None:
+    if not webbrowser.open(url):
+        Console(stderr=True).print(Text(f"No browser could be opened; go to {url}", style="yellow"))

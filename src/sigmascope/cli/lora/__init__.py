@@ -1,9 +1,8 @@
-"""`sigmascope lora`: make LoRAs, prove them, and work on them. One module a command."""
+"""`sigmascope lora`: make LoRAs, prove them, and work on them. Commands of one subject share a module."""
 
 import typer
 
-from sigmascope.cli.lora import convert, diff, extract, inspect, merge, validate
-from sigmascope.cli.lora import merge as resize
+from sigmascope.cli.lora import extract, inspect, merge, validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,8 +11,8 @@ app = typer.Typer(
 )
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
-app.command("convert", epilog=convert.EPILOG)(convert.convert)
-app.command("resize", epilog=resize.RESIZE_EPILOG)(resize.resize)
+app.command("convert", epilog=merge.CONVERT_EPILOG)(merge.convert)
+app.command("resize", epilog=merge.RESIZE_EPILOG)(merge.resize)
 app.command("merge", epilog=merge.EPILOG)(merge.merge)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("diff", epilog=diff.EPILOG)(diff.diff)
+app.command("diff", epilog=inspect.DIFF_EPILOG)(inspect.diff)

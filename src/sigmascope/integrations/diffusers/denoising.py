@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 
-from sigmascope.integrations.diffusers.denoising_steps import Denoising
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.integrations.diffusers.watch_session import (
+    Denoising,
     Observer,
     StageStack,
     WatchedParts,

@@ -29,8 +29,8 @@ from sigmascope.integrations.diffusers.watch_session import (
     pipelines_in,
 )
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.records.facts import CallFacts, PipelineFacts
 from sigmascope.records.prompts import stored_prompts
+from sigmascope.records.run import CallFacts, PipelineFacts
 
 GENERATION = "generation"
 RUNS_LATER = (

@@ -13,12 +13,10 @@ from typing import Any, ClassVar, Final
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.diffusers.denoising import DenoiserObserver, SchedulerObserver
+from sigmascope.integrations.diffusers.encoding import TextEncodingObserver, VaeObserver
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
-from sigmascope.integrations.diffusers.loading import LoadingObserver, TransferObserver
-from sigmascope.integrations.diffusers.lora_application import LoraObserver
+from sigmascope.integrations.diffusers.loading import LoadingObserver, LoraObserver, TransferObserver
 from sigmascope.integrations.diffusers.pipeline_call import CallObserver
-from sigmascope.integrations.diffusers.text_encoding import TextEncodingObserver
-from sigmascope.integrations.diffusers.vae import VaeObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.performance import decorated, whole_number

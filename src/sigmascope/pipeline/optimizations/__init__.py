@@ -2,17 +2,21 @@
 
 from typing import Final
 
-from sigmascope.pipeline.optimizations.attention import ATTENTION_KIND, FUSED_QKV_KIND
-from sigmascope.pipeline.optimizations.caching import CACHE_KIND
-from sigmascope.pipeline.optimizations.interface import Kind
-from sigmascope.pipeline.optimizations.kernels import CHANNELS_LAST_KIND, COMPILE_KIND, FAST_MATMUL_KIND
-from sigmascope.pipeline.optimizations.offloading import PLACEMENT_KIND
+from sigmascope.pipeline.optimizations.denoiser import (
+    ATTENTION_KIND,
+    CACHE_KIND,
+    CHANNELS_LAST_KIND,
+    COMPILE_KIND,
+    FAST_MATMUL_KIND,
+    FUSED_QKV_KIND,
+)
+from sigmascope.pipeline.optimizations.memory import PLACEMENT_KIND, SLICING_KIND, TILING_KIND
 from sigmascope.pipeline.optimizations.precision import (
     LAYERWISE_CASTING_KIND,
     PRECISION_KIND,
     QUANTISATION_KIND,
 )
-from sigmascope.pipeline.optimizations.vae_memory import SLICING_KIND, TILING_KIND
+from sigmascope.pipeline.plan import Kind
 
 KINDS: Final[tuple[Kind, ...]] = (
     PRECISION_KIND,

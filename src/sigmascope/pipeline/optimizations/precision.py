@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope import units
-from sigmascope.pipeline.optimizations.interface import Circumstances, Considered, Kind
-from sigmascope.pipeline.optimizations.memory_budget import main_dtype, nbytes_of
-from sigmascope.pipeline.pipeline_parts import models_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, NotTaken
+from sigmascope.pipeline.optimizations.memory import main_dtype, nbytes_of
+from sigmascope.pipeline.plan import PIPELINE, Choice, Considered, Kind, NotTaken, PlanningContext, models_of
 from sigmascope.probes.pipelines import layerwise_casting
 from sigmascope.records.memory import MIB
 
@@ -35,33 +33,33 @@ _CAST_LAYERS: Final = (
 )  # fmt: skip
 
 
-def consider_precision(found: Circumstances) -> Considered:
+def consider_precision(context: PlanningContext) -> Considered:
     """All models together: pipelines hand one's results to the next without converting them."""
-    if found.config.dtype is None:
+    if context.config.dtype is None:
         yield NotTaken(PRECISION, PIPELINE, "switched off")
         return
-    dtype = _dtype_for(found)
+    dtype = _dtype_for(context)
     if isinstance(dtype, NotTaken):
         yield dtype
         return
-    asked = found.config.dtype != "auto"
-    refusal = None if asked else found.too_much(PRECISION, PIPELINE, "precision")
+    asked = context.config.dtype != "auto"
+    refusal = None if asked else context.too_much(PRECISION, PIPELINE, "precision")
     if refusal is not None:
         yield refusal
         return
-    yield from _left_in_float32(found)
-    names = [name for name in found.subject.models if _is_wide(found, name)]
+    yield from _left_in_float32(context)
+    names = [name for name in context.parts.models if _is_wide(context, name)]
     if not names:
-        yield NotTaken(PRECISION, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
+        yield NotTaken(PRECISION, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(context)}")
         return
-    yield _half_precision(found, dtype, names)
+    yield _half_precision(context, dtype, names)
 
 
-def _dtype_for(found: Circumstances) -> str | NotTaken:
-    asked = found.config.dtype
+def _dtype_for(context: PlanningContext) -> str | NotTaken:
+    asked = context.config.dtype
     if asked is not None and asked != "auto":
         return asked
-    hardware = found.hardware
+    hardware = context.hardware
     if hardware.multiplies_bfloat16():
         return "float16" if hardware.kind == "mps" else "bfloat16"
     if hardware.is_accelerator:
@@ -69,49 +67,49 @@ def _dtype_for(found: Circumstances) -> str | NotTaken:
     return NotTaken(
         PRECISION,
         PIPELINE,
-        f"{found.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)",
+        f"{context.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)",
     )
 
 
-def _left_in_float32(found: Circumstances) -> Iterator[NotTaken]:
-    for name, model in found.subject.models.items():
+def _left_in_float32(context: PlanningContext) -> Iterator[NotTaken]:
+    for name, model in context.parts.models.items():
         if type(model).__name__ in _KEEPS_FLOAT32 and main_dtype(model) in _WIDER:
             yield NotTaken(PRECISION, name, f"{type(model).__name__} is made to run in float32")
 
 
-def _is_wide(found: Circumstances, name: str) -> bool:
+def _is_wide(context: PlanningContext, name: str) -> bool:
     return (
-        found.dtypes.get(name) in _WIDER and type(found.subject.models[name]).__name__ not in _KEEPS_FLOAT32
+        context.dtypes.get(name) in _WIDER and type(context.parts.models[name]).__name__ not in _KEEPS_FLOAT32
     )
 
 
-def _emulated(found: Circumstances) -> str:
+def _emulated(context: PlanningContext) -> str:
     """What to know of bfloat16 weights on a device that does not multiply them."""
-    if found.hardware.multiplies_bfloat16() or torch.bfloat16 not in found.dtypes.values():
+    if context.hardware.multiplies_bfloat16() or torch.bfloat16 not in context.dtypes.values():
         return ""
     return "; bfloat16 is slow on this device, and float16's range may be too small: compare images before loading in it"
 
 
-def _half_precision(found: Circumstances, dtype: str, names: list[str]) -> Choice:
-    before = found.total_bytes
+def _half_precision(context: PlanningContext, dtype: str, names: list[str]) -> Choice:
+    before = context.total_bytes
     target = DTYPES[dtype]
     for name in names:
-        model = found.subject.models[name]
+        model = context.parts.models[name]
         narrowed = {id(tensor): tensor for tensor in narrowed_tensors(model, target)}
-        found.weights[name] = nbytes_of(model) - sum(t.nbytes - t.numel() * 2 for t in narrowed.values())
-        found.dtypes[name] = target
-    kept = sum(nbytes_of(found.subject.models[name]) for name in names)
-    saved = before - found.total_bytes
+        context.weights[name] = nbytes_of(model) - sum(t.nbytes - t.numel() * 2 for t in narrowed.values())
+        context.dtypes[name] = target
+    kept = sum(nbytes_of(context.parts.models[name]) for name in names)
+    saved = before - context.total_bytes
     return Choice(
         PRECISION,
         PIPELINE,
         f"from_pretrained(…, torch_dtype=torch.{dtype}) for {', '.join(names)}",
-        f"{units.mib(before)} MB of weights become {units.mib(found.total_bytes)} MB.",
-        f"{units.mib(saved)} MB less, and {_speed(found)}",
+        f"{units.mib(before)} MB of weights become {units.mib(context.total_bytes)} MB.",
+        f"{units.mib(saved)} MB less, and {_speed(context)}",
         "speed",
         "precision",
         {"dtype": dtype, "components": ",".join(names)},
-        {"mb_before": before / MIB, "mb_after": found.total_bytes / MIB},
+        {"mb_before": before / MIB, "mb_after": context.total_bytes / MIB},
         ram_mb=kept / MIB,
     )
 
@@ -146,12 +144,12 @@ def _kept_wide(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return {*kept, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
 
 
-def _speed(found: Circumstances) -> str:
-    if found.hardware.multiplies_bfloat16():
+def _speed(context: PlanningContext) -> str:
+    if context.hardware.multiplies_bfloat16():
         return "products that the device multiplies faster than float32's"
     return (
         "no faster products: this device is not made for it"
-        if not found.hardware.is_accelerator
+        if not context.hardware.is_accelerator
         else "half the traffic"
     )
 
@@ -170,14 +168,14 @@ PRECISION_KIND: Final = Kind(
 )
 
 
-def consider_quantisation(found: Circumstances) -> Considered:
+def consider_quantisation(context: PlanningContext) -> Considered:
     """On request, or ("auto") where a denoiser does not fit by itself."""
-    for name, model in found.subject.of_role("denoiser").items():
-        yield _quantisation_of(found, name, model)
+    for name, model in context.parts.of_role("denoiser").items():
+        yield _quantisation_of(context, name, model)
 
 
-def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = found.config.quantisation
+def _quantisation_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = context.config.quantisation
     if asked is None:
         return NotTaken(QUANTISATION, name, "switched off")
     if find_spec("torchao") is None:
@@ -185,10 +183,10 @@ def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choic
     if is_quantised(model):
         return NotTaken(QUANTISATION, name, "it is quantised already")
     if asked == "auto":
-        refusal = found.why_not(QUANTISATION, name, "precision") or _fits_unquantised(found, name)
+        refusal = context.why_not(QUANTISATION, name, "precision") or _fits_unquantised(context, name)
         if refusal is not None:
             return refusal
-    return _quantisation_choice(found, name, model, "int8" if asked == "auto" else asked)
+    return _quantisation_choice(context, name, model, "int8" if asked == "auto" else asked)
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -196,40 +194,40 @@ def is_quantised(model: nn.Module) -> bool:
     return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
 
 
-def _fits_unquantised(found: Circumstances, name: str) -> NotTaken | None:
-    room = found.room_bytes
-    if room is None or found.weights[name] + found.work_bytes <= room:
+def _fits_unquantised(context: PlanningContext, name: str) -> NotTaken | None:
+    room = context.room_bytes
+    if room is None or context.weights[name] + context.work_bytes <= room:
         return NotTaken(QUANTISATION, name, "it fits by itself, as far as is known")
     return None
 
 
-def _quantisation_choice(found: Circumstances, name: str, model: nn.Module, to: str) -> Choice:
-    before, itemsize = found.weights[name], found.dtypes[name].itemsize
+def _quantisation_choice(context: PlanningContext, name: str, model: nn.Module, to: str) -> Choice:
+    before, itemsize = context.weights[name], context.dtypes[name].itemsize
     linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
-    found.weights[name] = before - linear * (itemsize - 1)
-    config = _torchao_config(found, to)
+    context.weights[name] = before - linear * (itemsize - 1)
+    config = _torchao_config(context, to)
     return Choice(
         QUANTISATION,
         name,
         f"torchao.quantization.quantize_(pipe.{name}, {config}())",
-        f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
+        f"{units.mib(before)} MB of weights become about {units.mib(context.weights[name])} MB.",
         "memory"
         + (", and products in float8" if "Dynamic" in config else "; widening the weights costs time"),
         "memory",
         "precision",
         {"config": config},
-        {"mb_before": before / MIB, "mb_after": found.weights[name] / MIB},
-        necessary=found.config.quantisation == "auto",
+        {"mb_before": before / MIB, "mb_after": context.weights[name] / MIB},
+        necessary=context.config.quantisation == "auto",
         ram_mb=nbytes_of(model) / MIB,
     )
 
 
-def _torchao_config(found: Circumstances, to: str) -> str:
+def _torchao_config(context: PlanningContext, to: str) -> str:
     if to == "int8":
         return "Int8WeightOnlyConfig"
     return (
         "Float8DynamicActivationFloat8WeightConfig"
-        if found.hardware.multiplies_float8()
+        if context.hardware.multiplies_float8()
         else "Float8WeightOnlyConfig"
     )
 
@@ -246,41 +244,43 @@ QUANTISATION_KIND: Final = Kind(
 )
 
 
-def consider_layerwise_casting(found: Circumstances) -> Considered:
+def consider_layerwise_casting(context: PlanningContext) -> Considered:
     """Where a denoiser does not fit on the device by itself."""
-    for name, model in found.subject.of_role("denoiser").items():
-        yield _casting_of(found, name, model)
+    for name, model in context.parts.of_role("denoiser").items():
+        yield _casting_of(context, name, model)
 
 
-def _casting_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = found.config.layerwise_casting
+def _casting_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = context.config.layerwise_casting
     if asked is False:
         return NotTaken(LAYERWISE_CASTING, name, "switched off")
     if not hasattr(model, "enable_layerwise_casting"):
         return NotTaken(LAYERWISE_CASTING, name, f"{type(model).__name__} does not offer it")
     if layerwise_casting(model):
         return NotTaken(LAYERWISE_CASTING, name, "it is on already")
-    if found.has("quantisation"):
+    if context.has("quantisation"):
         return NotTaken(LAYERWISE_CASTING, name, "the weights are quantised")
     if asked == "auto":
-        refusal = found.why_not(LAYERWISE_CASTING, name, "precision") or _casting_not_needed(
-            found, name, model
+        refusal = context.why_not(LAYERWISE_CASTING, name, "precision") or _casting_not_needed(
+            context, name, model
         )
         if refusal is not None:
             return refusal
-    return _casting_choice(found, name, model)
+    return _casting_choice(context, name, model)
 
 
-def _casting_not_needed(found: Circumstances, name: str, model: nn.Module) -> NotTaken | None:
-    nbytes, room = found.weights[name], found.room_bytes
+def _casting_not_needed(context: PlanningContext, name: str, model: nn.Module) -> NotTaken | None:
+    nbytes, room = context.weights[name], context.room_bytes
     if room is None:
-        return NotTaken(LAYERWISE_CASTING, name, f"how much memory {found.hardware.device} has is not known")
-    if nbytes + found.work_bytes <= room:
-        words = f"{units.mib(nbytes)} MB of weights and {units.mib(found.work_bytes)} MB at work are in {units.mib(room)} MB"
+        return NotTaken(
+            LAYERWISE_CASTING, name, f"how much memory {context.hardware.device} has is not known"
+        )
+    if nbytes + context.work_bytes <= room:
+        words = f"{units.mib(nbytes)} MB of weights and {units.mib(context.work_bytes)} MB at work are in {units.mib(room)} MB"
         return NotTaken(LAYERWISE_CASTING, name, f"it fits by itself: {words}")
-    cast = nbytes - saved_bytes(model, _itemsize(found, name))
-    if cast + found.work_bytes > room:
-        words = f"{units.mib(cast)} MB of weights and {units.mib(found.work_bytes)} MB at work, in {units.mib(room)} MB"
+    cast = nbytes - saved_bytes(model, _itemsize(context, name))
+    if cast + context.work_bytes > room:
+        words = f"{units.mib(cast)} MB of weights and {units.mib(context.work_bytes)} MB at work, in {units.mib(room)} MB"
         return NotTaken(LAYERWISE_CASTING, name, f"it would not fit even so: {words}")
     return None
 
@@ -309,25 +309,25 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _itemsize(found: Circumstances, name: str) -> int:
-    return found.dtypes.get(name, torch.float32).itemsize
+def _itemsize(context: PlanningContext, name: str) -> int:
+    return context.dtypes.get(name, torch.float32).itemsize
 
 
-def _casting_choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
-    compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
-    before = found.weights[name]
-    found.weights[name] = before - saved_bytes(model, _itemsize(found, name))
+def _casting_choice(context: PlanningContext, name: str, model: nn.Module) -> Choice:
+    compute = str(context.dtypes.get(name, torch.float32)).removeprefix("torch.")
+    before = context.weights[name]
+    context.weights[name] = before - saved_bytes(model, _itemsize(context, name))
     return Choice(
         LAYERWISE_CASTING,
         name,
         f"pipe.{name}.enable_layerwise_casting(torch.float8_e4m3fn, torch.{compute})",
-        f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
+        f"{units.mib(before)} MB of weights become about {units.mib(context.weights[name])} MB.",
         "memory; a few per cent of time for widening",
         "memory",
         "precision",
         {},
-        {"mb_before": before / MIB, "mb_after": found.weights[name] / MIB},
-        necessary=found.config.layerwise_casting == "auto",
+        {"mb_before": before / MIB, "mb_after": context.weights[name] / MIB},
+        necessary=context.config.layerwise_casting == "auto",
         ram_mb=nbytes_of(model) / MIB,
     )
 

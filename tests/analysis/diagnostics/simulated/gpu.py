@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
-from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
+from sigmascope.records.run import AcceleratorFacts
 
 from .allocator import CachingAllocator
 

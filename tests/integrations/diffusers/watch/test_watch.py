@@ -13,9 +13,9 @@ from torch import Tensor
 
 import sigmascope
 from sigmascope.errors import ConfigError
+from sigmascope.records.performance import memory_over_time
 from sigmascope.records.prompts import prompt_sha256
 from sigmascope.records.run import Run
-from sigmascope.records.utilization import memory_over_time
 
 
 def fail(_pipeline: Any, _step: int, _timestep: Any, _tensors: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sigmascope.cli.lbm import serve
+from sigmascope.cli.lbm import infer
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import load_config
@@ -92,7 +92,7 @@ def announced(
         monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: served)
         monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
         options = {"open_browser": False, "as_json": False, **flags}
-        serve.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
+        infer.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
         told = capsys.readouterr()
         return told.out, told.err
 
@@ -124,7 +124,7 @@ def test_binding_beyond_loopback_warns(announced: Announced) -> None:
 
 def test_the_browser_is_opened_only_when_asked(announced: Announced, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(serve, "_open", opened.append)
+    monkeypatch.setattr(infer, "_open", opened.append)
     announced("127.0.0.1")
     assert opened == []
     announced("127.0.0.1", open_browser=True)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sigmascope.pipeline.image_comparison import compare_images, image_of
+from sigmascope.pipeline.measure import compare_images, image_of
 
 
 @dataclass

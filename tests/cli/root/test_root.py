@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope import __version__
-from sigmascope.cli import demo, root
+from sigmascope.cli import root
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
 
@@ -79,7 +79,7 @@ def test_ctrl_c_inside_a_command_exits_with_130(tmp_path: Path) -> None:
 
 
 def test_demo_is_a_command() -> None:
-    assert demo.demo in [command.callback for command in root.app.registered_commands]
+    assert root.demo in [command.callback for command in root.app.registered_commands]
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(

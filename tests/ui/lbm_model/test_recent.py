@@ -1,4 +1,4 @@
-from sigmascope.ui.requests import Recent
+from sigmascope.ui.lbm_model import Recent
 
 
 def test_what_was_used_lately_outlives_what_was_not() -> None:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from sigmascope.lbm.images import load_image
-from sigmascope.ui.requests import Pictures, decode
+from sigmascope.ui.lbm_model import Pictures, decode
 from sigmascope.ui.security import Limits, Refusal
 
 

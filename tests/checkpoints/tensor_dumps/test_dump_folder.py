@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope import TensorDumps
-from sigmascope.checkpoints.dump_folder import INDEX_NAME
+from sigmascope.checkpoints.tensor_dumps import INDEX_NAME
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 
 
@@ -174,14 +174,14 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_saves(tmp_path: 
     code = """
 import os, sys, torch
 from sigmascope import TensorDumps
-from sigmascope.checkpoints import dump_folder
+from sigmascope.checkpoints import tensor_dumps
 
 def killed(path, tensors, header, **options):
     from sigmascope.files import temporary_name
     path.with_name(temporary_name(path)).write_bytes(b"half")
     os._exit(9)
 
-dump_folder.save_safetensors = killed
+tensor_dumps.save_safetensors = killed
 TensorDumps(sys.argv[1]).save("a", torch.ones(2))
 """
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sigmascope.ui.requests import check_working_size, read_wish, wished_size
+from sigmascope.ui.lbm_model import check_working_size, read_wish, wished_size
 from sigmascope.ui.security import Limits, Refusal
 
 GOOD = {"picture": "p", "client": "c"}

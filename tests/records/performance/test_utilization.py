@@ -1,9 +1,9 @@
 import pytest
 
 from sigmascope.records.merge import merge_runs
+from sigmascope.records.performance import MemoryCurve, memory_over_time, readable_curves
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import run_from_plain, run_to_plain
-from sigmascope.records.utilization import MemoryCurve, memory_over_time, readable_curves
 
 PROCESS, DEVICE = MemoryCurve((0.1, 0.2), (300, 500)), MemoryCurve((0.2,), (7,))
 
