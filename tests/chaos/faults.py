@@ -288,11 +288,12 @@ def _workflow(toy: Toy) -> list[Tensor]:
 
 def _process(toy: Toy) -> list[Tensor]:
     process = autostart.WatchedProcess(Settings(output="run.json", trace="trace.json"))
-    process.start()
-    with sigmascope.stage("denoising"):
-        results = _toy_steps(toy, sigmascope.step)
-    process._end()
-    return results
+    try:
+        process.start()
+        with sigmascope.stage("denoising"):
+            return _toy_steps(toy, sigmascope.step)
+    finally:
+        process._end()  # as Python calls it at exit, after Ctrl-C too
 
 
 # What makes something
