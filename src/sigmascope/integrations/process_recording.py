@@ -71,11 +71,13 @@ class Recording:
         """Close the watch, print the summary, write the record."""
         error = unhandled()
         try:
-            self._saver.stop()
-            self._watch.hold_back(0)
-            with suppress(Exception):  # the record comes first, and says why nothing can be written
-                self._older.write()
-            self._watch.__exit__(None if error is None else type(error), error, None)
+            try:
+                self._saver.stop()
+                self._watch.hold_back(0)
+                with suppress(Exception):  # the record comes first, and says why nothing can be written
+                    self._older.write()
+            finally:  # after Ctrl-C too
+                self._watch.__exit__(None if error is None else type(error), error, None)
             self._report(self._watch.record())
         finally:
             if type(error) is KeyboardInterrupt:

@@ -1,9 +1,13 @@
 import threading
 from pathlib import Path
 
+import pytest
+from tests.integrations.diffusers.marks import left_behind
+
 from sigmascope import load_run
-from sigmascope.integrations.process_recording import PeriodicSaver
-from sigmascope.monitor import Recorder
+from sigmascope.integrations.process_recording import OlderGenerations, PeriodicSaver, Recording
+from sigmascope.integrations.watch_settings import Settings
+from sigmascope.monitor import Recorder, current_recorder
 from sigmascope.records.run import Run
 
 
@@ -44,3 +48,19 @@ def test_the_thread_is_gone_afterwards(tmp_path: Path) -> None:
     assert "sigmascope-keeper" in [thread.name for thread in threading.enumerate()]
     keeper.stop()
     assert "sigmascope-keeper" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_ctrl_c_while_a_recording_ends_leaves_no_watch_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    threads = threading.active_count()
+    recording = Recording(Settings(output="run.json"), str(tmp_path))
+    monkeypatch.setattr(OlderGenerations, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recording.end()
+    assert left_behind() == []
+    assert current_recorder() is None
+    assert threading.active_count() == threads
