@@ -10,15 +10,21 @@ from sigmascope.integrations.watch_settings import say
 class Stream:
     """One of the program's own, which fails as nobody expects."""
 
-    def write(self, _text: str) -> int:
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
         raise RuntimeError("a stream of the program's own")
 
     def flush(self) -> None: ...
 
 
 def test_a_stream_that_fails_is_not_the_program_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "__stderr__", Stream())
+    stream = Stream()
+    monkeypatch.setattr(sys, "__stderr__", stream)
     say("the record is in run.json")
+    assert stream.written == ["Sigmascope: the record is in run.json\n"]
 
 
 def test_what_a_terminal_would_obey_is_not_told(

@@ -451,20 +451,27 @@ class StageStack:
 
     def leave(self, stage: LiveStage, error: BaseException | None) -> None:
         """Close a stage, and before it all that were opened in it and are still open."""
-        while any(entered is stage for _, entered in self.open):
-            _, innermost = self.open.pop()
-            try:
-                if self.denoising is not None and innermost is self.denoising.stage:
-                    denoising, self.denoising = self.denoising, None
-                    denoising.finish()
-                    self.most_calls_a_step = max(self.most_calls_a_step, denoising.most_calls_a_step)
-            except Exception as failure:  # noqa: BLE001 - the stages around it are to be closed too
-                self.session.guard.switch_off("watch.denoiser", failure)
-            finally:  # a stage that stays open is sampled for ever
-                innermost.__exit__(None if error is None else type(error), error, None)
-            nanoseconds, times = self.moved.pop(innermost, (0, 0))
-            if times:
-                innermost.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
+        depth = next((depth for depth, (_, entered) in enumerate(self.open) if entered is stage), None)
+        if depth is None:
+            return
+        with ExitStack() as innermost_first:  # each, though Ctrl-C comes while another is closed
+            for _, entered in self.open[depth:]:
+                innermost_first.callback(self._close, entered, error)
+            del self.open[depth:]
+
+    def _close(self, stage: LiveStage, error: BaseException | None) -> None:
+        try:
+            if self.denoising is not None and stage is self.denoising.stage:
+                denoising, self.denoising = self.denoising, None
+                denoising.finish()
+                self.most_calls_a_step = max(self.most_calls_a_step, denoising.most_calls_a_step)
+        except Exception as failure:  # noqa: BLE001 - what was measured is to be kept
+            self.session.guard.switch_off("watch.denoiser", failure)
+        finally:  # a stage that stays open is sampled for ever
+            stage.__exit__(None if error is None else type(error), error, None)
+        nanoseconds, times = self.moved.pop(stage, (0, 0))
+        if times:
+            stage.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
 
     def weights_moved(self, nanoseconds: int) -> None:
         """Take a move of weights to or from a device, which has just ended.

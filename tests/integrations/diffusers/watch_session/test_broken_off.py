@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sigmascope
 from sigmascope.integrations.diffusers.hooks import MethodHook
-from sigmascope.integrations.diffusers.watch_session import Session
+from sigmascope.integrations.diffusers.watch_session import Denoising, Session
 from sigmascope.monitor import current_recorder
 
 
@@ -75,6 +75,21 @@ def test_ctrl_c_while_the_watch_is_taken_off_is_raised_when_it_is_off(
     assert marks(pipeline) == before
     assert left_behind() == []
     assert current_recorder() is None
+
+
+def test_ctrl_c_while_a_stage_is_closed_leaves_none_around_it_open(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    threads = threading.active_count()
+    monkeypatch.setattr(Denoising, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt), sigmascope.watch(pipeline):
+        generate(pipeline, "sd15", num_inference_steps=1)
+    assert left_behind() == []
+    assert current_recorder() is None
+    assert threading.active_count() == threads
 
 
 def test_a_watch_whose_own_end_fails_leaves_no_recorder(
