@@ -397,6 +397,15 @@ def lora_loha(folder: Path) -> Path:
     return _lora(folder / "loha.safetensors", shapes)
 
 
+def lora_cores(folder: Path) -> Path:
+    """A LoHa of rank 1 in 1 MB with a kernel of 10,000 places, each (131,072, 131,072)."""
+    side = 1 << 17
+    shapes = {"hada_w1_a": (1, side), "hada_w1_b": (1, side), "hada_w2_a": (1, side), "hada_w2_b": (1, side)}
+    return _lora(
+        folder / "cores.safetensors", shapes | {"hada_t1": (1, 1, 100, 100), "hada_t2": (1, 1, 100, 100)}
+    )
+
+
 def lora_lokr(folder: Path) -> Path:
     """A LoKr in 1 MB that changes a weight (262,144, 262,144)."""
     return _lora(folder / "lokr.safetensors", {"lokr_w1": (512, 512), "lokr_w2": (512, 512)})
@@ -603,7 +612,7 @@ BOMBS: Sequence[Bomb] = (
     *(
         Bomb(f"{build.__name__}_{opener.__name__}", build, opener)
         for opener in (inspect, resize, compare, validate, bake, merge)
-        for build in (lora_loha, lora_lokr, lora_tucker, lora_rank, lora_plain)
+        for build in (lora_loha, lora_cores, lora_lokr, lora_tucker, lora_rank, lora_plain)
     ),
 )
 

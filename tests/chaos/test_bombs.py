@@ -20,8 +20,8 @@ READ = {  # nothing that they declare has to be there: norms come from factors, 
         for kind in ("tucker", "rank", "plain")
         for command in ("inspect", "resize", "compare")
     ),
-    *(f"lora_{kind}_validate" for kind in ("loha", "lokr", "tucker", "rank", "plain")),
-    *("lora_loha_inspect", "lora_lokr_inspect", "gguf_array", "dump_index"),
+    *(f"lora_{kind}_validate" for kind in ("loha", "cores", "lokr", "tucker", "rank", "plain")),
+    *("lora_loha_inspect", "lora_cores_inspect", "lora_lokr_inspect", "gguf_array", "dump_index"),
 }
 SAYS = {
     "png_pixels": "60000×60000; SIGMASCOPE_MAX_PIXELS allows",
@@ -52,6 +52,9 @@ SAYS = {
     "lora_lokr_resize": LAYER,
     "lora_loha_compare": f"{LAYER}: its tensors declare a weight (131072, 131072)",
     "lora_loha_bake": LAYER,
+    "lora_cores_resize": LAYER,
+    "lora_cores_compare": LAYER,
+    "lora_cores_bake": LAYER,
     "lora_plain_merge": LAYER,
 }
 

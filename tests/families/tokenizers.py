@@ -1,15 +1,22 @@
 """The tokenizer classes of transformers, with vocabularies made here.
 
 Only Qwen2's is trained: the trainers of the other two number their tokens in another order in each process.
+
+transformers 4 takes vocabularies from files, and its class for T5 of this kind is another.
 """
 
 import json
 import re
 import string
+import tempfile
 from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from tests.families.weights import copied
+
+TAKES_VOCABULARIES = int(version("transformers").split(".")[0]) >= 5
 
 CORPUS = (
     "a red fox jumps over the lazy dog",
@@ -26,12 +33,14 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 def clip_tokenizer() -> Any:
     """CLIP's: 77 tokens, every byte also as one that ends a word, and the words of the corpus."""
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPTokenizer
+    from transformers import CLIPTokenizer, CLIPTokenizerFast
 
     letters = sorted(ByteLevel.alphabet())
     merges = _merges_of_words(WORDS)
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges), START, END]
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    if not TAKES_VOCABULARIES:
+        return _from_files(CLIPTokenizerFast, vocabulary, merges, model_max_length=77)
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
 
 
@@ -48,19 +57,31 @@ def _merges_of_words(words: Iterable[str]) -> list[tuple[str, str]]:
 @copied
 def t5_tokenizer() -> Any:
     """T5's: Unigram, an end token and no start token; a word of the corpus is likelier than its letters."""
-    from transformers import T5Tokenizer
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import T5Tokenizer, T5TokenizerFast
 
     letters = ["▁", *string.ascii_lowercase, *string.digits, *string.punctuation]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((letter, -9.0) for letter in letters)]
     pieces += [(f"▁{word}", -5.0) for word in dict.fromkeys(WORDS)]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+    if TAKES_VOCABULARIES:
+        return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return T5TokenizerFast(tokenizer_object=backend, extra_ids=0, model_max_length=512)
 
 
 @copied
 def qwen_tokenizer() -> Any:
     """Qwen2's: byte-level BPE, with the marks of its chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
+    from transformers import Qwen2Tokenizer, Qwen2TokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,12 +92,21 @@ def qwen_tokenizer() -> Any:
         show_progress=False,
     )
     vocabulary, merges = _trained(backend, trainer)
-    return Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        extra_special_tokens={"start": "<|im_start|>", "stop": "<|im_end|>"},
-        model_max_length=2048,
-    )
+    more = {
+        "extra_special_tokens": {"start": "<|im_start|>", "stop": "<|im_end|>"},
+        "model_max_length": 2048,
+    }
+    if not TAKES_VOCABULARIES:
+        return _from_files(Qwen2TokenizerFast, vocabulary, merges, **more)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, **more)
+
+
+def _from_files(kind: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        words, pairs = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+        words.write_text(json.dumps(vocabulary), encoding="utf-8")
+        pairs.write_text("\n".join(["#version: 0.2", *map(" ".join, merges)]), encoding="utf-8")
+        return kind(vocab_file=str(words), merges_file=str(pairs), **more)
 
 
 def _trained(backend: Any, trainer: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:

@@ -315,6 +315,7 @@ NORMED: dict[str, Adapter] = {
         }
     ),
     "loha with cores": LohaChange(loha_core_parts("1", 2) | loha_core_parts("2", 3)),
+    "loha with large cores": LohaChange(loha_core_parts("1", 12) | loha_core_parts("2", 11)),
     "lokr": LokrChange({"lokr_w1": randn(3, 4), "lokr_w2": randn(5, 6, 3, 3)}, 2.0),
     "lokr of factors": LokrChange(
         {

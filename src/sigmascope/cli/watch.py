@@ -1,5 +1,6 @@
 """`sigmascope watch`: a script watched from outside."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -134,7 +135,7 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
         return None
     from sigmascope.integrations.process_recording import SEPARATORS
 
-    if not (may_be_folder and Path(path).is_dir()):
+    if not (may_be_folder and os.path.isdir(path)):  # noqa: PTH112 - False of a name that is too long, where `Path` raises
         if path.endswith(SEPARATORS):
             raise WriteError(path, "is no folder.", hint="Create it, or name a file.")
         require_writable(path)

@@ -36,12 +36,15 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 """Of members that are taken for pictures."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
-_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError)
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own notes
 MEMBER_LIMIT = "SIGMASCOPE_MAX_MEMBER"
 """The environment variable that says how large a picture in a shard may be."""
 _MEMBER_BYTES = "256MB"
-_HEADER_BYTES = 1 << 20  # of a name or note that stands before a member
+_HEADER_BYTES = (
+    1 << 20
+)  # of a name or note that stands before a member, and of all that are about the whole archive
+_NOTES_IN_A_ROW = 16  # a member has two or three
 _MOST_TO_ONE = 100  # that a compressed shard may grow by: pictures hardly do
 BUFFER_BYTES = 1 << 30
 """Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
@@ -162,7 +165,7 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
         Its samples in their order. Where it breaks off, a last one with `fault` says so.
 
     Raises:
-        FileError: The file cannot be opened.
+        FileError: The file cannot be opened, or the system refuses to read on.
         ConfigError: `max_member` is no size.
     """
     most = parse_size(str(max_member or os.environ.get(MEMBER_LIMIT) or _MEMBER_BYTES), MEMBER_LIMIT)
@@ -180,6 +183,9 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
                 doubled.clear()
                 good += 1
         except _READ_ERRORS as error:
+            if isinstance(error, OSError) and error.errno is not None and not isinstance(stream, Pipe):
+                # The system's, about a disk that may answer the next time, and not about what is in the file.
+                raise _unreadable(shard, error) from error
             what = f"breaks off after {good} samples" if good else "cannot be read as a tar file"
             yield RawSample(shard, None, fault=f"{what} ({_first_words(error)})")
 
@@ -189,7 +195,7 @@ def _members(
 ) -> Iterator[dict[str, Any]]:
     """Members one by one, as `group_by_keys` takes them; those that no key can mean without their bytes."""
     room = _room_in(stream)
-    with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_CheckedInfo) as tar:
+    with _CheckedTar.open(fileobj=stream, mode="r|*") as tar:
         for info in tar:
             if not info.isreg() or _META.match(info.name):
                 continue
@@ -222,11 +228,30 @@ class _CheckedInfo(tarfile.TarInfo):
         tarfile.GNUTYPE_LONGLINK,
     )
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in self._NOTES and self.size > _HEADER_BYTES:
-            raise tarfile.ReadError(f"a header declares {format_size(self.size)}")
+    def _proc_member(self, archive: "_CheckedTar") -> tarfile.TarInfo:
+        if self.type in self._NOTES:
+            self._note(archive)
+        else:
+            archive.notes_in_a_row = 0
         member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
         return member
+
+    def _note(self, archive: "_CheckedTar") -> None:
+        archive.notes_in_a_row += 1
+        if self.type == tarfile.XGLTYPE:  # what these say is kept to the end
+            archive.lasting_bytes += self.size
+        if max(self.size, archive.lasting_bytes) > _HEADER_BYTES:
+            raise tarfile.ReadError(f"headers declare {format_size(max(self.size, archive.lasting_bytes))}")
+        if archive.notes_in_a_row > _NOTES_IN_A_ROW:
+            raise tarfile.ReadError(f"more than {_NOTES_IN_A_ROW} headers stand before one member")
+
+
+class _CheckedTar(tarfile.TarFile):
+    """An archive that counts its notes."""
+
+    tarinfo = _CheckedInfo
+    notes_in_a_row = 0
+    lasting_bytes = 0
 
 
 def _room_in(stream: IO[bytes] | Pipe) -> int | None:
@@ -254,9 +279,13 @@ def _opened(shard: str) -> Iterator[IO[bytes] | Pipe]:
     try:
         stream = Path(shard).open("rb")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise FileError(shard, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
+        raise _unreadable(shard, error) from error
     with closing(stream):
         yield stream
+
+
+def _unreadable(shard: str, error: OSError) -> FileError:
+    return FileError(shard, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
 
 
 def _end(pipe: Pipe) -> None:

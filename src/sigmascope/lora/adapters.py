@@ -15,7 +15,7 @@ the norm of the unchanged weight where magnitudes are per output, so it shows su
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, isfinite, prod, sqrt
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -59,6 +59,7 @@ _ALWAYS_THERE = 1 << 28  # bytes that need not be asked for
 _MORE_MEMORY = "Check the file: hardly any model has such a layer. Or use a machine with more memory."
 _ODDLY_SHAPED = 64  # times as much work in one order of the factors of a Tucker product as in the other
 _ROWS_OF_A_PRODUCT = 1 << 21  # elements that are formed at a time
+_LARGEST_GRAM = 2048  # rows of a Gram matrix of pairs: 32 MiB
 
 
 @runtime_checkable
@@ -285,15 +286,13 @@ class LohaChange(Adapter):
 
         The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
         of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed in float64 where
-        they are quicker than the rows of the product, a few at a time.
+        they are quicker than the rows of the product, a few at a time. The cores of a kernel lie between the same
+        factors at each of its places, so that two Gram matrices serve all of them.
         """
         if base is not None and tuple(base.shape) != self.weight_shape:
             self.shaped(base.shape)
-        slices_1, slices_2 = self._slices(1), self._slices(2)
-        energy = fsum(
-            _energy_of_product(*first, *second) for first, second in zip(slices_1, slices_2, strict=True)
-        )
-        return abs(self.scale) * sqrt(max(energy, 0.0))
+        first, second = self._factors(1), self._factors(2)
+        return abs(self.scale) * sqrt(max(_energy_of_product(first, second), 0.0))
 
     def _side(self, side: int, compute: torch.dtype) -> Tensor:
         left, right = (self.part(f"hada_w{side}_{end}", compute) for end in "ab")
@@ -301,24 +300,64 @@ class LohaChange(Adapter):
             return tucker_product(self.part(f"hada_t{side}", compute), left, right)
         return left @ right
 
-    def _slices(self, side: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One side's up (out, r) and down (r, in) in float64, for each place of the kernel."""
+    def _factors(self, side: int) -> "_Factors":
+        """One side's factors in float64."""
         left, right = (self.part(f"hada_w{side}_{end}", torch.float64) for end in "ab")
         if f"hada_t{side}" not in self.parts:
-            yield left, right
-            return
-        for core in self.part(f"hada_t{side}", torch.float64).flatten(2).unbind(2):
-            yield left.mT, core @ right
+            return _Factors(left, None, right)
+        return _Factors(left.mT, self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0), right)
 
 
-def _energy_of_product(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
-    """‖(one_up·one_down) ⊙ (two_up·two_down)‖²."""
-    (out, first), (second, inner) = one_up.shape, two_down.shape
-    pairs = first * second
-    if (out + inner) * pairs**2 < 2 * out * inner * (first + second):
-        ups = (one_up[:, :, None] * two_up[:, None, :]).flatten(1)
-        downs = (one_down[:, None, :] * two_down[None, :, :]).flatten(0, 1)
-        return float(((ups.mT @ ups) * (downs @ downs.mT)).sum())
+class _Factors(NamedTuple):
+    """up (out, m) · coreₖ (m, n) · down (n, in), at each place k of a kernel; without cores, up · down."""
+
+    up: Tensor
+    cores: Tensor | None
+    down: Tensor
+
+
+def _energy_of_product(one: _Factors, two: _Factors) -> float:
+    """‖one ⊙ two‖², over all places of the kernel."""
+    out, inner = one.up.shape[0], one.down.shape[1]
+    up_pairs, down_pairs = one.up.shape[1] * two.up.shape[1], one.down.shape[0] * two.down.shape[0]
+    ranks = one.down.shape[0] + two.down.shape[0]
+    places = 1 if one.cores is None else one.cores.shape[0]
+    by_grams = out * up_pairs**2 + inner * down_pairs**2
+    if one.cores is not None:
+        by_grams += 2 * places * up_pairs * down_pairs * (one.up.shape[1] + two.up.shape[1] + ranks)
+    if max(up_pairs, down_pairs) <= _LARGEST_GRAM and by_grams < 2 * places * out * inner * ranks:
+        ups = (one.up[:, :, None] * two.up[:, None, :]).flatten(1)
+        downs = (one.down[:, None, :] * two.down[None, :, :]).flatten(0, 1)
+        return _energy_between(ups.mT @ ups, downs @ downs.mT, one.cores, two.cores)
+    if one.cores is None or two.cores is None:
+        return _energy_by_rows(one.up, one.down, two.up, two.down)
+    return fsum(
+        _energy_by_rows(one.up, first @ one.down, two.up, second @ two.down)
+        for first, second in zip(one.cores, two.cores, strict=True)
+    )
+
+
+def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor | None) -> float:
+    """Σₖ tr(Cₖᵀ·ups·Cₖ·downs) with Cₖ = oneₖ ⊗ twoₖ, or ⟨ups, downs⟩ without cores.
+
+    The Kronecker product meets the Gram matrices one factor at a time.
+    """
+    if one is None or two is None:
+        return float((ups * downs).sum())
+    (_, a, c), (_, b, d) = one.shape, two.shape
+    ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
+    at_once = max(_ROWS_OF_A_PRODUCT // (a * b * c * d), 1)
+    energies = []
+    for first, second in zip(one.split(at_once), two.split(at_once), strict=True):
+        left = torch.einsum("abef,kec,kfd->kabcd", ups, first, second)
+        right = torch.einsum("kac,kbd,cdef->kabef", first, second, downs)
+        energies.append(float((left * right).sum()))
+    return fsum(energies)
+
+
+def _energy_by_rows(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
+    """‖(one_up·one_down) ⊙ (two_up·two_down)‖², a few rows at a time."""
+    out, inner = one_up.shape[0], one_down.shape[1]
     rows = max(_ROWS_OF_A_PRODUCT // inner, 1)
     return fsum(
         frobenius_norm((one_up[at : at + rows] @ one_down) * (two_up[at : at + rows] @ two_down)) ** 2

@@ -237,8 +237,18 @@ class PeakTracker:
             finally:  # also when Ctrl-C comes just now
                 if scope in self._open:
                     self._open.remove(scope)
-                if not self._open and self._reader is not None and self in self._reader.listeners:
-                    self._reader.listeners.remove(self)
+                if not self._open:
+                    self._listen_no_more()
+
+    def let_go(self) -> None:
+        """Close what is open, without a last reading."""
+        with LOCK:
+            self._open.clear()
+            self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
+        if self._reader is not None and self in self._reader.listeners:
+            self._reader.listeners.remove(self)
 
     def step(self, rss: int, at_ns: int, device: str | None) -> int:
         """Take the readings at a step's end, with LOCK held; return the device's allocated bytes."""

@@ -456,6 +456,11 @@ class Recorder:
             finally:  # also when Ctrl-C comes just now
                 self._extent.end(error)
 
+    def let_go(self) -> None:
+        """Sample and listen no more, whatever stages were left open."""
+        self._instruments.stop_sampling(all_scopes=True)
+        self._instruments.tracker.let_go()
+
     def new_scope(self, name: str) -> Scope:
         """Return a scope that is not open yet. This method and those below are called by stages and steps."""
         return Scope(name, self._instruments)

@@ -174,12 +174,12 @@ class Instruments:
         if client is not None:
             self.guard.call("sampler", lambda: SAMPLER.open(client))
 
-    def stop_sampling(self) -> None:
-        """End what one `start_sampling` began."""
+    def stop_sampling(self, *, all_scopes: bool = False) -> None:
+        """End what one `start_sampling` began, or what all did."""
         if self._sampler_client is None:
             return
         try:  # even when sampling has been switched off: the thread must end
-            SAMPLER.close(self._sampler_client)
+            SAMPLER.close(self._sampler_client, all_scopes=all_scopes)
         except Exception as failure:  # noqa: BLE001 - as above
             self.guard.switch_off("sampler", failure)
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import subprocess
@@ -177,4 +178,41 @@ def test_a_header_that_fills_the_memory_is_refused_unread(tmp_path: Path) -> Non
     shard.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
     (fault,) = read_shard(str(shard), ["source"])
     assert fault.fault is not None
-    assert "a header declares 4 GB" in fault.fault
+    assert "headers declare 4 GB" in fault.fault
+
+
+@pytest.mark.parametrize("kind", [tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME], ids=["global", "name"])
+def test_a_chain_of_headers_is_refused(tmp_path: Path, kind: bytes) -> None:
+    info = tarfile.TarInfo("note")
+    info.type, info.size = kind, 8
+    shard = tmp_path / "a.tar"
+    shard.write_bytes((info.tobuf(tarfile.GNU_FORMAT) + b"8 a=bcd\n" + bytes(504)) * 1200 + bytes(1024))
+    (fault,) = read_shard(str(shard), ["source"])
+    assert fault.fault is not None
+    assert "more than 16 headers stand before one member" in fault.fault
+
+
+def test_headers_about_the_whole_archive_are_bounded_together(tmp_path: Path) -> None:
+    note, member = tarfile.TarInfo("note"), tarfile.TarInfo("a.source.png")
+    note.type, note.size = tarfile.XGLTYPE, 400 << 10
+    said = b"%d comment=" % note.size
+    block = note.tobuf() + said + b"x" * (note.size - len(said) - 1) + b"\n" + member.tobuf()
+    shard = tmp_path / "a.tar"
+    shard.write_bytes(block * 3 + bytes(1024))
+    *_, fault = read_shard(str(shard), ["source"])
+    assert fault.fault is not None
+    assert "headers declare 1.172 MB" in fault.fault
+
+
+def test_a_disk_that_fails_is_an_error_and_no_damage_of_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = write_tar(tmp_path / "a.tar", [("a.source.png", plain(1))])
+
+    def fail(_descriptor: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr("sigmascope.lbm.shards.os.fstat", fail)
+        with pytest.raises(FileError, match=r"a\.tar: cannot be read \(Input/output error\)"):
+            list(read_shard(str(shard), ["source"]))

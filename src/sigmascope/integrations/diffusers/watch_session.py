@@ -118,6 +118,7 @@ class Session:
         self.is_over = True
         with ExitStack() as at_last:  # in reverse, and whatever fails before, Ctrl-C too
             at_last.callback(leave_stacks)
+            at_last.callback(self.recorder.let_go)
             at_last.callback(leave_recorder, self.recorder)
             at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
             at_last.callback(self._end_stages, error)

@@ -56,6 +56,32 @@ def test_ctrl_c_while_the_watch_is_put_on_leaves_nothing(
     assert told == []
 
 
+def test_a_stage_that_is_never_left_keeps_no_thread_behind_its_watch(pipeline: Any) -> None:
+    watch = sigmascope.watch(pipeline, sample_hz=10.0)
+    watch.__enter__()
+    left = sigmascope.stage("never left")
+    left.__enter__()
+    watch.__exit__(None, None, None)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"] == []
+    assert left_behind() == []
+
+
+def test_ctrl_c_while_the_stages_of_a_watch_are_closed_keeps_no_thread(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    watch = sigmascope.watch(pipeline, sample_hz=10.0)
+    watch.__enter__()
+    sigmascope.stage("never left").__enter__()
+    monkeypatch.setattr(Session, "_close_left", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch.__exit__(None, None, None)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"] == []
+    assert left_behind() == []
+
+
 def test_ctrl_c_while_the_watch_is_taken_off_is_raised_when_it_is_off(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
