@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families.tokenizers import VOCABULARY, clip_tokenizer
+from tests.families.tokenizers import IS_TRANSFORMERS_5, VOCABULARY, clip_tokenizer
 from tests.families.weights import built, copied
 from torch import nn
 
@@ -52,6 +52,7 @@ def qwen() -> nn.Module:
     """A Qwen2.5-VL, with the vision tower that Qwen-Image's text encoder has too."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     text = {
         "vocab_size": VOCABULARY,
         "hidden_size": QWEN_WIDTH,
@@ -61,7 +62,7 @@ def qwen() -> nn.Module:
         "num_key_value_heads": 1,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        "rope_parameters" if IS_TRANSFORMERS_5 else "rope_scaling": rope,
     }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)

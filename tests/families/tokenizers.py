@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.families.weights import copied
 
-TAKES_VOCABULARIES = int(version("transformers").split(".")[0]) >= 5
+IS_TRANSFORMERS_5 = int(version("transformers").split(".")[0]) >= 5
 
 CORPUS = (
     "a red fox jumps over the lazy dog",
@@ -39,7 +39,7 @@ def clip_tokenizer() -> Any:
     merges = _merges_of_words(WORDS)
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges), START, END]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if not TAKES_VOCABULARIES:
+    if not IS_TRANSFORMERS_5:
         return _from_files(CLIPTokenizerFast, vocabulary, merges, model_max_length=77)
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
 
@@ -63,7 +63,7 @@ def t5_tokenizer() -> Any:
     letters = ["▁", *string.ascii_lowercase, *string.digits, *string.punctuation]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((letter, -9.0) for letter in letters)]
     pieces += [(f"▁{word}", -5.0) for word in dict.fromkeys(WORDS)]
-    if TAKES_VOCABULARIES:
+    if IS_TRANSFORMERS_5:
         return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
     backend = Tokenizer(models.Unigram(pieces, unk_id=2))
     backend.normalizer = normalizers.Sequence(
@@ -96,7 +96,7 @@ def qwen_tokenizer() -> Any:
         "extra_special_tokens": {"start": "<|im_start|>", "stop": "<|im_end|>"},
         "model_max_length": 2048,
     }
-    if not TAKES_VOCABULARIES:
+    if not IS_TRANSFORMERS_5:
         return _from_files(Qwen2TokenizerFast, vocabulary, merges, **more)
     return Qwen2Tokenizer(vocab=vocabulary, merges=merges, **more)
 
