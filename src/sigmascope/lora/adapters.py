@@ -348,7 +348,8 @@ def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor 
     ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
     at_once = max(_ROWS_OF_A_PRODUCT // (a * b * c * d), 1)
     energies = []
-    for first, second in zip(one.split(at_once), two.split(at_once), strict=True):
+    for at in range(0, one.shape[0], at_once):
+        first, second = one[at : at + at_once], two[at : at + at_once]
         left = torch.einsum("abef,kec,kfd->kabcd", ups, first, second)
         right = torch.einsum("kac,kbd,cdef->kabef", first, second, downs)
         energies.append(float((left * right).sum()))
