@@ -179,7 +179,9 @@ class Instruments:
         if self._sampler_client is None:
             return
         try:  # even when sampling has been switched off: the thread must end
-            SAMPLER.close(self._sampler_client, all_scopes=all_scopes)
+            if all_scopes:
+                self._sampler_client.open_scopes = 1
+            SAMPLER.close(self._sampler_client)
         except Exception as failure:  # noqa: BLE001 - as above
             self.guard.switch_off("sampler", failure)
 

@@ -469,12 +469,12 @@ class Sampler:
                 self._clients.append(client)
             client.open_scopes += 1
 
-    def close(self, client: SamplerClient, *, all_scopes: bool = False) -> None:
-        """Count one open scope less, or all of the client's; without any, the thread has ended at return."""
+    def close(self, client: SamplerClient) -> None:
+        """Count one open scope less; when it was the last of all, the thread has ended at return."""
         with self._lock:
             if client not in self._clients:
                 return
-            client.open_scopes -= client.open_scopes if all_scopes else 1
+            client.open_scopes -= 1
             if client.open_scopes == 0:
                 self._clients.remove(client)
             if self._clients or self._running is None:
