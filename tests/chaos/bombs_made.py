@@ -406,6 +406,20 @@ def lora_cores(folder: Path) -> Path:
     )
 
 
+def lora_odd_cores(folder: Path) -> Path:
+    """A LoHa in 4 MB whose cores are a row and a column: in the wrong order, 1 GiB lies between them."""
+    side, rank = 1 << 11, 512
+    shapes = {
+        "hada_w1_a": (1, side),
+        "hada_t1": (1, rank, 1, 1),
+        "hada_w1_b": (rank, side),
+        "hada_w2_a": (rank, side),
+        "hada_t2": (rank, 1, 1, 1),
+        "hada_w2_b": (1, side),
+    }
+    return _lora(folder / "odd.safetensors", shapes)
+
+
 def lora_lokr(folder: Path) -> Path:
     """A LoKr in 1 MB that changes a weight (262,144, 262,144)."""
     return _lora(folder / "lokr.safetensors", {"lokr_w1": (512, 512), "lokr_w2": (512, 512)})
@@ -612,7 +626,7 @@ BOMBS: Sequence[Bomb] = (
     *(
         Bomb(f"{build.__name__}_{opener.__name__}", build, opener)
         for opener in (inspect, resize, compare, validate, bake, merge)
-        for build in (lora_loha, lora_cores, lora_lokr, lora_tucker, lora_rank, lora_plain)
+        for build in (lora_loha, lora_cores, lora_odd_cores, lora_lokr, lora_tucker, lora_rank, lora_plain)
     ),
 )
 

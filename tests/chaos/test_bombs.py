@@ -20,7 +20,8 @@ READ = {  # nothing that they declare has to be there: norms come from factors, 
         for kind in ("tucker", "rank", "plain")
         for command in ("inspect", "resize", "compare")
     ),
-    *(f"lora_{kind}_validate" for kind in ("loha", "cores", "lokr", "tucker", "rank", "plain")),
+    *(f"lora_odd_cores_{command}" for command in ("inspect", "resize", "compare")),
+    *(f"lora_{kind}_validate" for kind in ("loha", "cores", "odd_cores", "lokr", "tucker", "rank", "plain")),
     *("lora_loha_inspect", "lora_cores_inspect", "lora_lokr_inspect", "gguf_array", "dump_index"),
 }
 SAYS = {

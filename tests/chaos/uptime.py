@@ -34,6 +34,7 @@ _SLOWER = 1.5  # times the CPU of a call in the first tenth that counts; what gr
 _CHUNKS = 20
 _PARTS = 3  # files of older generations, after which a process has done once all that it does for ever
 _SETTLED_SECONDS = 120
+_CLOSED_SECONDS = 10
 _FEWEST = 500  # a fifth of them is as many as a record holds in full
 
 Call = Callable[[], object]
@@ -91,9 +92,8 @@ class Level:
 def attempt(case: Case) -> str:
     life, calls = _LIVES[case.number]
     calls = max(_FEWEST, round(calls * case.scale))
-    with patch.object(
-        process_recording, "_SHARE", 5
-    ):  # else a record that a busy machine is slow to write waits minutes
+    # Else a record that a busy machine is slow to write waits for minutes.
+    with patch.object(process_recording, "_SHARE", 5):
         return life(case, calls)
 
 
@@ -248,18 +248,28 @@ def _level(calls: int, call: Call, settled: Callable[[], bool] = lambda: True) -
     first = min(level.call_seconds for level in levels[_CHUNKS // 5 - 1 : _CHUNKS // 5 + 2])
     last = min(level.call_seconds for level in levels[-3:])
     grown = late.rss_bytes - early.rss_bytes
-    # What is left open is open at each look, unlike the file that a thread is just writing.
-    files = min(level.files for level in levels[-3:])
-    threads = min(level.threads for level in levels[-3:])
+    files = _files_in_the_end(early.files)
     said = (
         f"{early.calls:,} to {late.calls:,} calls: {early.rss_bytes / MB:.0f} to {late.rss_bytes / MB:.0f} MB, "
-        f"{first * 1e3:.2f} to {last * 1e3:.2f} ms a call, {files} files, {threads} threads"
+        f"{first * 1e3:.2f} to {last * 1e3:.2f} ms a call, {files} files, {late.threads} threads"
     )
     assert grown <= _RSS_BYTES, f"memory grows: {said}"
     assert files <= early.files, f"files stay open: {said}"
-    assert threads <= early.threads, f"threads stay: {said}"
+    assert late.threads <= early.threads, f"threads stay: {said}"
     assert last <= first * _SLOWER, f"calls become slower: {said}"
     return said
+
+
+def _files_in_the_end(most: int) -> int:
+    """How many files stay open: one that a thread is just writing is closed soon."""
+    deadline = time.monotonic() + _CLOSED_SECONDS
+    while (files := _open_files()) > most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return files
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _now(calls: int, seconds: float) -> Level:
@@ -268,7 +278,7 @@ def _now(calls: int, seconds: float) -> Level:
     return Level(
         calls,
         process.memory_info().rss,
-        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        _open_files(),
         threading.active_count(),
         seconds,
     )

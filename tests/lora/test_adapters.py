@@ -288,11 +288,11 @@ def randn(*size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
 
 
-def loha_core_parts(prefix: str, rank: int) -> dict[str, Tensor]:
+def loha_core_parts(prefix: str, rows: int, columns: int) -> dict[str, Tensor]:
     return {
-        f"hada_t{prefix}": randn(rank, rank, 3, 2),
-        f"hada_w{prefix}_a": randn(rank, 30),
-        f"hada_w{prefix}_b": randn(rank, 50),
+        f"hada_t{prefix}": randn(rows, columns, 3, 2),
+        f"hada_w{prefix}_a": randn(rows, 30),
+        f"hada_w{prefix}_b": randn(columns, 50),
     }
 
 
@@ -314,8 +314,10 @@ NORMED: dict[str, Adapter] = {
             "hada_w2_b": randn(5, 7),
         }
     ),
-    "loha with cores": LohaChange(loha_core_parts("1", 2) | loha_core_parts("2", 3)),
-    "loha with large cores": LohaChange(loha_core_parts("1", 12) | loha_core_parts("2", 11)),
+    "loha with cores": LohaChange(loha_core_parts("1", 2, 2) | loha_core_parts("2", 3, 3)),
+    "loha with large cores": LohaChange(loha_core_parts("1", 12, 12) | loha_core_parts("2", 11, 11)),
+    "loha with a row and a column": LohaChange(loha_core_parts("1", 1, 4) | loha_core_parts("2", 5, 1)),
+    "loha with a column and a row": LohaChange(loha_core_parts("1", 4, 1) | loha_core_parts("2", 1, 5)),
     "lokr": LokrChange({"lokr_w1": randn(3, 4), "lokr_w2": randn(5, 6, 3, 3)}, 2.0),
     "lokr of factors": LokrChange(
         {

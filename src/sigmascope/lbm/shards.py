@@ -36,14 +36,14 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 """Of members that are taken for pictures."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
-_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError)
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own notes
 MEMBER_LIMIT = "SIGMASCOPE_MAX_MEMBER"
 """The environment variable that says how large a picture in a shard may be."""
 _MEMBER_BYTES = "256MB"
 _HEADER_BYTES = (
     1 << 20
-)  # of a name or note that stands before a member, and of all that are about the whole archive
+)  # of a name or note before a member, and of all notes about the whole archive together
 _NOTES_IN_A_ROW = 16  # a member has two or three
 _MOST_TO_ONE = 100  # that a compressed shard may grow by: pictures hardly do
 BUFFER_BYTES = 1 << 30

@@ -340,20 +340,47 @@ def _energy_of_product(one: _Factors, two: _Factors) -> float:
 def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor | None) -> float:
     """Σₖ tr(Cₖᵀ·ups·Cₖ·downs) with Cₖ = oneₖ ⊗ twoₖ, or ⟨ups, downs⟩ without cores.
 
-    The Kronecker product meets the Gram matrices one factor at a time.
+    Args:
+        ups: (a·b, a·b), symmetric.
+        downs: (c·d, c·d), symmetric.
+        one: (k, a, c).
+        two: (k, b, d).
     """
     if one is None or two is None:
         return float((ups * downs).sum())
     (_, a, c), (_, b, d) = one.shape, two.shape
     ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
-    at_once = max(_ROWS_OF_A_PRODUCT // (a * b * c * d), 1)
+    between = min(c * b, a * d) * max(a * b, c * d)
+    at_once = max(_ROWS_OF_A_PRODUCT // max(a * b * c * d, between), 1)
     energies = []
     for at in range(0, one.shape[0], at_once):
         first, second = one[at : at + at_once], two[at : at + at_once]
-        left = torch.einsum("abef,kec,kfd->kabcd", ups, first, second)
-        right = torch.einsum("kac,kbd,cdef->kabef", first, second, downs)
+        left = _times_kronecker(ups, first, second)
+        right = _times_kronecker(downs, first.mT, second.mT).permute(0, 3, 4, 1, 2)
         energies.append(float((left * right).sum()))
     return fsum(energies)
+
+
+def _times_kronecker(gram: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """gram·(firstₖ ⊗ secondₖ), one factor at a time.
+
+    The factor that leaves less comes first. So what is formed between has at most √(rows³·columns) values of the whole
+    product's rows and columns, where the other order could have rows·columns² of them.
+
+    Args:
+        gram: (a, b, a, b).
+        first: (k, a, c).
+        second: (k, b, d).
+
+    Returns:
+        (k, a, b, c, d).
+    """
+    (a, b), c, d = gram.shape[:2], first.shape[2], second.shape[2]
+    if c * b < a * d:
+        between = torch.einsum("abef,kec->kabcf", gram, first)
+        return torch.einsum("kabcf,kfd->kabcd", between, second)
+    between = torch.einsum("abef,kfd->kabed", gram, second)
+    return torch.einsum("kabed,kec->kabcd", between, first)
 
 
 def _energy_by_rows(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:

@@ -56,13 +56,22 @@ def test_ctrl_c_while_the_watch_is_put_on_leaves_nothing(
     assert told == []
 
 
-def test_a_stage_that_is_never_left_keeps_no_thread_behind_its_watch(pipeline: Any) -> None:
+def with_a_stage_never_left(pipeline: Any) -> Any:
     watch = sigmascope.watch(pipeline, sample_hz=10.0)
     watch.__enter__()
-    left = sigmascope.stage("never left")
-    left.__enter__()
+    sigmascope.stage("never left").__enter__()
+    assert samplers() == ["sigmascope-sampler"]
+    return watch
+
+
+def samplers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"]
+
+
+def test_a_stage_that_is_never_left_keeps_no_thread_behind_its_watch(pipeline: Any) -> None:
+    watch = with_a_stage_never_left(pipeline)
     watch.__exit__(None, None, None)
-    assert [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"] == []
+    assert samplers() == []
     assert left_behind() == []
 
 
@@ -72,13 +81,11 @@ def test_ctrl_c_while_the_stages_of_a_watch_are_closed_keeps_no_thread(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    watch = sigmascope.watch(pipeline, sample_hz=10.0)
-    watch.__enter__()
-    sigmascope.stage("never left").__enter__()
+    watch = with_a_stage_never_left(pipeline)
     monkeypatch.setattr(Session, "_close_left", interrupted)
     with pytest.raises(KeyboardInterrupt):
         watch.__exit__(None, None, None)
-    assert [thread.name for thread in threading.enumerate() if thread.name == "sigmascope-sampler"] == []
+    assert samplers() == []
     assert left_behind() == []
 
 
