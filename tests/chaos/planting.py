@@ -148,8 +148,16 @@ class Fault:
     calls: int = 0
     raised: list[BaseException] = field(default_factory=list)
 
-    def called(self, args: tuple[Any, ...]) -> None:
-        """Count a call, and raise if it is the one."""
+    def called(self, args: tuple[Any, ...], *, told_to_ignore: bool = False) -> bool:
+        """Count a call, and raise if it is the one.
+
+        Args:
+            args: That the call is given.
+            told_to_ignore: Whether the function does nothing where the system refuses, as `rmtree` can.
+
+        Returns:
+            Whether it is to do nothing.
+        """
         self.calls += 1
         if self.at and (self.calls == self.at or (self.lasts and self.calls > self.at)):
             error = self.make(args[0] if args else None)
@@ -157,9 +165,12 @@ class Fault:
                 isinstance(error, KeyboardInterrupt)
                 and threading.current_thread() is not threading.main_thread()
             ):
-                return  # where Python never raises it
+                return False  # where Python never raises it
             self.raised.append(error)
-            raise error
+            if not (told_to_ignore and isinstance(error, OSError)):
+                raise error
+            return True
+        return False
 
     def __str__(self) -> str:
         kind = type(self.make(None)).__name__
@@ -225,7 +236,8 @@ def _replacement(before: Any, fault: Fault) -> Any:
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith(_OURS):
-            fault.called(args)
+            if fault.called(args, told_to_ignore=bool(kwargs.get("ignore_errors"))):
+                return None
         return before(*args, **kwargs)
 
     return call

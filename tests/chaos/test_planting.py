@@ -8,7 +8,8 @@ from tests.chaos.planting import Fault, Point, counted, foreign_points, own_poin
 
 from sigmascope import files, monitor
 from sigmascope.errors import WriteError
-from sigmascope.files import atomic_path, require_writable
+from sigmascope.files import atomic_path, require_writable, temporary_name
+from sigmascope.lbm.training.checkpoints import CheckpointFolder
 
 FSYNC = Point("os", "fsync")
 CHECKED = Point("sigmascope.files", "_checked_target")
@@ -46,6 +47,17 @@ def test_a_fault_that_lasts_raises_in_every_call_after_it(tmp_path: Path) -> Non
 def test_what_others_call_does_not_fail() -> None:
     with planted([failing(Point("json", "dumps"), 1, lasts=True)]):
         assert json.dumps([1]) == "[1]"
+
+
+def test_what_is_told_to_ignore_refusals_does_nothing_where_it_is_refused(tmp_path: Path) -> None:
+    """`write_state` removes what it left with `rmtree(…, ignore_errors=True)`, which raises no OSError."""
+    there = tmp_path / temporary_name(tmp_path / "checkpoint-000001")
+    there.mkdir()
+    fault = failing(Point("shutil", "rmtree"), 1)
+    with planted([fault]), CheckpointFolder(tmp_path).locked():
+        pass
+    assert len(fault.raised) == 1
+    assert there.is_dir()
 
 
 def test_everything_is_as_it_was_afterwards() -> None:

@@ -78,7 +78,7 @@ def test_the_summary_says_what_norms_saw_and_what_tiles_cost() -> None:
     (strategies,) = [one for one in detail_sections({"strategies": [attempt]}) if one.title == "STRATEGIES"]
     rows = {row.label.strip(): row.value for row in strategies.rows}
     assert rows["Norms"] == "saw each tile by itself: it is compiled"
-    assert rows["Tiles"].startswith("Neighbouring tiles differ by 12 % where they overlap.")
+    assert rows["Tiles"].startswith("Tiles disagree by 12 %.")
 
 
 def test_a_baseline_that_knows_nothing_still_begins() -> None:

@@ -198,10 +198,19 @@ def test_what_tiles_cost_is_told(difference: float | None, severity: str | None)
     if difference == 0.56:
         assert found is not None
         assert found.message == (
-            "Neighbouring tiles differ by 56 % where they overlap. That is a loose sign: what they differ by from the "
-            "whole is less as a rule. Group norms saw each tile by itself (it is compiled)."
+            "Tiles disagree by 56 %. That is a loose sign of how far they are from the whole, which may be more or less. "
+            "Group norms saw each tile by itself (it is compiled)."
         )
         assert found.evidence["overlap_difference"] == 0.56
+
+
+def test_tiles_that_the_vae_cut_have_no_figure_and_the_finding_says_so() -> None:
+    reason = "the VAE cut its own tiles"
+    tile = TileFacts(512, 512, 128, 128, by="vae", norm_statistics="per_tile", norm_reason=reason)
+    tiled = StrategyAttempt("tiled", "succeeded", 2.0, tile=tile)
+    found = record_findings(tiled, strategy="tiled")["vae_tiles_differ"]
+    assert (found.severity, found.evidence["overlap_difference"]) == ("info", None)
+    assert "what they cost was not seen" in found.message
 
 
 def test_a_decoding_has_its_own_words() -> None:

@@ -513,7 +513,10 @@ class Recorder:
     def close_stage(self, frame: Frame, error: BaseException | None) -> None:
         """Close what `open_stage` opened."""
         try:
-            self._instruments.guard.read("stages", lambda: frame.scope.close(error))
+            guard = self._instruments.guard
+            guard.read("stages", lambda: frame.scope.close(error))
+            if frame.scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
+                guard.call("stages", lambda: frame.scope.close(error))
         except BaseException as interruption:  # Ctrl-C just now
             error = error or interruption
             raise

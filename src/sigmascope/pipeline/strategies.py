@@ -218,7 +218,7 @@ def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
     Args:
         work: What there is to do.
         tiles: Of what size.
-        apart: Why norms shall see a tile at a time.
+        apart: Why tiles shall not meet.
     """
     with _undisturbed(work):
         raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
@@ -259,7 +259,9 @@ def _in_tiles(
 
 def _of_all(seen: Sequence[TileFacts]) -> TileFacts:
     """Of several pictures: how they were cut, and the worst of what that cost."""
-    worst = next((one for one in seen if one.norm_statistics == "per_tile"), seen[0])
+    worst = next(
+        (one for kind in ("per_tile", "estimated") for one in seen if one.norm_statistics == kind), seen[0]
+    )
     differences = [one.overlap_difference for one in seen if one.overlap_difference is not None]
     return replace(worst, overlap_difference=max(differences, default=None))
 

@@ -8,6 +8,8 @@ A tile runs in a thread of its own, since only a thread can stop in the middle o
 goes on at a time, and all that it does to tensors is done by the caller's thread: `_Thread` hands each operation
 over. So there are one stream, one set of handles and one pool of cores, whatever the number of tiles. No
 module is changed. On an accelerator, what a waiting tile holds is in RAM.
+
+Where they cannot wait for each other, `SmallCopy` estimates what the norms would see.
 """
 
 import itertools
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_iter
 
 from sigmascope.pipeline.model_state import has_diffusers_hooks, tensors_of
 from sigmascope.pipeline.out_of_memory import free_ram, why_not_enough
-from sigmascope.probes.reading import describe
+from sigmascope.probes.reading import describe, is_out_of_memory
 
 if TYPE_CHECKING:
     from sigmascope.pipeline.tiling import Place, Span, TilePlan
@@ -42,6 +44,8 @@ _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 _RAM = "cpu"
 _MOST_PLACES = 1 << 18
 """Latent elements up to which attention sees the whole: beyond, it would take longer than all the rest."""
+_EPS = 1e-6
+"""What a VAE's norms add to variances."""
 _RAM_MARGIN = 0.25
 """Share of what the tiles take in RAM that shall be free beside it."""
 
@@ -76,11 +80,25 @@ def why_apart(modules: Sequence[nn.Module]) -> str | None:
     inner = (part for part in parts if not any(part is module for module in modules))
     if has_diffusers_hooks(modules) or any("_hf_hook" in vars(part) for part in inner):
         return "hooks move or cast its weights layer by layer"
-    if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts):
+    if _is_compiled(parts):
         return "it is compiled"
     if any(is_traceable_wrapper_subclass(one) for one in tensors_of(modules)):
         return "its weights are tensors of a kind of their own"
     return None
+
+
+def can_estimate(modules: Sequence[nn.Module]) -> bool:
+    """Whether group norms can be given statistics where tiles cannot meet.
+
+    Args:
+        modules: That are to run.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    return any(isinstance(part, nn.GroupNorm) for part in parts) and not _is_compiled(parts)
+
+
+def _is_compiled(parts: Iterable[nn.Module]) -> bool:
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
 
 
 @dataclass(slots=True)
@@ -195,9 +213,7 @@ class _Norm(_Meeting):
         self._compare(area, rows, columns)
         own = area[..., rows.own, columns.own]
         self._whole[..., rows.own_place, columns.own_place] = own
-        if own.itemsize < 4:
-            own = own.float()
-        grouped = torch.unflatten(own, 1, (self._groups, -1)).flatten(2)
+        grouped = _grouped(own, self._groups)
         variance, mean = torch.var_mean(grouped, dim=2, correction=0)
         self._seen.append((grouped.shape[2], mean, variance))
 
@@ -243,6 +259,12 @@ class _Norm(_Meeting):
         variances = torch.stack([variance for _, _, variance in self._seen])
         mean = (shares * means).sum(0)
         return mean, (shares * (variances + (means - mean).square())).sum(0)
+
+
+def _grouped(features: Tensor, groups: int) -> Tensor:
+    """(batch, groups, values of a group), in float32 at least."""
+    wide = features.float() if features.itemsize < 4 else features
+    return torch.unflatten(wide, 1, (groups, -1)).flatten(2)
 
 
 def _next_to(span: "Span") -> tuple[slice, slice]:
@@ -578,6 +600,87 @@ class Tile:
             found.take(self.place, asked)
             self._put_back = self._held.leave(asked.only_storage() if isinstance(asked, _AtNorm) else None)
         return found
+
+
+class SmallCopy:
+    """Lets the group norms of tiles that cannot meet take the statistics of a copy of the whole, as large as a tile.
+
+    Args:
+        function: What tiles go through.
+        copy: Every n-th place of the whole; an average over places would vary less than the whole does.
+
+    Raises:
+        ApartError: The copy does not go through it, or meets no group norm.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], copy: Tensor) -> None:
+        self._function = function
+        self._known: list[_Statistics] = []
+        self._seen: list[list[_Statistics]] = []
+        try:
+            self._run(copy, self._known, [])
+        except (ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise ApartError(f"the VAE does not take a copy as small as a tile: {describe(error)}") from error
+        if not self._known:
+            raise ApartError("it met no group norm")
+
+    def tile(self, part: Tensor) -> Tensor:
+        """What a tile gives under the copy's statistics.
+
+        Raises:
+            ApartError: It goes through other norms than the copy did.
+        """
+        seen: list[_Statistics] = []
+        made = self._run(part, seen, self._known)
+        if len(seen) != len(self._known):
+            raise ApartError("its tiles do not go through the same norms")
+        self._seen.append(seen)
+        return made
+
+    def _run(self, part: Tensor, seen: "list[_Statistics]", known: "Sequence[_Statistics]") -> Tensor:
+        with _Norms(seen, known):
+            return self._function(part)
+
+    def differences(self) -> Iterator[Tensor]:
+        """Of each norm: relative L2 of features under the copy's statistics from those under what the tiles saw."""
+        for (mean, variance), seen in zip(self._known, zip(*self._seen, strict=True), strict=True):
+            means, variances = (torch.stack(values) for values in zip(*seen, strict=True))
+            true_mean = means.mean(0)
+            true_variance = (variances + (means - true_mean).square()).mean(0)
+            deviation, true_deviation = ((one + _EPS).sqrt() for one in (variance, true_variance))
+            off = torch.stack([(mean - true_mean) / true_deviation, deviation / true_deviation - 1])
+            yield off.square().sum(0).mean().sqrt()
+
+
+_Statistics = tuple[Tensor, Tensor]
+"""Mean and variance of each sample's groups."""
+
+
+class _Norms(TorchFunctionMode):
+    """Notes what each group norm sees, and lets it take statistics that are known, one norm after the other."""
+
+    def __init__(self, seen: list[_Statistics], known: Sequence[_Statistics]) -> None:
+        super().__init__()
+        self._seen, self._known = seen, known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.group_norm:
+            return self._group_norm(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _group_norm(self, norm: Any, input: Tensor, num_groups: int, *affine: Any, **others: Any) -> Tensor:
+        index = len(self._seen)
+        variance, mean = torch.var_mean(_grouped(input, num_groups), dim=2, correction=0)
+        self._seen.append((mean, variance))
+        if not self._known:
+            made: Tensor = norm(input, num_groups, *affine, **others)
+            return made
+        if index >= len(self._known) or self._known[index][0].shape != mean.shape:
+            raise ApartError("its tiles do not go through the same norms")
+        return _AtNorm(input, num_groups, *affine, **others).normalised(input, *self._known[index])
 
 
 def _autocast(tensors: Iterable[Tensor]) -> dict[str, tuple[torch.dtype, bool]]:

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.model_state import as_before
 from sigmascope.pipeline.out_of_memory import free_memory, let_go
-from sigmascope.pipeline.tiles_together import ApartError, Tile, go_through, why_apart, why_no_ram
+from sigmascope.pipeline.tiles_together import (
+    ApartError,
+    SmallCopy,
+    Tile,
+    can_estimate,
+    go_through,
+    why_apart,
+    why_no_ram,
+)
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.latents import NormStatistics, TileFacts
 
@@ -428,8 +436,12 @@ def in_tiles(
     places = [Place(plan, row, column, frames) for row in range(rows) for column in range(columns)]
     whole = tuple(modules)
     reason = apart or why_apart(whole) or ("gradients are recorded" if torch.is_grad_enabled() else None)
+
+    def new_blend(*, inner: bool) -> _Blend:
+        return _Blend(plan, compared, progress, latents=not latents, inner=inner)
+
     if reason is None:
-        blend = _Blend(plan, compared, progress, latents=not latents, inner=True)
+        blend = new_blend(inner=True)
         handled = sys.exception()
         try:
             return _together(
@@ -445,10 +457,42 @@ def in_tiles(
                 raise
             let_go(error, handled)
         free_memory()
-    blend = _Blend(plan, compared, progress, latents=not latents)
-    for place in places:
-        blend.add(place, function(tensor[place.where(latents=latents)]))
+    parts = [(place, tensor[place.where(latents=latents)]) for place in places]
+    if can_estimate(whole) and not torch.is_grad_enabled():
+        try:
+            copy = _small_copy(tensor, plan, latents=latents)
+            return _estimated(function, copy, parts, new_blend(inner=False), reason)
+        except ApartError as error:
+            reason = f"{reason}, and {error}"
+    blend = new_blend(inner=False)
+    for place, part in parts:
+        blend.add(place, function(part))
     return blend.result("per_tile", reason)
+
+
+def _estimated(
+    function: Callable[[Tensor], Tensor],
+    copy: Tensor,
+    parts: Iterable[tuple[Place, Tensor]],
+    blend: "_Blend",
+    reason: str,
+) -> tuple[Tensor, TileFacts]:
+    estimate = SmallCopy(function, copy)
+    for place, part in parts:
+        blend.add(place, estimate.tile(part))
+    blend.differences += estimate.differences()
+    return blend.result("estimated", reason)
+
+
+def _small_copy(tensor: Tensor, plan: TilePlan, *, latents: bool) -> Tensor:
+    """Every n-th place of a picture or a latent, no more of them along either side than a tile has."""
+    axes = plan.rows, plan.columns
+    share = min(min(axis.tile / axis.length for axis in axes), 1.0)
+    for dim, axis in ((-2, plan.rows), (-1, plan.columns)):
+        places = max(round(axis.length * share), 1) * (1 if latents else axis.factor)
+        every = (torch.arange(places, device=tensor.device) + 0.5) * (tensor.shape[dim] / places)
+        tensor = tensor.index_select(dim, every.long())
+    return tensor
 
 
 def _together(

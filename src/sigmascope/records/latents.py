@@ -26,7 +26,7 @@ RECORD_FACT = "vae_record"
 Strategy = Literal["direct", "tiled", "cpu", "dummy"]
 Outcome = Literal["succeeded", "failed", "skipped"]
 Direction = Literal["encoding", "decoding"]
-NormStatistics = Literal["whole", "per_tile"]
+NormStatistics = Literal["whole", "estimated", "per_tile"]
 STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
 """In the order in which they are tried."""
 
@@ -75,12 +75,12 @@ class TileFacts:
 
     Attributes:
         by: Who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
-        norm_statistics: What the VAE's group norms saw: the "whole" picture, or each tile by itself ("per_tile"); None
-            of a single tile, and where nothing was computed.
-        norm_reason: Why they saw each tile by itself, or why attention did although they saw the whole.
+        norm_statistics: What the VAE's group norms saw: the "whole" picture, a copy of it as small as a tile
+            ("estimated"), or each tile by itself ("per_tile"); None of a single tile, and where nothing was computed.
+        norm_reason: Why they did not see the whole, or why attention did not although they did.
         overlap_difference: Relative L2 of what neighbours gave from each other where they overlap, before it was
-            blended; None where that was not seen. It is a loose sign of what tiles cost: as a rule, it lies above
-            the error of the whole.
+            blended, or of features under estimated statistics from those under the true ones, if that is more; None
+            where that was not seen. It is a loose sign of what tiles cost: the error may be more or less.
     """
 
     height: int
@@ -429,28 +429,47 @@ def _fallback_finding(
 def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) -> Iterator[Finding]:
     """An output that is not what the whole would have given, as far as its tiles show."""
     tile = next((one.tile for one in attempts if one.outcome == "succeeded"), None)
-    difference = None if tile is None else tile.overlap_difference
-    if tile is None or difference is None or difference < _TILES_DIFFER:
+    if tile is None:
+        return
+    difference = tile.overlap_difference
+    if difference is None:
+        cost = _UNSEEN_COST if tile.by == "vae" else None
+    else:
+        cost = tiles_cost(difference) if difference >= _TILES_DIFFER else None
+    if cost is None:
         return
     why = f" ({tile.norm_reason})" if tile.norm_reason else ""
-    saw = {"whole": "the whole picture", "per_tile": "each tile by itself"}.get(
-        str(tile.norm_statistics), "-"
-    )
     yield Finding(
         "vae_tiles_differ",
-        "warning" if difference >= _TILES_DIFFER_MUCH else "info",
-        f"{tiles_cost(difference)} Group norms saw {saw}{why}.",
+        "warning" if difference is not None and difference >= _TILES_DIFFER_MUCH else "info",
+        f"{cost} Group norms saw {norms_saw(tile.norm_statistics)}{why}.",
         {"overlap_difference": difference, "norm_statistics": tile.norm_statistics, "count": tile.count},
         "Take larger tiles, or a larger overlap.",
         VAE_STAGES[direction],
     )
 
 
+_UNSEEN_COST = (
+    "The VAE cut its own tiles, so what they cost was not seen; where norms see each tile by itself, tiles often "
+    "differ from the whole by 10 % and more."
+)
+
+
+def norms_saw(statistics: object) -> str:
+    """What group norms saw, in words."""
+    words = {
+        "whole": "the whole picture",
+        "estimated": "a copy of the picture as small as a tile",
+        "per_tile": "each tile by itself",
+    }
+    return words.get(str(statistics), "-")
+
+
 def tiles_cost(difference: float) -> str:
-    """What tiles cost, as far as their overlaps tell: a sentence."""
+    """What tiles cost, as far as they tell: a sentence."""
     return (
-        f"Neighbouring tiles differ by {100 * difference:.2g} % where they overlap. That is a loose sign: what they "
-        "differ by from the whole is less as a rule."
+        f"Tiles disagree by {100 * difference:.2g} %. That is a loose sign of how far they are from the whole, "
+        "which may be more or less."
     )
 
 

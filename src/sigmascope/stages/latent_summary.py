@@ -14,6 +14,7 @@ from sigmascope.records.latents import (
     EncodingRecord,
     Strategy,
     StrategyAttempt,
+    norms_saw,
     strategy_label,
     strategy_number,
     tiles_cost,
@@ -208,11 +209,12 @@ def _tile_rows(tile: Facts) -> Iterator[Row]:
     norms = tile.get("norm_statistics")
     if norms:
         reason = f": {printable(tile['norm_reason'])}" if tile.get("norm_reason") else ""
-        saw = "the whole picture" if norms == "whole" else "each tile by itself"
-        yield Row("   Norms", f"saw {saw}{reason}", "" if norms == "whole" else NOTABLE)
+        yield Row("   Norms", f"saw {norms_saw(norms)}{reason}", "" if norms == "whole" else NOTABLE)
     difference = tile.get("overlap_difference")
     if is_number(difference):
         yield Row("   Tiles", tiles_cost(difference))
+    elif tile.get("by") == "vae":
+        yield Row("   Tiles", "the VAE cut its own, so what they cost was not seen", NOTABLE)
 
 
 def _pictures(pictures: Facts) -> Iterator[Row]:

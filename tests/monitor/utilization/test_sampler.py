@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from sigmascope.monitor import Recorder, scope
+from sigmascope.monitor import Recorder, guard, scope
 from sigmascope.monitor.peaks import reader_for
 from sigmascope.monitor.utilization import MAX_SAMPLE_HZ, SAMPLER, SamplerClient
 
@@ -83,6 +83,21 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     assert recorder._instruments.sampled._curves._open == []
     assert recorder._extent.open_frames == 0
     assert not recorder.run().complete
+
+
+def test_a_stage_ends_also_where_what_closes_it_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(sample_hz=10.0)
+    entered = recorder.stage("denoising").__enter__()
+
+    def fails_once(kept: bool) -> NoReturn:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(guard, "keeping_words", fails_once)
+    entered.__exit__(None, None, None)
+    assert sampler_threads() == []
+    assert recorder.run().stages[0].seconds > 0
+    assert recorder.run().complete
 
 
 def test_without_a_rate_there_is_no_thread() -> None:

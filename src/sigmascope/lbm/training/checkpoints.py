@@ -136,10 +136,14 @@ class CheckpointFolder:
         """
         target = self.path / checkpoint_name(state.step)
         write_state(target, state, add_files)
-        checkpoints = self.all()
-        for old in checkpoints[checkpoints.index(target) + self._keep :]:
-            self._remove(old)
+        self.remove_older(target)
         return target
+
+    def remove_older(self, than: Path) -> None:
+        """Remove those before a good checkpoint that are beyond the number to keep; it is one of them."""
+        checkpoints = self.all()
+        for old in checkpoints[checkpoints.index(than) + self._keep :]:
+            self._remove(old)
 
     def newest(self) -> tuple[Path, TrainingState] | None:
         """Read the newest good checkpoint; damaged ones are logged and passed over.

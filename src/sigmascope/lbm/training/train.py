@@ -443,6 +443,8 @@ def resume_training(loop: TrainingLoop) -> int | None:
     require_same_settings(state.identity, loop.session.identity, checkpoint)
     restore(loop.session, state, checkpoint)
     loop.checkpoint = checkpoint
+    if loop.session.accelerator.is_main_process:
+        loop.folder.remove_older(checkpoint)  # which a killed run had no time for
     return state.step
 
 

@@ -116,6 +116,15 @@ def test_a_finished_training_is_not_trained_further(small_run: SmallRun) -> None
     assert again.files == [small_run.out / "lora.safetensors"]
 
 
+def test_a_checkpoint_that_a_killed_run_had_no_time_to_remove_goes(small_run: SmallRun) -> None:
+    train(small_run.settings(max_steps=3, save_interval=1, keep_checkpoints=3))
+    train(small_run.settings(max_steps=3, save_interval=1, keep_checkpoints=2))
+    assert sorted(path.name for path in small_run.out.glob("checkpoint-*")) == [
+        "checkpoint-000002",
+        "checkpoint-000003",
+    ]
+
+
 def test_resuming_under_other_settings_names_every_key_that_differs(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=1))
     record = (small_run.out / "run.json").read_bytes()
