@@ -115,6 +115,7 @@ def test_widths_that_pipelines_make_of_others_pass_with_a_note(clip: Any, width:
         (Configured("umt5", 4096), 128),
         (Configured("umt5", 64), 4096),  # 64 of them are no layers joined
         (Configured("clip_text_model", 768), 1024),
+        (Configured("clip_text_model", 768), 1000),
         ({"text_encoder": Configured("clip_text_model", 768)}, 2048),
         ({"text_encoder": Configured("qwen3", 2560)}, 12800),
     ],

@@ -125,7 +125,8 @@ _ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
 _VIDEO: Final = ("temporal_transformer_blocks", "time_stack")
 
 # What models have that share a family's names: outputs and inputs as multiples of the family's width, and blocks.
-# FLUX.2's layers are 6, 3, 9 and 4 wide; Hunyuan's video models have more blocks.
+# FLUX.2's layers are 6, 3, 9 and 4 wide, and read 6144 ([dev]) or 4096 ([klein] 9B) features; Hunyuan's video models
+# have more blocks.
 _FEED_FORWARD: Final = (
     (re.compile(r"transformer_blocks\.\d+\.ff(?:_context)?\.net\.0\.proj"), 4, 1),
     (re.compile(r"transformer_blocks\.\d+\.ff(?:_context)?\.net\.2"), 1, 4),
@@ -146,6 +147,7 @@ _MULTIPLES: Final[dict[str, tuple[tuple[re.Pattern[str], int, int], ...]]] = {
         (re.compile(r"joint_blocks\.\d+\.(?:x|context)_block\.mlp\.fc2"), 1, 4),
     ),
 }
+_WIDEST: Final = {"flux": 3072}  # features that attention reads
 _BLOCKS: Final = {
     "flux": {
         "double_blocks": 19,
@@ -236,21 +238,30 @@ def misfit(family: str, shapes: Shapes) -> str | None:
         Such as "double_blocks.0.img_mlp.0 is 36864 × 6144, not 4 times as many outputs as inputs"; None if all fits,
         or no more than half of what tells does not: a single layer of another shape is damage.
     """
-    blocks, matched, otherwise = _BLOCKS.get(family, {}), 0, []
+    blocks = _BLOCKS.get(family, {})
+    attention: list[str | None] = []
+    multiples: list[str | None] = []
     for path, shape in shapes.items():
         name, _, rest = path.partition(".")
         number = rest.partition(".")[0]
         if name in blocks and number.isdigit() and int(number) >= blocks[name]:
             return f"it has more than {blocks[name]} {name} ({path})"
+        if len(shape) != 2:
+            continue
+        if name in blocks and "attn." in path:
+            wide = f"{path} reads {shape[1]} features, more than {_WIDEST[family]}"
+            attention.append(wide if shape[1] > _WIDEST[family] else None)
         for pattern, out, inner in _MULTIPLES.get(family, ()):
-            if len(shape) == 2 and pattern.fullmatch(path):
-                matched += 1
-                if shape[0] * inner != shape[1] * out:
-                    times = f"{out} times as many outputs as inputs"
-                    if inner > out:
-                        times = f"{inner} times as many inputs as outputs"
-                    otherwise.append(f"{path} is {shape[0]} × {shape[1]}, not {times}")
-    return otherwise[0] if 2 * len(otherwise) > matched else None
+            if pattern.fullmatch(path):
+                times = f"{out} times as many outputs as inputs"
+                if inner > out:
+                    times = f"{inner} times as many inputs as outputs"
+                other = f"{path} is {shape[0]} × {shape[1]}, not {times}"
+                multiples.append(other if shape[0] * inner != shape[1] * out else None)
+    for told in (multiples, attention):
+        if 2 * told.count(None) < len(told):
+            return next(filter(None, told))
+    return None
 
 
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:

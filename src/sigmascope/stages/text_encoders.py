@@ -207,12 +207,15 @@ def from_encoders(
 def is_one_of_several(width: int | None, encoders: Sequence[EncoderFacts]) -> bool:
     """Whether one encoder, given by itself, needs others for this width: CLIP-L in SDXL (2048), SD 3 and FLUX (4096).
 
-    Such a width is larger than its own, and not that of another CLIP, which would have made it alone.
+    Such a width is larger than its own, and not that of another CLIP, which would have made it alone. Beside a CLIP of a
+    usual size it is a usual one too.
     """
     if width is None or len(encoders) != 1 or encoders[0].source or not encoders[0].has_partners:
         return False
     own = encoders[0].width
-    return own is not None and width > own and from_shape(width, None).family not in _VARIANT_BY_FAMILY
+    if own is None or width <= own or (own in _CLIP_BY_WIDTH and width not in _FAMILIES_BY_WIDTH):
+        return False
+    return from_shape(width, None).family not in _VARIANT_BY_FAMILY
 
 
 def joined_layers(width: int, encoder: EncoderFacts) -> int | None:

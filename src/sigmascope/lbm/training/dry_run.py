@@ -248,7 +248,7 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
         inputs, torch.zeros(len(batch), device="meta"), encoder_hidden_states=None, return_dict=False
     )[0]
     if settings.pixel_loss_weight > 0:
-        side = settings.pixel_crop
+        side = settings.pixel_loss_side
         part = slice(None) if side is None else slice(max(1, side // model.vae.factor))
         return model.vae.decode(result[..., part, part])
     return result

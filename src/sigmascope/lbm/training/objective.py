@@ -110,7 +110,7 @@ class Objective:
         self._pixel_loss = (
             PixelLoss(
                 settings.pixel_loss_type,
-                crop=settings.pixel_crop,
+                crop=settings.pixel_loss_side,
                 tile_size=settings.pixel_tile_size,
                 reduction=settings.mask_reduction,
             )

@@ -69,7 +69,7 @@ class TrainSettings(LbmConfig):
     shuffle_buffer: int = Field(default=256, ge=1)
     image_size: tuple[int, int] | None = None
     crop: Literal["center", "random"] = "center"
-    pixel_crop: int | None = Field(default=None, ge=1)
+    pixel_crop: int | Literal["whole"] | None = 512
     pixel_tile_size: int | None = Field(default=None, ge=1)
     log_interval: int = Field(default=10, ge=1)
     save_interval: int = Field(default=500, ge=1)
@@ -141,6 +141,12 @@ class TrainSettings(LbmConfig):
     def lbm(self) -> LbmConfig:
         """The model's own keys."""
         return LbmConfig.model_construct(**{name: getattr(self, name) for name in LbmConfig.model_fields})
+
+    @property
+    def pixel_loss_side(self) -> int | None:
+        """Side of the crop that the pixel loss decodes; None: the whole picture."""
+        cut = "pixel_crop" in self.model_fields_set or self.pixel_tile_size is None
+        return None if self.pixel_crop == "whole" or not cut else self.pixel_crop
 
     @property
     def validate_every(self) -> int:
@@ -306,11 +312,10 @@ def _sizes(settings: "TrainSettings") -> list[str]:
         near = [max(round(side / factor), 1) * factor for side in settings.image_size]
         given = list(settings.image_size)
         wrong.append(f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})")
-    for key in ("pixel_crop", "pixel_tile_size"):
-        side = getattr(settings, key)
+    for key, side in (("pixel_crop", settings.pixel_loss_side), ("pixel_tile_size", settings.pixel_tile_size)):
         if side is not None and (side < settings.vae.factor or side % settings.vae.factor):
             wrong.append(f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}")
-    if settings.pixel_crop is not None and settings.pixel_tile_size is not None:
+    if settings.pixel_loss_side is not None and settings.pixel_tile_size is not None:
         wrong.append(
             "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
         )

@@ -301,3 +301,20 @@ def test_every_key_of_the_specification_is_there() -> None:
         "latent_loss_weight pixel_loss_type pixel_loss_weight denoiser vae"
     )
     assert set(named.split()) <= set(TrainSettings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "side"),
+    [
+        ({}, 512),  # LBMConfig.pixel_loss_max_size
+        ({"pixel_crop": 64}, 64),
+        ({"pixel_crop": "whole"}, None),
+        ({"pixel_crop": None}, None),
+        ({"pixel_tile_size": 64}, None),
+        ({"pixel_tile_size": 64, "pixel_crop": "whole"}, None),
+    ],
+)
+def test_the_pixel_loss_sees_a_crop_as_in_lbm_unless_told_otherwise(
+    given: dict[str, object], side: int | None
+) -> None:
+    assert parse_train_settings({**RUN, "rank": 8, **given}).pixel_loss_side == side

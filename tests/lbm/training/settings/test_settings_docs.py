@@ -61,4 +61,4 @@ def test_the_pages_example_is_read() -> None:
     settings = parse_train_settings(yaml.safe_load(example[1]))
     assert settings.optimizer_kwargs == {"betas": [0.9, 0.99], "weight_decay": 0.01}
     assert settings.num_steps == (1, 4)
-    assert settings.pixel_crop == 512
+    assert settings.pixel_loss_weight == 10
