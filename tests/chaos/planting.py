@@ -235,9 +235,9 @@ def _replacement(before: Any, fault: Fault) -> Any:
 
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(_OURS):
-            if fault.called(args, told_to_ignore=bool(kwargs.get("ignore_errors"))):
-                return None
+        is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith(_OURS)
+        if is_ours and fault.called(args, told_to_ignore=bool(kwargs.get("ignore_errors"))):
+            return None
         return before(*args, **kwargs)
 
     return call

@@ -45,7 +45,8 @@ def test_comfyuis_images_with_alpha_are_pictures_of_four_channels(batch: int) ->
 
 def test_of_load_images_outputs_the_mask_is_no_frame() -> None:
     outputs = (torch.zeros(1, 64, 48, 3), torch.zeros(1, 64, 64))
-    assert outline(read_pictures(outputs)) == ("BHWC", 1, 1, 3, 64, 48)
+    for order in (outputs, outputs[::-1]):
+        assert outline(read_pictures(order)) == ("BHWC", 1, 1, 3, 64, 48)
 
 
 def test_a_mask_has_no_layout() -> None:

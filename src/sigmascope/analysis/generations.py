@@ -142,7 +142,17 @@ def _denoises(stages: Iterable[Stage]) -> bool:
 
 def _misses_target(stages: Iterable[Stage]) -> bool:
     performance = [stage.facts.get(PERFORMANCE) for stage in stages]
-    return any(isinstance(metrics, Mapping) and metrics.get("target_met") is False for metrics in performance)
+    return any(isinstance(metrics, Mapping) and misses_target(metrics) for metrics in performance)
+
+
+def misses_target(performance: Mapping[str, Any]) -> bool:
+    """Whether a generation took longer than a target that somebody gave.
+
+    Args:
+        performance: As of `PerformanceMetrics.as_dict`.
+    """
+    is_given = "target_generation_time" not in (performance.get("assumed") or ())
+    return performance.get("target_met") is False and is_given
 
 
 def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
@@ -206,12 +216,13 @@ def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> Step
 
     Args:
         metrics: Of one generation.
-        is_whole: Whether it went to its end; else nothing can be derived.
+        is_whole: Whether it went to its end; else nothing can be derived, as where nobody knows the steps.
     """
     timed, total = metrics.generation_time_per_step, metrics.total_generation_time
-    if timed or not is_whole or not total or metrics.num_inference_steps < 1:
+    steps = 0 if "num_inference_steps" in metrics.assumed else metrics.num_inference_steps
+    if timed or not is_whole or not total or steps < 1:
         return {"per_step_time": timed}
-    return {"per_step_time": total / metrics.num_inference_steps, "per_step_time_derived": True}
+    return {"per_step_time": total / steps, "per_step_time_derived": True}
 
 
 def compare_metrics(

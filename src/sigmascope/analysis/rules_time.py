@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import PERFORMANCE, Case, seconds_of
+from sigmascope.analysis.generations import PERFORMANCE, Case, misses_target, seconds_of
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
@@ -53,7 +53,7 @@ def target_missed(case: Case) -> Iterator[Finding]:
     """A generation that took longer than its target, and where its time went."""
     for stage in case.named(_GENERATION):
         performance = stage.facts.get(PERFORMANCE)
-        if not isinstance(performance, dict) or performance.get("target_met") is not False:
+        if not isinstance(performance, dict) or not misses_target(performance):
             continue
         total, target = performance.get("total_generation_time"), performance.get("target_generation_time")
         if not isinstance(total, int | float) or not isinstance(target, int | float):

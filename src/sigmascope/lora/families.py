@@ -115,6 +115,8 @@ _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
     ("text_encoder", "diffusers", "text_model.encoder.layers.0.self_attn.q_proj.weight"),
     ("text_encoder", "diffusers", "encoder.layers.0.self_attn.q_proj.weight"),
     ("text_encoder", "diffusers", "encoder.block.0.layer.0.SelfAttention.q.weight"),
+    ("text_encoder", "diffusers", "model.language_model.layers.0.self_attn.q_proj.weight"),
+    ("text_encoder", "diffusers", "model.layers.0.self_attn.q_proj.weight"),
 )
 
 # U-Nets are told apart by the width of the context that their cross attention reads.

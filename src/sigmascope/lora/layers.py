@@ -29,10 +29,16 @@ _AROUND_ATTENTION: Final = re.compile(
 """Feed-forward layers, and the projections into and out of a block; not the model's own last `proj_out`."""
 
 # Blocks, in names with dots or underscores.
-_TEXT_ENCODER: Final = re.compile(
-    r"(?:^|[._])(?:te(\d?)|text_encoders[._](\w+?)[._]transformer|text_encoder(?:[._](\d))?|text_model)(?=[._])"
+_TEXT_ENCODER: Final = re.compile(r"(?:^|[._])(?:te(\d?)|text_encoder(?:[._](\d))?|text_model)(?=[._])")
+_COMFYUI_ENCODER: Final = re.compile(
+    r"(?:^|[._])text_encoders[._](\w+?)[._]transformer(?=[._])"
+    r"|^(\w+?)[._]transformer[._](?=text_model[._]|encoder[._]block[._]|model[._]layers[._])"
 )
-_COMFYUI_ENCODERS: Final = {"clip_g": "2", "t5xxl": "3"}
+"""In its checkpoints, and in the CLIP that it holds."""
+_NUMBERED_ENCODERS: Final = {"clip_g": "2", "t5xxl": "3", "llama": "4"}
+_SGM_ENCODER: Final = re.compile(
+    r"^(?:conditioner[._]embedders[._](\d)|cond_stage_model)[._](transformer|model)(?=[._])"
+)
 _T5: Final = re.compile(r"[._]encoder[._]block[._]\d")
 _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
 _NUMBERED: Final = re.compile(
@@ -43,9 +49,10 @@ _UNNUMBERED: Final = re.compile(
     r"|guidance_in|img_in|txt_in|add_embedding|label_emb|x_embedder|pos_embed|context_embedder|time_text_embed"
     r"|t_embedder|y_embedder|condition_embedder[._](?:time_embedder|text_embedder|time_proj|image_embedder)"
     r"|text_embedding|time_projection|img_emb|patch_embedding|vace_patch_embedding|final_layer[._](?:linear|adaLN)"
+    r"|audio_injector|casual_audio_encoder|scale_shift_table"
     r"|proj_out|norm_out|head|out[._][02]|out)(?=[._]|$)"
 )
-_LAYER: Final = re.compile(r"(?:layers?|block)[._](\d+)")
+_LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 
 # One name for what several formats name otherwise: diffusers', or the original's where that says more.
 _SAME: Final = {
@@ -68,12 +75,13 @@ _SAME: Final = {
     "final_layer.linear": "proj_out",
     "final_layer.adaLN": "norm_out",
     "head": "proj_out",
+    "scale_shift_table": "proj_out",
 }
 _LAYERS_OF_A_LEVEL: Final = 3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
 
 # Blocks in the order in which a latent passes them, text encoders first.
 _FLOW: Final = (
-    "text_encoder text_encoder_2 text_encoder_3 conv_in img_in patch_embedding vace_patch_embedding txt_in "
+    "text_encoder text_encoder_2 text_encoder_3 text_encoder_4 conv_in img_in patch_embedding vace_patch_embedding txt_in "
     "text_embedding img_emb time_embedding time_projection time_text_embed add_embedding down_blocks mid_block "
     "up_blocks transformer_blocks single_transformer_blocks vace_blocks blocks norm_out conv_norm_out conv_out proj_out out"
 )
@@ -133,16 +141,22 @@ def block_of_module(name: str) -> str:
     vae = _VAE.match(name)
     if vae is not None:
         return ".".join(filter(None, ("vae", vae[1], _block_in(name[vae.end() :].lstrip("._")))))
-    encoder = _TEXT_ENCODER.search(name)
-    if encoder is not None:
-        return _encoder_block(name, encoder)
-    return _block_in(name)
+    encoder = _encoder_in(name)
+    return _block_in(name) if encoder is None else encoder
 
 
-def _encoder_block(name: str, match: "re.Match[str]") -> str:
-    number = match[1] or _COMFYUI_ENCODERS.get(match[2] or "") or match[3]
-    if number == "2" and _T5.search(name, match.end()):
-        number = "3"  # T5 is the second of FLUX and the third of SD 3; kohya's tools call it te3 in both
+def _encoder_in(name: str) -> str | None:
+    """The text encoder and the layer in it."""
+    if match := _COMFYUI_ENCODER.search(name):
+        number = _NUMBERED_ENCODERS.get(match[1] or match[2])
+    elif match := _SGM_ENCODER.search(name):  # SDXL's second, which is its refiner's first
+        number = "2" if match[1] and match[2] == "model" else None
+    elif match := _TEXT_ENCODER.search(name):
+        number = match[1] or match[2]
+        if number == "2" and _T5.search(name, match.end()):
+            number = "3"  # T5 is the second of FLUX and the third of SD 3; kohya's tools call it te3 in both
+    else:
+        return None
     encoder = "text_encoder" if number in (None, "", "1") else f"text_encoder_{number}"
     layer = _LAYER.search(name, match.end())
     return f"{encoder}.{layer[1]}" if layer else encoder

@@ -245,12 +245,25 @@ class GenerationSteps:
 
     def _progress(self, step_seconds: float, at_ns: int) -> StepProgress:
         """Where the generation was at a moment; with the lock held."""
-        planned, target = self._metrics.num_inference_steps, self._metrics.target_generation_time
+        metrics = self._metrics
+        planned, target = metrics.num_inference_steps, metrics.target_generation_time
+        if "num_inference_steps" in metrics.assumed:
+            planned = 0  # nobody said how many there will be
         elapsed_ns = at_ns - self._started_ns
         projected = self.tally.projected_seconds(elapsed_ns, planned)
         return StepProgress(
-            self.tally.count, planned, step_seconds, elapsed_ns / 1e9, projected, target, projected > target
+            self.tally.count,
+            planned,
+            step_seconds,
+            elapsed_ns / 1e9,
+            projected,
+            target,
+            self._is_beyond_target(projected),
         )
+
+    def _is_beyond_target(self, seconds: float) -> bool:
+        metrics = self._metrics
+        return seconds > metrics.target_generation_time and "target_generation_time" not in metrics.assumed
 
     def setup_seconds(self) -> float | None:
         """From the beginning to the first step; None without steps."""
@@ -272,7 +285,7 @@ class GenerationSteps:
             last,
             elapsed_seconds=elapsed,
             projected_seconds=projected,
-            misses_target=projected > last.target_seconds,
+            misses_target=self._is_beyond_target(projected),
         )
 
 
@@ -465,7 +478,7 @@ class GenerationHistory:
                 self._finished.append(replace(metrics))
             if generation.run is not None:
                 self.runs.append(generation.run)
-        if metrics.target_met is False and generation.run is not None:
+        if metrics.misses_target and generation.run is not None:
             _log_findings(diagnose(generation.run))
         if generation.outer is not None and generation.outer.is_open and self.own() is generation:
             self._set_own(generation.outer)

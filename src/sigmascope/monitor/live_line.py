@@ -56,9 +56,9 @@ class StepProgress:
 
     Attributes:
         step: Steps done.
-        steps: Steps that are planned; 0: not known, and then `projected_seconds` is the time elapsed.
+        steps: Steps that are planned; 0: nobody said, and then `projected_seconds` is the time elapsed.
         projected_seconds: Elapsed + mean of the last steps · steps left.
-        misses_target: Whether that is above the target.
+        misses_target: Whether that is above a target that somebody gave.
     """
 
     step: int

@@ -131,6 +131,7 @@ def encode_latents(
             values=values,
             default_values=adapter.default_values,
             one_each=adapter.one_each,
+            host_has_masks=isinstance(adapter, ComfyuiVae),
         )
         device = None if output_device is None else torch.device(output_device)
         work = Encoding(adapter, given, sample, generator, device)

@@ -68,6 +68,7 @@ def pictures(
     values: Values | None = None,
     default_values: Values | None = None,
     one_each: bool = False,
+    host_has_masks: bool = False,
 ) -> Pictures:
     """Arrange what the caller has for a VAE.
 
@@ -79,13 +80,15 @@ def pictures(
             NumPy), [-1, 1] for floats with channels first (diffusers).
         default_values: What floats mean to this VAE, whichever axis the channels are on.
         one_each: Several pictures are as many pictures to this VAE, though it has an axis for frames.
+        host_has_masks: What has three axes and no colours last is a mask (ComfyUI's: batch, height, width), however
+            many there are.
 
     Raises:
         ConfigError: No pictures, sizes that differ, axes or numbers that are none of these.
     """
     channels = facts.image_channels or 3
     tensor, form = gathered(frames, channels)
-    axes = _axes(tensor, facts) if layout is None else layout
+    axes = layout or _axes(tensor, facts, host_has_masks=host_has_masks)
     seen = sample_facts(tensor, axes, form)
     has_alpha = _is_colours_and_alpha(tensor, axes, facts.image_channels)
     if has_alpha:
@@ -109,10 +112,15 @@ def _converts_alpha(frames: object, channels: int) -> bool:
     return channels != COLOURS_AND_ALPHA and any(_has_bands(one) and "A" in one.getbands() for one in images)
 
 
-def _axes(tensor: Tensor, facts: VaeFacts) -> Layout:
+def _axes(tensor: Tensor, facts: VaeFacts, *, host_has_masks: bool) -> Layout:
     axes = picture_layout(tensor.shape, facts.image_channels, is_video=bool(facts.is_video))
     if axes is None and facts.image_channels is None:
         axes = _CHANNELS_FIRST.get(tensor.ndim)
+    if axes == "CHW" and host_has_masks:
+        raise ConfigError(
+            f"frames: {tuple(tensor.shape)} is a mask (batch, height, width), which is no picture.",
+            hint="Give the image, or layout='CHW' if it is one with its channels first.",
+        )
     if axes is None:
         raise ConfigError(
             f"frames: no axis of {tuple(tensor.shape)} holds the {facts.image_channels or 3} channels that the "

@@ -83,6 +83,11 @@ class PerformanceMetrics:
             "assumed": list(self.assumed),
         }
 
+    @property
+    def misses_target(self) -> bool:
+        """Whether it took longer than a target that somebody gave."""
+        return self.target_met is False and "target_generation_time" not in self.assumed
+
     def fill_assumed(self, seen: CallFacts | None, steps: int) -> None:
         """Put what was seen of a generation in the place of defaults that nobody gave.
 

@@ -250,12 +250,16 @@ def _picture_layout(shape: Sequence[int], channels: int | None) -> Layout | None
 
 
 def without_mask(items: Sequence[object]) -> Sequence[object]:
-    """The pictures of a list: ComfyUI's LoadImage gives (batch, height, width, colours) and a mask without colours."""
+    """The pictures of a list: ComfyUI's LoadImage gives (batch, height, width, colours) and a mask without colours.
+
+    The mask may come first.
+    """
     if len(items) != 2:
         return items
-    picture, mask = (tuple(getattr(item, "shape", ())) for item in items)
+    shapes = [tuple(getattr(item, "shape", ())) for item in items]
+    mask, picture = sorted(shapes, key=len)
     beside = len(picture) == 4 and len(mask) == 3 and picture[0] == mask[0]
-    return items[:1] if beside and picture_layout(picture) == "BHWC" else items
+    return [items[shapes.index(picture)]] if beside and picture_layout(picture) == "BHWC" else items
 
 
 @dataclass(frozen=True, slots=True)

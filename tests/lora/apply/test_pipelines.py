@@ -124,6 +124,23 @@ def test_a_transformers_lora_is_attached(pipelines: GetPipeline, save: SaveLora,
             assert len(attached.applied) == len(lora)
 
 
+def test_a_language_model_that_encodes_text_takes_its_part(pipelines: GetPipeline) -> None:
+    """Qwen-Image's, whose names are under `model.language_model`."""
+    pipeline = pipelines("qwen_image")
+    encoder, name = pipeline.text_encoder, "model.language_model.layers.0.self_attn.q_proj"
+    factors = factors_for(tuple(encoder.get_submodule(name).weight.shape))
+    other = factors_for(tuple(pipeline.transformer.transformer_blocks[0].attn.to_q.weight.shape))
+    lora = LoraFile(
+        {f"text_encoder.{name}": factors, "transformer.transformer_blocks.0.attn.to_q": other}, format="peft"
+    )
+    with attach_lora(encoder, lora) as attached:
+        assert [len(attached.applied), len(attached.left_out)] == [1, 1]
+    before = encoder.get_submodule(name).weight.detach().clone()
+    with merge_lora(encoder, lora):
+        changed = encoder.get_submodule(name).weight - before
+    torch.testing.assert_close(changed, factors.delta(), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layer", "size"),
     [

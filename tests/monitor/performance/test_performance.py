@@ -370,6 +370,35 @@ def test_what_nobody_gave_is_told_from_what_was_given(clock: FakeClock) -> None:
     assert given.current_metrics.assumed == ()
 
 
+def test_nobody_is_warned_of_a_target_or_of_steps_that_nobody_gave(clock: FakeClock) -> None:
+    """Four steps of 2 s: beyond the default target of 5 s, and no 20 steps, which is the default too."""
+    warned: list[object] = []
+    for monitor, expected in (
+        (PerformanceMonitor(clock=clock, sample_hz=None), []),
+        (PerformanceMonitor(9.0, clock=clock, sample_hz=None), []),
+        (PerformanceMonitor(5.0, clock=clock, sample_hz=None), ["time.target_missed"]),
+    ):
+        monitor.on_warning = warned.append
+        seen: list[StepProgress] = []
+        monitor.on_step = seen.append
+        with monitor.monitor_generation("model"):
+            for _ in range(4):
+                monitor.start_step_timing()
+                clock.pass_seconds(2.0)
+                monitor.end_step_timing()
+        assert [(one.steps, one.projected_seconds) for one in seen] == [
+            (0, 2.0),
+            (0, 4.0),
+            (0, 6.0),
+            (0, 8.0),
+        ]
+        assert [finding.id for finding in monitor.diagnose()] == expected
+        assert len(warned) == len(expected)
+    with monitor.monitor_generation("model"):
+        clock.pass_seconds(8.0)
+    assert "per_step_time_derived" not in monitor.get_performance_summary()["current_generation"]
+
+
 def test_a_generation_inside_another_gives_way_to_it_again(
     monitor: PerformanceMonitor, clock: FakeClock
 ) -> None:

@@ -187,3 +187,14 @@ def test_what_overflows_in_float16_is_encoded_in_float32() -> None:
     torch.testing.assert_close(latent, sums + bias.float()[:, None, None], rtol=1e-4, atol=10)
     assert [one.name for one in record.attempts] == ["direct", "cpu"]
     assert (vae.vae_dtype, vae.first_stage_model.convolution.weight.dtype) == (torch.float16,) * 2
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_mask_is_no_picture_however_many_there_are(batch: int) -> None:
+    """Three masks have the shape of a picture with its channels first, which ComfyUI has not."""
+    vae, masks = ComfyVae(), torch.rand(batch, 64, 64)
+    with pytest.raises(ConfigError, match="mask"):
+        encode_latents(vae, masks)
+    if batch == 3:
+        as_told, _ = encode_latents(vae, masks, layout="CHW", values="unit")
+        assert torch.equal(as_told, vae.encode(masks.movedim(0, -1)[None]))

@@ -312,7 +312,10 @@ def _sizes(settings: "TrainSettings") -> list[str]:
         near = [max(round(side / factor), 1) * factor for side in settings.image_size]
         given = list(settings.image_size)
         wrong.append(f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})")
-    for key, side in (("pixel_crop", settings.pixel_loss_side), ("pixel_tile_size", settings.pixel_tile_size)):
+    for key, side in (
+        ("pixel_crop", settings.pixel_loss_side),
+        ("pixel_tile_size", settings.pixel_tile_size),
+    ):
         if side is not None and (side < settings.vae.factor or side % settings.vae.factor):
             wrong.append(f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}")
     if settings.pixel_loss_side is not None and settings.pixel_tile_size is not None:
