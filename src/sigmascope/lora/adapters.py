@@ -26,7 +26,6 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double
-from sigmascope.probes.memory import system_memory
 from sigmascope.units import format_size
 
 __all__ = [
@@ -135,11 +134,14 @@ def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str
         LoraFormatError: With both sizes.
     """
     needed = 2 * prod(shape) * dtype.itemsize  # the product, and it scaled
-    free = system_memory().ram_available_bytes if needed > _ALWAYS_THERE else None
     size = f"a weight {shape}, which takes {format_size(needed)} to form"
-    if free is not None and needed > free:
-        message = f"{name}: its tensors declare {size}; {format_size(free)} are free."
-        raise LoraFormatError(message, hint=_MORE_MEMORY)
+    if needed > _ALWAYS_THERE:
+        from sigmascope.probes.memory import system_memory
+
+        free = system_memory().ram_available_bytes
+        if free is not None and needed > free:
+            message = f"{name}: its tensors declare {size}; {format_size(free)} are free."
+            raise LoraFormatError(message, hint=_MORE_MEMORY)
     return size
 
 

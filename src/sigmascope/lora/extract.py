@@ -11,7 +11,7 @@ journal, one layer at a time in the model's order.
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +24,8 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, atomic_path
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
-from sigmascope.lora.budget import Budget, refuse_storage, weight_of
+from sigmascope.lora.alignment import joined_sizes
+from sigmascope.lora.budget import Budget, StorageCost, refuse_storage, weight_of
 from sigmascope.lora.decompose import at_full_rank
 from sigmascope.lora.extraction_report import (
     ExtractedModule,
@@ -40,7 +41,6 @@ from sigmascope.lora.extraction_report import (
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
 from sigmascope.lora.file import as_text, check_target, refuse_inputs
-from sigmascope.lora.file_size import StorageCost, names_in, numbers_in, parts_in
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
@@ -52,12 +52,12 @@ from sigmascope.lora.layer_extraction import (
     read_record,
     write_record,
 )
-from sigmascope.lora.layer_names import UnetBlocks, blocks_of
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.layers import in_coverage, layer_order
-from sigmascope.lora.linalg import fast_dtype
+from sigmascope.lora.linalg import fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.ranks import RankPolicy, RankRules
+from sigmascope.lora.ranks import RankPolicy
 from sigmascope.lora.spectrum import Spectrum
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
@@ -128,8 +128,12 @@ def extract_lora(
         lora_format = resolve_format(options, pair, diffs)
         metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
-        storage = storage_cost(lora_format, pair, options, metadata, diffs)
-        layers = Extraction(pair, options, journal, device, progress).run(storage)
+        extraction = Extraction(pair, options, journal, device, progress)
+        if options.budget is None:
+            layers = extraction.run()
+        else:
+            storage = storage_cost(lora_format, pair, options, metadata, diffs)
+            layers = extraction.run_within(options.budget, storage)
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
@@ -253,6 +257,10 @@ def storage_cost(
 ) -> StorageCost:
     """What factors take in the file, never too little.
 
+    A format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
+    layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down` of
+    its own.
+
     Args:
         format: Of the file.
         pair: The checkpoints.
@@ -261,19 +269,36 @@ def storage_cost(
         diffs: Keys of tensors whose change is stored whole.
     """
     lora_format, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
-    shapes = {layer: pair.shape(layer) for layer in pair.layers}
+    divides = lora_format.naming(layout.family) == "diffusers"
+    layers, rows = frozenset(pair.layers), dict[str, Row]()
     other = _FIELDS_BYTES
-    for layer in shapes:
-        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(lora_format, layout, layer, blocks) - 1)
+    for layer in pair.layers:
+        placed = lora_format.placement(layer, layout, blocks=blocks)
+        if isinstance(placed, Row) and len(placed.parts) > 1:
+            rows[layer] = placed
+            if divides:
+                other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (len(placed.parts) - 1)
     for key in diffs:
         values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
         other += values + len(key.encode()) + _ENTRY_BYTES
+
+    def numbers(layer: str, weight_shape: Sequence[int]) -> int:
+        out, inner = matrix_shape(weight_shape)
+        row = rows.get(layer)
+        if row is None:
+            return out + inner
+        if divides:
+            return out + len(row.parts) * inner
+        start = layer.removesuffix(layout.split(layer)[1])
+        sizes = {part: pair.shape(start + part)[0] for part in row.parts if start + part in layers}
+        return sum(joined_sizes(sizes, row, inner)) + inner
+
     return StorageCost.of(
         options.storage_dtype,
         metadata,
         other_bytes=other,
-        names=names_in(lora_format, layout, blocks),
-        numbers=numbers_in(lora_format, layout, shapes, blocks),
+        names=lambda layer: lora_format.keys_for(layer, layout, blocks),
+        numbers=numbers,
     )
 
 
@@ -324,27 +349,31 @@ class Extraction:
         self._done = 0
         self._total = 0
 
-    def run(self, storage: StorageCost) -> dict[str, DecomposedLayer]:
-        """Decompose every layer and choose its rank, in the order of the pair's layers.
-
-        Args:
-            storage: What factors take in the file, for a budget.
+    def run(self) -> dict[str, DecomposedLayer]:
+        """Decompose every layer at the rank of its own policy, in the order of the pair's layers.
 
         Raises:
-            SigmascopeError: From reading, decomposing or storing a layer, or a budget that cannot be met.
+            SigmascopeError: From reading, decomposing or storing a layer.
         """
-        if self._options.budget is None:
-            rules = self._options.rank_rules
-            wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
-            changes = self._round(0, wanted)
-            return {
-                layer: DecomposedLayer(f"0:{layer}", change, change.rank) for layer, change in changes.items()
-            }
-        return self._under_budget(self._options.budget, self._options.rank_rules, storage)
+        rules = self._options.rank_rules
+        wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
+        records = self._round(0, wanted)
+        return {
+            layer: DecomposedLayer(f"0:{layer}", record, record.rank) for layer, record in records.items()
+        }
 
-    def _under_budget(
-        self, budget: Budget, rules: RankRules, storage: StorageCost
-    ) -> dict[str, DecomposedLayer]:
+    def run_within(self, budget: Budget, storage: StorageCost) -> dict[str, DecomposedLayer]:
+        """The same under a budget, by which all layers together choose their ranks.
+
+        Args:
+            budget: What they share.
+            storage: What factors take in the file.
+
+        Raises:
+            SigmascopeError: As of `run`.
+            ConfigError: The budget cannot be met.
+        """
+        rules = self._options.rank_rules
         shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
         guesses = budget.first_guess(shapes, storage)
         first: dict[str, RankPolicy | int | None] = {

@@ -95,6 +95,10 @@ class FactorKeys:
     holds_changes: bool = True
     magnitude: str | None = None
 
+    def of(self, module: str) -> list[str]:
+        """The keys of a module's up, down and, where the format has one, alpha."""
+        return [f"{module}.{end}" for end in (self.up, self.down, self.alpha) if end is not None]
+
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
         """The tensors of plain factors by key, with alpha = rank (float32), contiguous."""
         pair = factors.with_unit_scale()
@@ -183,9 +187,16 @@ class LoraFormat:
         part, _ = layout.split(layer)
         return self.module_name(part, path, layout, prefix)
 
-    def module_tensors(self, name: str, factors: LoraFactors) -> dict[str, Tensor]:
-        """The tensors of one module by key; see `FactorKeys.tensors`."""
-        return self.keys.tensors(name, factors)
+    def keys_for(self, layer: str, layout: ModelLayout, blocks: UnetBlocks | None = None) -> list[str]:
+        """The keys of a layer's up, down and alpha, for `StorageCost`.
+
+        Those of a layer that is joined with others are made of its own name: there are fewer in the file, and none
+        is much longer.
+        """
+        try:
+            return self.keys.of(self.name_for(layer, layout, blocks=blocks))
+        except LoraFormatError:
+            return self.keys.of(layer)
 
 
 def format_named(name: str) -> LoraFormat:

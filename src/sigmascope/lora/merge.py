@@ -37,7 +37,14 @@ from sigmascope.lora.resize import (
     unused_keys,
 )
 from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
-from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.lora.writer import (
+    STORAGE_DTYPES,
+    LoraWriter,
+    SavePrecision,
+    dtype_name,
+    storage_dtype,
+    writer_of_aligned,
+)
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -117,7 +124,7 @@ def merge_loras(
         dtype = _storage_dtype_of(lora_files, options)
         changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
         plan = _rank_plan(changes, options)
-        output = LoraOutput(
+        output = writer_of_aligned(
             target,
             changes.united,
             originals,
@@ -350,7 +357,7 @@ def _provenance(
 
 
 def _write_modules(
-    output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
+    output: LoraWriter, changes: MergedChanges, plan: RankPlan, progress: Progress
 ) -> tuple[ResizedModule, ...]:
     reduction = Resizer(
         shapes={name: changes.shape(name) for name in changes.layers},

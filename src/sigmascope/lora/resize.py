@@ -27,10 +27,9 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.alignment import align_all
-from sigmascope.lora.budget import Budget
+from sigmascope.lora.budget import Budget, StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_inputs
-from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import max_rank, root_sum_square
 from sigmascope.lora.merge_methods import InputLora
@@ -39,7 +38,14 @@ from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.spectrum import Spectrum
 from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
-from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.lora.writer import (
+    STORAGE_DTYPES,
+    LoraWriter,
+    SavePrecision,
+    dtype_name,
+    storage_dtype,
+    writer_of_aligned,
+)
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -281,7 +287,7 @@ def resize_lora(
             "sigmascope_rank": plan.describe(),
         }
         compact = plan.budget is not None
-        with LoraOutput(target, aligned, [original], format, metadata, compact=compact) as output:
+        with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
             modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
@@ -335,7 +341,7 @@ class _Split:
 
 
 def _write_modules(
-    output: LoraOutput, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
+    output: LoraWriter, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
 ) -> tuple[ResizedModule, ...]:
     lora = split.lora
     others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
