@@ -413,11 +413,7 @@ def _right(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
         rank = inner_size(shapes, _W2_A, _W2_B)
         return (shapes[_W2_A][0], shapes[_W2_B][1]), rank
     require_parts(shapes, _W2_A, _W2_B)
-    core, left, right = shapes[_CORE], shapes[_W2_A], shapes[_W2_B]
-    fits = len(core) >= 3 and len(left) == len(right) == 2 and core[:2] == (left[0], right[0])
-    if not fits or min(*core, *left, *right) < 1:
-        raise misfit(shapes, _CORE, _W2_A, _W2_B)
-    return (left[1], right[1], *core[2:]), right[0]
+    return _tucker_shape(shapes, _CORE, "lokr_w2"), shapes[_W2_B][0]
 
 
 class TuckerChange(Adapter):

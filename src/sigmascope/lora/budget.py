@@ -29,9 +29,8 @@ from torch import Tensor
 from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
 from sigmascope.errors import ConfigError
 from sigmascope.lora.layers import matches, require_matches, require_pattern
-from sigmascope.lora.linalg import is_convolution, matrix_shape, max_rank
+from sigmascope.lora.linalg import Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
-from sigmascope.lora.spectrum import Spectrum
 from sigmascope.units import format_size
 
 __all__ = ["Allocation", "Budget", "StorageCost"]
@@ -280,7 +279,9 @@ class Budget:
         """
         pinned = pinned or {}
         storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
-        contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
+        contestants = [
+            self._contestant(layer, spectrum, storage, pinned) for layer, spectrum in spectra.items()
+        ]
         return allocate(
             BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
         )

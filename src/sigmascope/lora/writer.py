@@ -25,15 +25,22 @@ from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
-from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange, TuckerChange, WeightChange
+from sigmascope.lora.adapters import (
+    MID,
+    Adapter,
+    DiffChange,
+    DoraChange,
+    LokrChange,
+    TuckerChange,
+    WeightChange,
+)
 from sigmascope.lora.alignment import AlignedLoras, divided, joined
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
-from sigmascope.lora.keys import MID
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
@@ -164,7 +171,7 @@ class LoraWriter:
         self._dtype = dtype
         self._prefix = prefix
         self._own_names = own_names
-        self._blocks = blocks if model_layers is None else _unet_blocks(model_layers, self.layout)
+        self._blocks = blocks if model_layers is None else blocks_of_model(model_layers, self.layout)
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
         room = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
         if own_names is not None:
@@ -316,10 +323,6 @@ class LoraWriter:
             family = family_in(self._inherited) or "unknown"
         header = self._tensors.finish(self.tally, self.layout, family)
         self._file.update_metadata(header | self._metadata)
-
-
-def _unet_blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
-    return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
 
 
 def writer_of_aligned(
