@@ -21,7 +21,7 @@ SHOWN = (
     ("lora.formats", "save_lora", "lora.writer"),
     ("lora.merge", "merge_lora", "lora.apply"),
     ("lora.models.layout", "layout_of", "lora.families"),
-    ("lora.ranking.budget", "StorageCost", "lora.file_size"),
+    ("lora.ranking.budget", "StorageCost", "lora.budget"),
     ("lora.ranking.rank_rules", "RankRules", "lora.ranks"),
     ("lora.svd", "truncated_svd", "lora.decompose"),
     ("lora.verdict", "judge_lora", "lora.compatibility"),

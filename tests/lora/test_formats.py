@@ -269,7 +269,7 @@ def test_a_full_rank_change_of_any_shape_survives_a_file(
     out: int, inner: int, kernel: tuple[int, ...], seed: int
 ) -> None:
     change = torch.randn(out, inner, *kernel, generator=torch.Generator().manual_seed(seed))
-    stored = formats.NATIVE.module_tensors("m.layer", factors_full_rank(change))
+    stored = formats.NATIVE.keys.tensors("m.layer", factors_full_rank(change))
     up, down = stored["m.layer.lora_up.weight"], stored["m.layer.lora_down.weight"]
     assert up.shape[2:] == tuple(1 for _ in kernel)
     assert down.shape[1:] == change.shape[1:]

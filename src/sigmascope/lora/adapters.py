@@ -26,7 +26,6 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double
-from sigmascope.probes.memory import system_memory
 from sigmascope.units import format_size
 
 __all__ = [
@@ -136,11 +135,14 @@ def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str
         LoraFormatError: With both sizes.
     """
     needed = 2 * prod(shape) * dtype.itemsize  # the product, and it scaled
-    free = system_memory().ram_available_bytes if needed > _ALWAYS_THERE else None
     size = f"a weight {shape}, which takes {format_size(needed)} to form"
-    if free is not None and needed > free:
-        message = f"{name}: its tensors declare {size}; {format_size(free)} are free."
-        raise LoraFormatError(message, hint=_MORE_MEMORY)
+    if needed > _ALWAYS_THERE:
+        from sigmascope.probes.memory import system_memory
+
+        free = system_memory().ram_available_bytes
+        if free is not None and needed > free:
+            message = f"{name}: its tensors declare {size}; {format_size(free)} are free."
+            raise LoraFormatError(message, hint=_MORE_MEMORY)
     return size
 
 
@@ -478,11 +480,7 @@ def _right(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
         rank = inner_size(shapes, _W2_A, _W2_B)
         return (shapes[_W2_A][0], shapes[_W2_B][1]), rank
     require_parts(shapes, _W2_A, _W2_B)
-    core, left, right = shapes[_CORE], shapes[_W2_A], shapes[_W2_B]
-    fits = len(core) >= 3 and len(left) == len(right) == 2 and core[:2] == (left[0], right[0])
-    if not fits or min(*core, *left, *right) < 1:
-        raise misfit(shapes, _CORE, _W2_A, _W2_B)
-    return (left[1], right[1], *core[2:]), right[0]
+    return _tucker_shape(shapes, _CORE, "lokr_w2"), shapes[_W2_B][0]
 
 
 class TuckerChange(Adapter):

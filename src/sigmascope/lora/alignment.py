@@ -69,7 +69,7 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
 
     Args:
         lora: In any format.
-        layers: Paths of the model's layers, without `.weight`; see `resolve_names`.
+        layers: Paths of the model's layers, without `.weight`; see `LayerIndex.of`.
         layout: How the model names its weights.
 
     Raises:
@@ -86,17 +86,11 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
                 hint="The file holds one layer under two names: remove one of them.",
             )
     recipes |= fused
-    plain = {layer: recipe for layer, recipe in recipes.items() if recipe.names[0] in lora.modules}
-    others = {layer: recipe.names[0] for layer, recipe in recipes.items() if layer not in plain}
     used = {name for recipe in recipes.values() for name in recipe.names}
-    named = replace(
-        lora,
-        modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
-        changes=LazyDict(others, lora.changes.__getitem__),
-        facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
-    )
     unmatched = tuple(name for name in lora.names if name not in used)
-    return AlignedLora(named, {layer: recipe.names for layer, recipe in recipes.items()}, unmatched)
+    return AlignedLora(
+        _made_by(lora, recipes), {layer: recipe.names for layer, recipe in recipes.items()}, unmatched
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +150,18 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
             yield part, path.removeprefix(_TEXT_MODEL), "open_clip" if is_text else layout.family
 
 
+def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:
+    """The LoRA under the layers' names, each change read when it is asked for."""
+    plain = {layer: recipe for layer, recipe in recipes.items() if recipe.names[0] in lora.modules}
+    others = {layer: recipe.names[0] for layer, recipe in recipes.items() if layer not in plain}
+    return replace(
+        lora,
+        modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
+        changes=LazyDict(others, lora.changes.__getitem__),
+        facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
+    )
+
+
 def _factors_by_recipe(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
     if recipe.row is None:
         return lora.modules[recipe.names[0]]
@@ -206,8 +212,7 @@ class AlignedLoras:
 
     def change(self, position: int, name: str) -> LoraFactors | WeightChange:
         """Read one LoRA's change of a layer."""
-        lora = self.loras[position]
-        return lora.modules[name] if name in lora.modules else lora.changes[name]
+        return self.loras[position].change(name)
 
 
 def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
@@ -229,16 +234,16 @@ def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
         for lora, names in zip(loras, understood, strict=True)
         for layer, _ in _layers(lora, names, layout)
     }
-    layer_sources = [
-        _sources(lora, names, layout, known) for lora, names in zip(loras, understood, strict=True)
+    layer_recipes = [
+        _recipes(lora, names, layout, known) for lora, names in zip(loras, understood, strict=True)
     ]
     return AlignedLoras(
-        loras=tuple(
-            _under_layer_names(lora, sources) for lora, sources in zip(loras, layer_sources, strict=True)
+        loras=tuple(_made_by(lora, recipes) for lora, recipes in zip(loras, layer_recipes, strict=True)),
+        sources=tuple(
+            {layer: recipe.names[0] for layer, recipe in recipes.items()} for recipes in layer_recipes
         ),
-        sources=tuple({layer: names.name for layer, names in sources.items()} for sources in layer_sources),
         layout=layout,
-        names=tuple(dict.fromkeys(layer for sources in layer_sources for layer in sources)),
+        names=tuple(dict.fromkeys(layer for recipes in layer_recipes for layer in recipes)),
         blocks=chosen.blocks,
     )
 
@@ -253,28 +258,19 @@ def _understood(loras: Sequence[LoraFile]) -> list[ParsedNames]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a layer's change is made of: a module, or one part of a fused one."""
-
-    name: str
-    row: Row | None = None
-    part: str = ""
-
-
-def _layers(lora: LoraFile, names: ParsedNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
+def _layers(lora: LoraFile, names: ParsedNames, layout: ModelLayout) -> Iterator[tuple[str, _Recipe]]:
     """Each of a LoRA's layers by its path in the naming of a layout, and what it is made of."""
     same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
     for name, layer in names.layers.items():
         path = layer.removesuffix(_BIAS)
         layer_path = path if same_naming else _in_diffusers(path, names)
         if isinstance(layer_path, str):
-            yield layer_path + layer[len(path) :], _Source(name)
+            yield layer_path + layer[len(path) :], _Recipe((name,))
         elif name in lora.modules:
             for part in layer_path.parts:
-                yield _beside(path, names.layout, part), _Source(name, layer_path, part)
+                yield _beside(path, names.layout, part), _Recipe((name,), layer_path, (part,))
         else:  # what is not up and down cannot be divided
-            yield layer, _Source(name)
+            yield layer, _Recipe((name,))
 
 
 def _in_diffusers(layer: str, names: ParsedNames) -> str | Row:
@@ -293,50 +289,24 @@ def _beside(layer: str, layout: ModelLayout, path: str) -> str:
     return layer.removesuffix(own) + path
 
 
-def _sources(
+def _recipes(
     lora: LoraFile, names: ParsedNames, layout: ModelLayout, known: Mapping[str, str]
-) -> dict[str, _Source]:
-    sources: dict[str, _Source] = {}
-    flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
-    for layer, source in (*_layers(lora, names, layout), *flat_ones):
-        if layer in sources:
+) -> dict[str, _Recipe]:
+    recipes: dict[str, _Recipe] = {}
+    flat_names = [(known.get(_comparable(name), name), _Recipe((name,))) for name in names.unknown]
+    for layer, recipe in (*_layers(lora, names, layout), *flat_names):
+        if layer in recipes:
             raise LoraFormatError(
-                f"{lora}: {sources[layer].name} and {source.name} are both for {layer}.",
+                f"{lora}: {recipes[layer].names[0]} and {recipe.names[0]} are both for {layer}.",
                 hint="The file holds one layer under two names: remove one of them.",
             )
-        sources[layer] = source
+        recipes[layer] = recipe
     order = {name: index for index, name in enumerate(lora.names)}
-    return dict(sorted(sources.items(), key=lambda item: order[item[1].name]))
+    return dict(sorted(recipes.items(), key=lambda item: order[item[1].names[0]]))
 
 
 def _comparable(name: str) -> str:
     return flat(parse_name(name).path)
-
-
-def _under_layer_names(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFile:
-    """The LoRA under the layers' names, each change read when it is asked for."""
-    plain = {layer: source for layer, source in sources.items() if source.name in lora.modules}
-    others = {layer: source.name for layer, source in sources.items() if source.name not in lora.modules}
-    return replace(
-        lora,
-        modules=LazyDict(plain, lambda source: _factors_of_source(lora, source)),
-        changes=LazyDict(others, lora.changes.__getitem__),
-        facts={layer: _facts_of_source(lora, source) for layer, source in sources.items()},
-    )
-
-
-def _factors_of_source(lora: LoraFile, source: _Source) -> LoraFactors:
-    factors = lora.modules[source.name]
-    return factors if source.row is None else divided(factors, source.row)[source.part]
-
-
-def _facts_of_source(lora: LoraFile, source: _Source) -> ModuleFacts:
-    whole = lora.facts_of(source.name)
-    if source.row is None:
-        return whole
-    sizes = part_sizes(whole.weight_shape, source.row)
-    out, width = dict(zip(source.row.parts, sizes, strict=True))[source.part], whole.weight_shape[1:]
-    return ModuleFacts("lora", (out, *width), whole.rank, (whole.rank or 0) * (out + prod(width)))
 
 
 def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:

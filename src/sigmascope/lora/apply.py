@@ -14,7 +14,7 @@ point, so the original values are kept, on the CPU: as many bytes as the changed
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
@@ -34,7 +34,7 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, 
 from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import LazyDict, LoraFile
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of
@@ -99,7 +99,7 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
     fitting: dict[str, frozenset[str]] = {}
     complete = []
     for part, names in names_by_part.items():
-        aligned = _aligned(model, _only(lora, names), layers)
+        aligned = _aligned(model, lora.only(frozenset(names)), layers)
         own = aligned.lora
         fitting[part] = frozenset(
             name for name in own.modules if same_matrix(own.shape_of(name), weight_shape_of(layers[name]))
@@ -121,19 +121,7 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
     if not kept:
         return lora, ()
     left_out = tuple(name for part, names in names_by_part.items() if part not in kept for name in names)
-    return _only(lora, [name for part in kept for name in names_by_part[part]]), left_out
-
-
-def _only(lora: LoraFile, names: Collection[str]) -> LoraFile:
-    """A LoRA of some of its modules, still in their file."""
-    chosen = frozenset(names)
-    modules = {name: name for name in lora.modules if name in chosen}
-    changes = {name: name for name in lora.changes if name in chosen}
-    return replace(
-        lora,
-        modules=LazyDict(modules, lora.modules.__getitem__),
-        changes=LazyDict(changes, lora.changes.__getitem__),
-    )
+    return lora.only({name for part in kept for name in names_by_part[part]}), left_out
 
 
 def _log_what_is_left(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
@@ -613,9 +601,14 @@ class ChangedWeight:
         )
 
     def can_be_restored(self) -> bool:
-        """Whether the weight can take the original's values."""
+        """Whether the weight can take the original's values.
+
+        PyTorch refuses to change a tensor made under torch.inference_mode outside of it.
+        """
         return all(
-            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
+            weight.shape == self.original.shape
+            and not weight.is_meta
+            and (not weight.is_inference() or torch.is_inference_mode_enabled())
             for weight in self._weights()
         )
 
@@ -643,21 +636,12 @@ def checksum_of(tensor: Tensor, how: Checksum = "") -> tuple[Checksum, bytes]:
         How it was made, and the checksum.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    how = how or _quickest(tensor)
+    how = how or ("xxh3" if tensor.device.type == "cpu" else "sums")
     if how == "xxh3":
         return how, xxh3_128_digest(flat.cpu().numpy().data)
     words = functional.pad(flat, (0, -flat.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
     table = words.view(-1, _WORDS_IN_A_ROW)
     return how, torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu().numpy().tobytes()
-
-
-def _quickest(tensor: Tensor) -> Checksum:
-    return "xxh3" if tensor.device.type == "cpu" else "sums"
-
-
-def _is_writable(weight: Tensor) -> bool:
-    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
-    return not weight.is_inference() or torch.is_inference_mode_enabled()
 
 
 def write_values(weight: Tensor, values: Tensor) -> None:

@@ -178,16 +178,16 @@ def bake_loras(
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into))
         _require_writable(base, Path(into))
-        aligned = [open_aligned(files, path, base) for path in paths]
+        aligned = [aligned_with(base, files.enter_context(open_lora(path))) for path in paths]
         lora_files = [
             aligned_lora.lora.path or path for aligned_lora, path in zip(aligned, paths, strict=True)
         ]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
-        targets = match_tensors(base, aligned, strengths)
-        require_matched(base, aligned, targets.unmatched, allow_unmatched=allow_unmatched)
+        targets, unmatched = match_tensors(base, aligned, strengths)
+        require_matched(base, aligned, unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
-        tensors = _write_checkpoint(target, base, targets.by_key, aligned, how, metadata, progress)
+        tensors = _write_checkpoint(target, base, targets, aligned, how, metadata, progress)
         return BakeReport(
             into=Path(into),
             checkpoint=target,
@@ -198,7 +198,7 @@ def bake_loras(
             method=how.describe(),
             tensors=tensors,
             copied=len(base) - len(tensors),
-            unmatched=targets.unmatched,
+            unmatched=unmatched,
             unused_keys={
                 i: aligned_lora.lora.unused_keys
                 for i, aligned_lora in enumerate(aligned)
@@ -227,20 +227,6 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
-def open_aligned(files: ExitStack, path: Path, base: Checkpoint) -> AlignedLora:
-    """Open a LoRA, with its modules under the names of a checkpoint's layers.
-
-    Args:
-        files: Closes it.
-        path: In any format.
-        base: The open checkpoint.
-
-    Raises:
-        SigmascopeError: From `open_lora` and `align`.
-    """
-    return aligned_with(base, files.enter_context(open_lora(path)))
-
-
 def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
     """Name an open LoRA's modules by a checkpoint's layers.
 
@@ -251,8 +237,7 @@ def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
     return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
 
 
-@dataclass(frozen=True, slots=True)
-class TargetTensor:
+class TargetTensor(NamedTuple):
     """One LoRA's change of one tensor, still in its file."""
 
     position: int
@@ -260,23 +245,14 @@ class TargetTensor:
     layer: str
 
 
-@dataclass(frozen=True, slots=True)
-class TargetTensors:
-    """Where the changes of several LoRAs land.
-
-    Attributes:
-        by_key: The changes of each tensor, in the LoRAs' order. Those of weight 0 are none.
-        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
-    """
-
-    by_key: dict[str, list[TargetTensor]]
-    unmatched: dict[int, tuple[str, ...]]
-
-
 def match_tensors(
     base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
-) -> TargetTensors:
+) -> tuple[dict[str, list[TargetTensor]], dict[int, tuple[str, ...]]]:
     """Find the tensor of every change.
+
+    Returns:
+        The changes of each tensor by its key, in the LoRAs' order, without those of weight 0; and the modules that
+        are of no tensor of the checkpoint, by LoRA's position.
 
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
@@ -303,7 +279,7 @@ def match_tensors(
             f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
             hint="Merge the LoRA into the model that it was made for.",
         )
-    return TargetTensors(by_key, unmatched)
+    return by_key, unmatched
 
 
 def _and_more(count: int) -> str:
@@ -364,8 +340,8 @@ def _write_checkpoint(
         if key not in targets:
             return weight, None
         changes = [
-            WeightedChange(target.position, target.weight, _change(aligned[target.position], target.layer))
-            for target in targets[key]
+            WeightedChange(position, strength, aligned[position].lora.change(layer))
+            for position, strength, layer in targets[key]
         ]
         return weight, merge_into_weight(key, weight, changes, method, slot)
 
@@ -392,11 +368,6 @@ class WeightedChange(NamedTuple):
     position: int
     weight: float
     change: LoraFactors | WeightChange
-
-
-def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
-    lora = aligned.lora
-    return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
 
 
 def merge_into_weight(

@@ -17,8 +17,8 @@ No layer is decomposed further than the outcome needs: the search says which unk
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NoReturn
 
@@ -26,12 +26,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
 from sigmascope.errors import ConfigError
-from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.layers import matches, require_matches, require_pattern
-from sigmascope.lora.linalg import is_convolution, max_rank
+from sigmascope.lora.linalg import Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
-from sigmascope.lora.spectrum import Spectrum
 from sigmascope.units import format_size
 
 __all__ = ["Allocation", "Budget", "StorageCost"]
@@ -41,6 +40,14 @@ _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
+
+# Of a file, for `StorageCost`.
+_ALPHA_BYTES: Final = 4  # a float32
+_ENTRY_BYTES: Final = len(':{"dtype":"BF16","shape":,"data_offsets":[,]},')
+
+_ROUNDING: Final = 0.32
+"""Rounding both factors changes their product by 0.30 ± 0.01 of the type's eps, measured over many shapes."""
+_LEAST_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
 
 WEIGHT_FOR: Final = "--weight_for"
 Weights = tuple[tuple[str, float], ...]
@@ -111,6 +118,107 @@ class BudgetLayer:
         return self.weight * (self.spectrum.known_energy + self.spectrum.tail_energy)
 
 
+def native_names(layer: str) -> tuple[str, ...]:
+    """The tensors of a module in native naming: up, down and alpha."""
+    return f"{layer}.lora_up.weight", f"{layer}.lora_down.weight", f"{layer}.alpha"
+
+
+def plain_numbers(layer: str, weight_shape: Sequence[int]) -> int:
+    """What one rank takes where every layer is a module of its own: a column of up and a row of down."""
+    return sum(matrix_shape(weight_shape))
+
+
+@dataclass(frozen=True)
+class StorageCost:
+    """The bytes of a safetensors file of LoRA modules, never too few.
+
+    Attributes:
+        value_bytes: Of one number of a factor: 2 for float16 and bfloat16.
+        fixed_bytes: What the file holds whatever the ranks are: metadata, tensors that are no factors.
+        names: Gives the names of a layer's up, down and (where the format has one) alpha in the file.
+        numbers: Gives how many numbers one rank of a layer of that shape takes.
+        offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
+        rounding: What rounding to storage precision adds: its share of ‖up·down‖, as a fraction.
+    """
+
+    value_bytes: int
+    fixed_bytes: int = 0
+    names: Callable[[str], Sequence[str]] = native_names
+    numbers: Callable[[str, Sequence[int]], int] = plain_numbers
+    offset_digits: int = 12
+    rounding: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        other_bytes: int = 0,
+        names: Callable[[str], Sequence[str]] = native_names,
+        numbers: Callable[[str, Sequence[int]], int] = plain_numbers,
+    ) -> "StorageCost":
+        """The cost of a file with factors of a dtype.
+
+        Args:
+            dtype: Storage dtype.
+            metadata: The header's texts.
+            other_bytes: Tensors that are no factors, with their header entries.
+            names: As the attribute.
+            numbers: As the attribute.
+        """
+        fixed = len(encoded_header([], metadata or {})) + other_bytes
+        rounding = max(_ROUNDING * torch.finfo(dtype).eps, _LEAST_ROUNDING)
+        return cls(dtype.itemsize, fixed, names, numbers, rounding=rounding)
+
+    def rank_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
+        """What one more singular value takes: a column of up and a row of down."""
+        return self.numbers(layer, weight_shape) * self.value_bytes
+
+    def module_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
+        """What a module takes beside its factors: header entries and alpha."""
+        names = self.names(layer)
+        shapes = _factor_shapes(weight_shape)[: len(names)]
+        entries = sum(_entry_bytes(name, shape) for name, shape in zip(names, shapes, strict=True))
+        entries += len(names) * 2 * self.offset_digits
+        return entries + (_ALPHA_BYTES if len(names) > 2 else 0)
+
+    @property
+    def empty_bytes(self) -> int:
+        """The file without any module: what is fixed, the header's length and its padding."""
+        return LENGTH_BYTES + ALIGNMENT + self.fixed_bytes
+
+    def within(self, max_bytes: int) -> "StorageCost":
+        """The same for a file of at most this size, whose offsets have no more digits than it has."""
+        return replace(self, offset_digits=len(str(max_bytes)))
+
+    def file_bytes(self, ranks: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> int:
+        """The most that a file of these modules takes.
+
+        Args:
+            ranks: By layer; 0 is not in the file.
+            shapes: Weight shapes by layer.
+        """
+        return self.empty_bytes + sum(
+            rank * self.rank_bytes(layer, shapes[layer]) + self.module_bytes(layer, shapes[layer])
+            for layer, rank in ranks.items()
+            if rank > 0
+        )
+
+
+def _factor_shapes(weight_shape: Sequence[int]) -> list[list[int]]:
+    """Shapes of up, down and alpha at the largest rank, whose digits are the most."""
+    rank = max_rank(weight_shape)
+    ones = [1] * (len(weight_shape) - 2)
+    return [[weight_shape[0], rank, *ones], [rank, *weight_shape[1:]], []]
+
+
+def _entry_bytes(name: str, shape: list[int]) -> int:
+    """Bytes of `"<name>":{"dtype":"BF16","shape":[…],"data_offsets":[,]},`, offsets aside."""
+    sizes = json.dumps(shape, separators=(",", ":"))
+    return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) + len(sizes) + _ENTRY_BYTES
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the ranks of all layers together may cost: bytes, or error. One of the two.
@@ -171,7 +279,9 @@ class Budget:
         """
         pinned = pinned or {}
         storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
-        contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
+        contestants = [
+            self._contestant(layer, spectrum, storage, pinned) for layer, spectrum in spectra.items()
+        ]
         return allocate(
             BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
         )

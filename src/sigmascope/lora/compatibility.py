@@ -30,8 +30,8 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
-from sigmascope.lora.file import LazyDict, LoraFile
-from sigmascope.lora.keys import ALPHA
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import ALPHA
 from sigmascope.lora.layer_names import UNET_FAMILIES
 from sigmascope.lora.layers import WEIGHT, block_of_module, is_layer
 from sigmascope.lora.linalg import root_sum_square, same_matrix
@@ -366,7 +366,7 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     """The module with what its numbers say; one that cannot be read keeps what its header says."""
     name = module.name
     try:
-        change = lora.modules[name] if name in lora.modules else lora.changes[name]
+        change = lora.change(name)
         if not isinstance(change, LoraFactors):
             norm = None if getattr(change, "needs_base", False) else change.frobenius_norm()
             return replace(module, finite=True, norm=norm)
@@ -390,11 +390,16 @@ def place(lora: LoraFile, shapes: Shapes) -> Placement:
     index = LayerIndex.of(layers, layout)
     own = tuple(key.removesuffix(WEIGHT) for key, shape in shapes.items() if is_layer(key, shape))
     twins = _twins(lora, index)
-    rest = without(lora, twins) if twins else lora
+    rest = lora.only({name for name in lora.names if name not in twins}) if twins else lora
     try:
         aligned = align(rest, layers, layout)
     except SigmascopeError:  # names or shapes that no table of fused matrices can divide
-        return _one_by_one(rest, shapes, Placement(None, layout, index, own, twins=twins))
+        placing = Placement(None, layout, index, own, twins=twins)
+        for name in rest.names:
+            layer = index.layer_of(name, rest.shape_of(name))
+            if layer is not None:
+                _land(placing, shapes, name, layer, rest.shape_of(name))
+        return placing
     placing = Placement(aligned.lora, layout, index, own, twins=twins)
     for layer, names in aligned.sources.items():
         for name in names:
@@ -414,14 +419,6 @@ def _twins(lora: LoraFile, index: LayerIndex) -> dict[str, str]:
     return twins
 
 
-def _one_by_one(lora: LoraFile, shapes: Shapes, placing: Placement) -> Placement:
-    for name in lora.names:
-        layer = placing.index.layer_of(name, lora.shape_of(name))
-        if layer is not None:
-            _land(placing, shapes, name, layer, lora.shape_of(name))
-    return placing
-
-
 def _land(placing: Placement, shapes: Shapes, name: str, layer: str, own: tuple[int, ...]) -> None:
     key = f"{layer}{WEIGHT}" if f"{layer}{WEIGHT}" in shapes else layer
     if key not in shapes:  # the bias of a layer that has none
@@ -439,17 +436,6 @@ def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
     if min(len(own), len(model)) < _MATRIX:
         return own == model
     return same_matrix(own, model)
-
-
-def without(lora: LoraFile, names: Mapping[str, object]) -> LoraFile:
-    """The LoRA without some of its modules; the others stay in their file."""
-    modules = {name: name for name in lora.modules if name not in names}
-    changes = {name: name for name in lora.changes if name not in names}
-    return replace(
-        lora,
-        modules=LazyDict(modules, lora.modules.__getitem__),
-        changes=LazyDict(changes, lora.changes.__getitem__),
-    )
 
 
 def _spoken(part: Part) -> str:
@@ -494,29 +480,26 @@ def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            shapes |= {_in_part(name, key): shape for key, shape in _named_shapes(part)}
+            for key, shape in _named_shapes(part):
+                if key.startswith(_COMFYUI_ENCODERS):
+                    key = f"text_encoders.{key}"
+                elif not key.startswith(_DENOISERS):
+                    key = f"{name}.{key}"
+                shapes[key] = shape
         elif isinstance(part, tuple | list):
             shapes[str(name)] = tuple(int(size) for size in part)
     return shapes
 
 
-def _in_part(name: str, key: str) -> str:
-    if key.startswith(_DENOISERS):
-        return key
-    return f"text_encoders.{key}" if key.startswith(_COMFYUI_ENCODERS) else f"{name}.{key}"
-
-
 def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Weights by the names that they have without adapters; a quantised matrix by what it stands for."""
-    packed = dict(_layer_shapes(model))
+    packed = {
+        f"{name}.weight" if name else "weight": (module.out_features, module.in_features)
+        for name, module in adapted_modules(model)
+        if isinstance(module, nn.Linear)
+    }
     for key, tensor in base_weights(model):
         yield key, packed.get(key, tuple(tensor.shape))
-
-
-def _layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, module in adapted_modules(model):
-        if isinstance(module, nn.Linear):
-            yield f"{name}.weight" if name else "weight", (module.out_features, module.in_features)
 
 
 def layout_for(shapes: Shapes) -> ModelLayout:
@@ -558,8 +541,9 @@ def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
         whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
         delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
     except SigmascopeError as error:
-        reason = error.message
-        return Effect(module.norm, None, None, True, 1, unavailable=_unavailable(module.norm, reason))
+        missing = "delta_norm" if module.norm is None else "weight_norm"
+        unavailable = dict.fromkeys((missing, "relative_change"), error.message)
+        return Effect(module.norm, None, None, True, 1, unavailable=unavailable)
     if whole == 0.0:
         return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})
     return Effect(delta, delta / whole, whole, True, 1)
@@ -573,8 +557,3 @@ def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> fl
         raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
     base = model.tensor(module.layers[0]).to(torch.float64)
     return finite(lora.changes[module.name].frobenius_norm(base))
-
-
-def _unavailable(norm: float | None, reason: str) -> dict[str, str]:
-    missing = ("weight_norm", "relative_change") if norm is not None else ("delta_norm", "relative_change")
-    return dict.fromkeys(missing, reason)

@@ -16,9 +16,9 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.alignment import align
 from sigmascope.lora.families import ModelLayout, Part, layout_of
-from sigmascope.lora.file import LoraFile, exists, kept_metadata, refuse_inputs
+from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_inputs
 from sigmascope.lora.formats import format_named
-from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of, renamed
+from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of_model, renamed
 from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.writer import LoraWriter
@@ -129,10 +129,13 @@ def convert_lora(
         WriteError: The target cannot be written; it is as it was.
     """
     wanted, path = format_named(format), Path(target)
-    _check_target(path)
+    check_target(path, _TARGET)
     _refuse_without_effect(wanted.name, model, family, prefix)
     with open_lora(Path(source), keep_float8=True) as lora:
-        _refuse_inputs(path, source, model)
+        for file in (source, model):
+            if file is not None:
+                with open_checkpoint(file) as checkpoint:
+                    refuse_inputs(path, checkpoint, flag=_TARGET)
         named = _named(lora, wanted.name, model, family, prefix)
         left_out = list(named.left_out)
         if left_out and not drop_unsupported:
@@ -170,15 +173,6 @@ def convert_lora(
     )
 
 
-def _check_target(target: Path) -> None:
-    if target.suffix != ".safetensors":
-        raise ConfigError(
-            f"{target}: a LoRA is written as safetensors.", hint=f"Name it {target.stem}.safetensors."
-        )
-    if exists(target) and target.is_dir():
-        raise ConfigError(f"{target} is a folder.", hint=f"Name a file in it: {target / 'lora.safetensors'}.")
-
-
 def _refuse_without_effect(
     format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
 ) -> None:
@@ -189,13 +183,6 @@ def _refuse_without_effect(
     ):
         whose = "the model's own" if format == "native" else f"those of {format} files"
         raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
-
-
-def _refuse_inputs(target: Path, *inputs: str | PathLike[str] | None) -> None:
-    for file in inputs:
-        if file is not None:
-            with open_checkpoint(file) as checkpoint:
-                refuse_inputs(target, checkpoint, flag=_TARGET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +220,12 @@ def _named(
 def _is_of_diffusers(model: Path) -> bool:
     """Whether a model says that its names are diffusers' own, which PEFT's files go by."""
     folder = model if model.is_dir() else model.parent
-    configs = (folder / name for name in ("model_index.json", "config.json"))
-    return any(file.is_file() and b"_diffusers_version" in _head(file) for file in configs)
-
-
-def _head(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(_MOST_CONFIG_BYTES)
+    for file in (folder / "model_index.json", folder / "config.json"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                if b"_diffusers_version" in stream.read(_MOST_CONFIG_BYTES):
+                    return True
+    return False
 
 
 def _denoiser_shapes(checkpoint: Checkpoint, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
@@ -299,8 +285,7 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
     aligned = align(lora, layers, layout)
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}
-    blocks = blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
-    return NamedLora(aligned.lora, own, layout, left_out, blocks)
+    return NamedLora(aligned.lora, own, layout, left_out, blocks_of_model(layers, layout))
 
 
 def named_by_itself(

@@ -27,6 +27,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import (
+    Spectrum,
     as_float64,
     frobenius_norm,
     gram_in_double,
@@ -35,7 +36,6 @@ from sigmascope.lora.linalg import (
     max_rank,
     symmetric_eigen,
 )
-from sigmascope.lora.spectrum import Spectrum
 
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import require_memory
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import blocked_norm, frobenius_norm, is_real, root_sum_square
+from sigmascope.lora.linalg import as_float64, blocked_norm, frobenius_norm, is_real, root_sum_square
 from sigmascope.lora.patches import (
     change_by,
     factors_of,
@@ -307,8 +307,7 @@ def finite(norm: float, what: str = "the change") -> float:
 def wide(weight: Tensor) -> Tensor:
     """The weight in float64; raises what `weight_norm` does of its dtype."""
     _require_numbers(weight)
-    source = weight.detach()
-    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
+    return as_float64(weight)
 
 
 def enlarged(weight: Tensor, shape: tuple[int, ...]) -> Tensor:

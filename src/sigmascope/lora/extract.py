@@ -11,7 +11,7 @@ journal, one layer at a time in the model's order.
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,9 +22,10 @@ from typing import Final
 import torch
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import Checkpoint, atomic_path
+from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
-from sigmascope.lora.budget import Budget, refuse_storage, weight_of
+from sigmascope.lora.alignment import joined_sizes
+from sigmascope.lora.budget import Budget, StorageCost, refuse_storage, weight_of
 from sigmascope.lora.decompose import at_full_rank
 from sigmascope.lora.extraction_report import (
     ExtractedModule,
@@ -37,10 +38,8 @@ from sigmascope.lora.extraction_report import (
     sidecar_path,
     sidecar_text,
 )
-from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
 from sigmascope.lora.file import as_text, check_target, refuse_inputs
-from sigmascope.lora.file_size import StorageCost, names_in, numbers_in, parts_in
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
@@ -52,13 +51,12 @@ from sigmascope.lora.layer_extraction import (
     read_record,
     write_record,
 )
-from sigmascope.lora.layer_names import UnetBlocks, blocks_of
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
 from sigmascope.lora.layers import in_coverage, layer_order
-from sigmascope.lora.linalg import fast_dtype
+from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.ranks import RankPolicy, RankRules
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.ranks import RankPolicy
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
@@ -128,8 +126,12 @@ def extract_lora(
         lora_format = resolve_format(options, pair, diffs)
         metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
-        storage = storage_cost(lora_format, pair, options, metadata, diffs)
-        layers = Extraction(pair, options, journal, device, progress).run(storage)
+        extraction = Extraction(pair, options, journal, device, progress)
+        if options.budget is None:
+            layers = extraction.run()
+        else:
+            storage = storage_cost(lora_format, pair, options, metadata, diffs)
+            layers = extraction.run_within(options.budget, storage)
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
@@ -159,7 +161,7 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
             f"--biases_and_norms: {lora_format.name} files hold up and down factors only.",
             hint="Use --format native, kohya or comfyui.",
         )
-    blocks = _unet_blocks(pair)
+    blocks = blocks_of_model(pair.layers, pair.layout)
     for layer in pair.layers:
         placed = lora_format.placement(layer, pair.layout, blocks=blocks)
         lora_format.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
@@ -172,11 +174,6 @@ def _usual_format(layout: ModelLayout) -> FormatName:
     if layout.naming == "diffusers":
         return "peft"
     return "comfyui" if layout.naming in ("sgm", "original") else "native"
-
-
-def _unet_blocks(pair: CheckpointPair) -> UnetBlocks:
-    placed = map(pair.layout.split, pair.layers)
-    return blocks_of(path for part, path in placed if part == "denoiser")
 
 
 def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
@@ -215,11 +212,16 @@ def job_identity(
     Files are told by place, size and time of change: reading them whole would take as long as the job. What else
     the file holds matters under a budget only: how much is left for a layer depends on it.
     """
+    # The instructions that decide how it rounds.
+    processor = f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
     facts = {
         "version": __version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "inputs": [_file_identities(side) for side in (pair.base, pair.tuned)],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
+        "inputs": [
+            [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in side.files]
+            for side in (pair.base, pair.tuned)
+        ],
         "layers": pair.layers,
         "ranks": options.asked_rank,
         "precision": options.save_precision,
@@ -228,20 +230,6 @@ def job_identity(
         "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
     }
     return json.dumps(facts)
-
-
-def _processor() -> str:
-    """The instructions that decide how it rounds."""
-    return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
-
-
-def _file_identities(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    return [_file_identity(file) for file in checkpoint.files]
-
-
-def _file_identity(path: Path) -> tuple[str, int, int]:
-    facts = path.stat()
-    return str(path.resolve()), facts.st_size, facts.st_mtime_ns
 
 
 def storage_cost(
@@ -253,6 +241,10 @@ def storage_cost(
 ) -> StorageCost:
     """What factors take in the file, never too little.
 
+    A format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
+    layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down` of
+    its own.
+
     Args:
         format: Of the file.
         pair: The checkpoints.
@@ -260,20 +252,37 @@ def storage_cost(
         metadata: Texts for the header.
         diffs: Keys of tensors whose change is stored whole.
     """
-    lora_format, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
-    shapes = {layer: pair.shape(layer) for layer in pair.layers}
+    lora_format, layout, blocks = format_named(format), pair.layout, blocks_of_model(pair.layers, pair.layout)
+    divides = lora_format.naming(layout.family) == "diffusers"
+    layers, rows = frozenset(pair.layers), dict[str, Row]()
     other = _FIELDS_BYTES
-    for layer in shapes:
-        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(lora_format, layout, layer, blocks) - 1)
+    for layer in pair.layers:
+        placed = lora_format.placement(layer, layout, blocks=blocks)
+        if isinstance(placed, Row) and len(placed.parts) > 1:
+            rows[layer] = placed
+            if divides:
+                other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (len(placed.parts) - 1)
     for key in diffs:
         values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
         other += values + len(key.encode()) + _ENTRY_BYTES
+
+    def numbers(layer: str, weight_shape: Sequence[int]) -> int:
+        out, inner = matrix_shape(weight_shape)
+        row = rows.get(layer)
+        if row is None:
+            return out + inner
+        if divides:
+            return out + len(row.parts) * inner
+        start = layer.removesuffix(layout.split(layer)[1])
+        sizes = {part: pair.shape(start + part)[0] for part in row.parts if start + part in layers}
+        return sum(joined_sizes(sizes, row, inner)) + inner
+
     return StorageCost.of(
         options.storage_dtype,
         metadata,
         other_bytes=other,
-        names=names_in(lora_format, layout, blocks),
-        numbers=numbers_in(lora_format, layout, shapes, blocks),
+        names=lambda layer: lora_format.keys_for(layer, layout, blocks),
+        numbers=numbers,
     )
 
 
@@ -324,27 +333,31 @@ class Extraction:
         self._done = 0
         self._total = 0
 
-    def run(self, storage: StorageCost) -> dict[str, DecomposedLayer]:
-        """Decompose every layer and choose its rank, in the order of the pair's layers.
-
-        Args:
-            storage: What factors take in the file, for a budget.
+    def run(self) -> dict[str, DecomposedLayer]:
+        """Decompose every layer at the rank of its own policy, in the order of the pair's layers.
 
         Raises:
-            SigmascopeError: From reading, decomposing or storing a layer, or a budget that cannot be met.
+            SigmascopeError: From reading, decomposing or storing a layer.
         """
-        if self._options.budget is None:
-            rules = self._options.rank_rules
-            wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
-            changes = self._round(0, wanted)
-            return {
-                layer: DecomposedLayer(f"0:{layer}", change, change.rank) for layer, change in changes.items()
-            }
-        return self._under_budget(self._options.budget, self._options.rank_rules, storage)
+        rules = self._options.rank_rules
+        wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
+        records = self._round(0, wanted)
+        return {
+            layer: DecomposedLayer(f"0:{layer}", record, record.rank) for layer, record in records.items()
+        }
 
-    def _under_budget(
-        self, budget: Budget, rules: RankRules, storage: StorageCost
-    ) -> dict[str, DecomposedLayer]:
+    def run_within(self, budget: Budget, storage: StorageCost) -> dict[str, DecomposedLayer]:
+        """The same under a budget, by which all layers together choose their ranks.
+
+        Args:
+            budget: What they share.
+            storage: What factors take in the file.
+
+        Raises:
+            SigmascopeError: As of `run`.
+            ConfigError: The budget cannot be met.
+        """
+        rules = self._options.rank_rules
         shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
         guesses = budget.first_guess(shapes, storage)
         first: dict[str, RankPolicy | int | None] = {
@@ -393,32 +406,33 @@ class Extraction:
 
         def work(layer: str) -> LayerRecord:
             policy = wanted[layer]
+            left_out: LeftOutReason | None = None
+            if policy is None:
+                left_out = "excluded"
+            elif not in_coverage(layer, self._options.target_coverage):
+                left_out = "outside_coverage"
             record, factors = extract_layer(
                 self._reader,
                 layer,
                 policy if policy is not None else 1,
                 self._options.storage_dtype,
-                left_out=self._left_out(layer, policy),
+                left_out=left_out,
                 min_diff=self._options.min_diff,
             )
             write_record(self._journal, f"{number}:{layer}", record, factors)
             return record
 
         sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in decomposed}
-        so_far = ErrorSoFar()
-        for record in decomposed.values():
-            so_far.add(record)
+        change = math.fsum(record.delta_norm**2 for record in decomposed.values())
+        lost = math.fsum(record.error_at(record.rank) ** 2 for record in decomposed.values())
         for layer, record in run_layers(sizes, work, workers=self._options.workers):
             decomposed[layer] = record
-            so_far.add(record)
+            change += record.delta_norm**2
+            lost += record.error_at(record.rank) ** 2
             self._done += 1
-            self._progress(self._done, self._total, f"{so_far} {layer}")
+            error = 100 * math.sqrt(lost / change) if change > 0 else 0.0
+            self._progress(self._done, self._total, f"error {error:.1f} % {layer}")
         return {layer: decomposed[layer] for layer in wanted}
-
-    def _left_out(self, layer: str, policy: RankPolicy | int | None) -> LeftOutReason | None:
-        if policy is None:
-            return "excluded"
-        return None if in_coverage(layer, self._options.target_coverage) else "outside_coverage"
 
 
 def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
@@ -456,23 +470,6 @@ def tighter(allowed: Budget, asked: float, error: float) -> Budget:
     return replace(allowed, max_error=tightened)
 
 
-class ErrorSoFar:
-    """The relative error of the layers that are done, for the progress bar."""
-
-    def __init__(self) -> None:
-        self._change = 0.0
-        self._error = 0.0
-
-    def add(self, record: LayerRecord) -> None:
-        """Take in one more layer, at the rank of its record."""
-        self._change += record.delta_norm**2
-        self._error += record.error_at(record.rank) ** 2
-
-    def __str__(self) -> str:
-        share = math.sqrt(self._error / self._change) if self._change > 0 else 0.0
-        return f"error {100 * share:.1f} %"
-
-
 def _refuse_nothing(
     pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
 ) -> None:
@@ -508,7 +505,13 @@ def _report(
     layers: Mapping[str, DecomposedLayer],
     vectors: dict[str, float],
 ) -> ExtractionReport:
-    ordered = sorted(layers.items(), key=lambda item: layer_order(item[0]))
+    modules, left_out = [], []
+    for name in sorted(layers, key=layer_order):
+        reason, record = layers[name].reason, layers[name].record
+        if reason is None:
+            modules.append(_extracted_module(name, layers[name]))
+        else:
+            left_out.append(LeftOutLayer(name, record.shape, reason, record.delta_norm, record.largest))
     uncovered = {} if options.biases_and_norms else vectors
     norms = [decomposed.record.delta_norm for decomposed in layers.values()]
     return ExtractionReport(
@@ -519,12 +522,8 @@ def _report(
         format=lora_format,
         architecture=pair.layout.family,
         options=options,
-        modules=tuple(
-            _extracted_module(name, decomposed) for name, decomposed in ordered if decomposed.reason is None
-        ),
-        left_out=tuple(
-            _left_out_layer(name, decomposed) for name, decomposed in ordered if decomposed.reason is not None
-        ),
+        modules=tuple(modules),
+        left_out=tuple(left_out),
         diffs={} if uncovered else vectors,
         uncovered=uncovered,
         findings=tuple(pair_findings(pair, uncovered, norms)),
@@ -545,17 +544,6 @@ def _extracted_module(name: str, decomposed: DecomposedLayer) -> ExtractedModule
         error_norm=error,
         relative_error=error / record.delta_norm,
         kept_energy=record.kept_energy(decomposed.rank),
-    )
-
-
-def _left_out_layer(name: str, decomposed: DecomposedLayer) -> LeftOutLayer:
-    assert decomposed.reason is not None
-    return LeftOutLayer(
-        name,
-        decomposed.record.shape,
-        decomposed.reason,
-        decomposed.record.delta_norm,
-        decomposed.record.largest,
     )
 
 
@@ -599,16 +587,10 @@ def write_extracted(
     with writer:
         for layer, decomposed in layers.items():
             if decomposed.rank > 0:
-                writer.write(
-                    layer, _stored_factors(reader, layer, decomposed, journal, options.storage_dtype)
-                )
+                if decomposed.record.whole:
+                    factors = at_full_rank(reader.read(layer).delta, options.storage_dtype).factors
+                else:
+                    factors = read_factors(journal, decomposed.name, decomposed.rank)
+                writer.write(layer, factors)
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
-
-
-def _stored_factors(
-    reader: LayerReader, layer: str, decomposed: DecomposedLayer, journal: Journal, dtype: torch.dtype
-) -> LoraFactors:
-    if decomposed.record.whole:
-        return at_full_rank(reader.read(layer).delta, dtype).factors
-    return read_factors(journal, decomposed.name, decomposed.rank)

@@ -16,7 +16,7 @@ from sigmascope.lora.file import as_text
 from sigmascope.lora.formats import FormatName
 from sigmascope.lora.layer_extraction import LeftOutReason
 from sigmascope.lora.layers import Coverage, layer_order
-from sigmascope.lora.pairs import PairOptions
+from sigmascope.lora.pairs import PairOptions, require_one_of
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.validation_report import (
     BlockError,
@@ -74,8 +74,8 @@ class ExtractOptions:
             raise ConfigError(f"--workers {self.workers} does no work.", hint="Use 1 or more.")
         require_rank("--rank", self.rank)
         require_rank("--conv_rank", self.conv_rank)
-        _require_one_of("--save_precision", self.save_precision, get_args(SavePrecision))
-        _require_one_of("--target_coverage", self.target_coverage, get_args(Coverage))
+        require_one_of("--save_precision", self.save_precision, get_args(SavePrecision))
+        require_one_of("--target_coverage", self.target_coverage, get_args(Coverage))
         if not (math.isfinite(self.min_diff) and self.min_diff >= 0):
             raise ConfigError(
                 f"--min_diff {self.min_diff} is no threshold.", hint="Use 0 or a positive number."
@@ -116,11 +116,6 @@ class ExtractOptions:
     def storage_dtype(self) -> torch.dtype:
         """The dtype that `save_precision` names."""
         return STORAGE_DTYPES[self.save_precision]
-
-
-def _require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
 
 
 def resolve_device(name: str) -> torch.device:

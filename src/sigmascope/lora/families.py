@@ -121,7 +121,7 @@ _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
 
 # U-Nets are told apart by the width of the context that their cross attention reads.
 _CONTEXT: Final = "attn2.to_k.weight"
-_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
+CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 _LBM_WIDTHS: Final = frozenset({320, 640, 1280})
 _ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
 _VIDEO: Final = ("temporal_transformer_blocks", "time_stack")
@@ -327,8 +327,8 @@ def unet_family(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
     first_level = any(
         key.startswith((f"{prefix}down_blocks.0.", f"{prefix}input_blocks.1.")) for key in context
     )
-    if width in _CONTEXT_WIDTHS and not (has_added and width == 768):
-        return _CONTEXT_WIDTHS[width]
+    if width in CONTEXT_WIDTHS and not (has_added and width == 768):
+        return CONTEXT_WIDTHS[width]
     if has_added:
         return "sdxl"
     if not first_level and attends_to_itself(context.values()):

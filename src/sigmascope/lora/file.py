@@ -15,10 +15,10 @@ runs any of it.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, WriteError
@@ -119,6 +119,25 @@ class LoraFile:
             LoraFormatError: There is no module or change of that name.
         """
         return self.facts_of(name).kind
+
+    def change(self, name: str) -> LoraFactors | WeightChange:
+        """Read a module or change.
+
+        Raises:
+            KeyError: There is none of that name.
+            NonFiniteError: It holds NaN or Inf.
+        """
+        return self.modules[name] if name in self.modules else self.changes[name]
+
+    def only(self, names: Collection[str]) -> "LoraFile":
+        """A LoRA of some of the modules and changes, still in their file."""
+        modules = {name: name for name in self.modules if name in names}
+        changes = {name: name for name in self.changes if name in names}
+        return replace(
+            self,
+            modules=LazyDict(modules, self.modules.__getitem__),
+            changes=LazyDict(changes, self.changes.__getitem__),
+        )
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -428,21 +447,14 @@ def _with_prefix(metadata: Mapping[str, str], prefix: str) -> dict[str, str]:
 def _most_frequent(text: str) -> tuple[tuple[str, int], ...]:
     """Sum `{"folder": {"tag": count, …}, …}` over the folders."""
     counts: Counter[str] = Counter()
-    folders = _json_object(text)
-    for tags in folders.values():
+    try:
+        folders = parse_json(text) if len(text) <= _LONGEST_JSON else None
+    except ValueError:
+        folders = None
+    for tags in folders.values() if isinstance(folders, dict) else ():
         if not isinstance(tags, dict):
             continue
         for tag, count in tags.items():
             if type(count) is int and count > 0 and tag.strip():
                 counts[tag.strip()] += count
     return tuple(counts.most_common(_MOST_WORDS))
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    if len(text) > _LONGEST_JSON:
-        return {}
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

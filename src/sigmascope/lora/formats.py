@@ -15,14 +15,22 @@ A `LoraFormat` tells its own files by their keys and names modules; its `FactorK
   `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar `<module>.alpha`; the header says
   `lbm_native_naming: "true"`. A model of any other family has its own paths in the same way.
 
+Of a file that is read, each key is a module's name and an ending that says what the tensor is (`group_keys`). The
+endings are those of kohya's and LyCORIS' tools (`.lora_up.weight`, `.alpha`, `.hada_w1_a`, `.diff`), of PEFT
+(`.lora_A.weight`, with the adapter's name between in files saved from a live model) and of diffusers before it used PEFT
+(`.lora.up.weight`, `.processor.to_q_lora.up.weight`, `.lora_linear_layer.up.weight`). A module's tensors are then one or
+several entries (`entries_of`): plain factors, LoHa, a difference, each one change of one tensor of the model.
+
 Where plain factors are written with an alpha, it is r, so that a reader which ignores it gets the same ΔW. Only a kohya
 file of a U-Net whose attention has modules of different rank has one alpha for all of them: see `KOHYA`.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -30,16 +38,53 @@ from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
+from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part
 from sigmascope.lora.file import PEFT_CONFIGS
-from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
 """How kohya's names begin."""
+
+# What a module's tensors are, and how their keys end.
+ALPHA: Final = "alpha"
+DORA: Final = "dora_scale"
+MAGNITUDE: Final = "lora_magnitude_vector"
+UP_BIAS: Final = "lora_up.bias"
+EMBEDDING_UP: Final = "lora_embedding_B"
+EMBEDDING_DOWN: Final = "lora_embedding_A"
+
+_KEY: Final = re.compile(
+    r"(?P<name>.+?)(?P<end>"
+    r"\.lora_(?:up|down|mid)\.weight"
+    r"|[._]lora\.(?:up|down)\.weight"
+    r"|\.lora_linear_layer\.(?:up|down)\.weight"
+    r"|\.lora_[AB](?:(?:\.[^.]+)?\.(?:weight|bias))?"
+    r"|\.lora_embedding_[AB](?:\.[^.]+)?"
+    r"|\.lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?"
+    r"|\.hada_(?:w[12]_[ab]|t[12])(?:\.[^.]+)?"
+    r"|\.lokr_(?:w[12](?:_[ab])?|t2)(?:\.[^.]+)?"
+    r"|\.(?:alpha|dora_scale|diff|diff_b|set_weight|w_norm|b_norm)"
+    r")"
+)
+_ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
+_WRITTEN_BY_PEFT: Final = ("lora_A", "lora_B", "lora", "lora_linear_layer", MAGNITUDE, "lora_embedding_")
+# They change what a weight becomes, so a reader that skips them reads a different LoRA.
+_REFUSED: Final = (
+    (re.compile(r".*\.(?:oft_blocks|oft_diag|oft_R)(?:\..+)?"), "an orthogonal transformation (OFT)"),
+    (re.compile(r".*\.boft_[RS](?:\..+)?"), "an orthogonal transformation (BOFT)"),
+    (re.compile(r".*\.(?:[ab][12]|bm)\.weight|.*\.glora_.+"), "a GLoRA factor"),
+    (re.compile(r".*\.(?:on_input|ia3_l(?:\..+)?)"), "a scaling of activations (IA³)"),
+    (re.compile(r".*\.vera_lambda_[bd](?:\..+)?"), "a scaling of shared factors (VeRA)"),
+    (re.compile(r".*\.(?:lora_E|ranknum)(?:\..+)?"), "a factor that AdaLoRA prunes"),
+    (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
+)
+Kind = Literal["lora", "embedding", "tucker", "loha", "lokr", "diff", "set", "up_bias"]
+
+_PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
 # kohya: families that go by diffusers' names, families of one text encoder, and how attention's names end.
 _KOHYA_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
@@ -77,6 +122,21 @@ _COMFYUI_USUAL_ENCODERS: Final[dict[Part, str]] = {
 }
 
 
+@dataclass(slots=True)
+class KeyGroups:
+    """The keys of a LoRA file, sorted.
+
+    Attributes:
+        groups: Key by role, for each module.
+        unused: Keys that belong to no module.
+        by_peft: Whether some key is written as PEFT and diffusers do, and not as kohya does.
+    """
+
+    groups: dict[str, dict[str, str]] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    by_peft: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class FactorKeys:
     """The ends of a module's keys.
@@ -94,6 +154,10 @@ class FactorKeys:
     alpha: str | None = "alpha"
     holds_changes: bool = True
     magnitude: str | None = None
+
+    def of(self, module: str) -> list[str]:
+        """The keys of a module's up, down and, where the format has one, alpha."""
+        return [f"{module}.{end}" for end in (self.up, self.down, self.alpha) if end is not None]
 
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
         """The tensors of plain factors by key, with alpha = rank (float32), contiguous."""
@@ -183,9 +247,16 @@ class LoraFormat:
         part, _ = layout.split(layer)
         return self.module_name(part, path, layout, prefix)
 
-    def module_tensors(self, name: str, factors: LoraFactors) -> dict[str, Tensor]:
-        """The tensors of one module by key; see `FactorKeys.tensors`."""
-        return self.keys.tensors(name, factors)
+    def keys_for(self, layer: str, layout: ModelLayout, blocks: UnetBlocks | None = None) -> list[str]:
+        """The keys of a layer's up, down and alpha, for `StorageCost`.
+
+        Those of a layer that is joined with others are made of its own name: there are fewer in the file, and none
+        is much longer.
+        """
+        try:
+            return self.keys.of(self.name_for(layer, layout, blocks=blocks))
+        except LoraFormatError:
+            return self.keys.of(layer)
 
 
 def format_named(name: str) -> LoraFormat:
@@ -405,6 +476,208 @@ def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
         f"First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
+
+
+def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
+    """Sort a file's keys.
+
+    Args:
+        path: The file, for messages.
+        keys: All of its keys.
+
+    Returns:
+        The modules in the file's order. Names are those of the file, without what wrappers put into them:
+        `base_model.model.`, `.processor`, an adapter's name.
+
+    Raises:
+        LoraFormatError: A kind that is not read, two adapters in one file, or two keys for one role.
+    """
+    groups, adapters = KeyGroups(), set[str]()
+    for key in keys:
+        _refuse(path, key)
+        match = _KEY.fullmatch(key)
+        if match is None:
+            groups.unused.append(key)
+            continue
+        words = match["end"].strip("._").split(".")
+        role, adapter = _role(words)
+        adapters.update(adapter)
+        if len(adapters) > 1:
+            raise LoraFormatError(
+                f"{path} holds several adapters: {', '.join(sorted(adapters))}.",
+                hint="Save each adapter in a file of its own.",
+            )
+        by_peft = words[0].startswith(_WRITTEN_BY_PEFT) and words[0] not in {
+            "lora_up",
+            "lora_down",
+            "lora_mid",
+        }
+        groups.by_peft |= by_peft or "base_model.model." in match["name"]
+        name = _module_name(match["name"], old=match["end"].startswith("_lora."))
+        group = groups.groups.setdefault(name, {})
+        if role in group:
+            raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
+        group[role] = key
+    _set_aside_lone_alphas(groups)
+    return groups
+
+
+def _refuse(path: Path, key: str) -> None:
+    kind = next((what for pattern, what in _REFUSED if pattern.fullmatch(key)), None)
+    if kind is not None:
+        raise LoraFormatError(
+            f"{path}: {key} holds {kind}, which is not read.",
+            hint="Convert the file to plain LoRA factors with the tool that made it.",
+        )
+
+
+def _role(words: list[str]) -> tuple[str, list[str]]:
+    """What a tensor is, and the name of its adapter if the key has one."""
+    first, *rest = words
+    if first in {"lora_up", "lora_down", "lora_mid"}:
+        return ".".join(words), []
+    if first in {"lora", "lora_linear_layer"}:
+        return _ROLES[rest[0]], []
+    if first in {"lora_A", "lora_B"} and rest:
+        bias = rest[-1] == "bias"
+        return UP_BIAS if bias else _ROLES[first], rest[:-1]
+    adapter = [word for word in rest if word != "weight"]
+    return _ROLES.get(first, first), adapter
+
+
+def _module_name(name: str, *, old: bool) -> str:
+    """A module's path without what PEFT and diffusers' attention processors put into it."""
+    plain = name.replace("base_model.model.", "", 1).replace(".processor.", ".")
+    if not old:
+        return plain
+    path, _, last = plain.rpartition(".")
+    if ".self_attn" in path:  # of a text encoder: its projections were named as a UNet's are
+        return f"{path}.{last.removeprefix('to_')}_proj"
+    return f"{path}.{last}.0" if last == "to_out" else plain
+
+
+def _set_aside_lone_alphas(groups: KeyGroups) -> None:
+    """An alpha or magnitude without factors changes nothing."""
+    lone = [name for name, group in groups.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
+    for name in lone:
+        groups.unused.extend(groups.groups.pop(name).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One change of one tensor of the model, still in its file.
+
+    Attributes:
+        name: Its name in `LoraFile.modules` or `LoraFile.changes`.
+        module: Name of the file's module that it is part of.
+        kind: What its tensors are.
+        roles: Key of each tensor, by role.
+        alpha: Key of the alpha.
+        magnitude: Key of DoRA's magnitudes; they make any kind of change a `dora`.
+        by_peft: Whether the magnitudes are as PEFT writes them, which is always per output.
+    """
+
+    name: str
+    module: str
+    kind: Kind
+    roles: Mapping[str, str]
+    alpha: str | None = None
+    magnitude: str | None = None
+    by_peft: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain factors, and so one of `LoraFile.modules`."""
+        return self.magnitude is None and self.kind in {"lora", "embedding"}
+
+
+def entries_of(path: Path, groups: KeyGroups) -> list[Entry]:
+    """The entries of a file, in its order.
+
+    Args:
+        path: The file, for messages.
+        groups: Its keys. A magnitude that has nothing to act on joins the unused ones.
+
+    Raises:
+        LoraFormatError: A factor without its partner, or a module that is two things at once.
+    """
+    return [entry for name, group in groups.groups.items() for entry in _entries(path, name, group, groups)]
+
+
+def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) -> list[Entry]:
+    kinds = _kinds(group)
+    if len(kinds) > 1:
+        raise LoraFormatError(
+            f"{path}: {name} is {' and '.join(kinds)} at once.",
+            hint="Which of them is meant cannot be told: make the file again.",
+        )
+    magnitudes = [role for role in (DORA, MAGNITUDE) if role in group]
+    entries = []
+    for kind, roles in kinds.items():
+        if kind in {"lora", "embedding", "tucker"}:
+            _require_partners(path, name, group, kind)
+        scaled = kind not in {"diff", "set"}
+        magnitude = group[magnitudes[0]] if magnitudes and scaled else None
+        alpha = group.get(ALPHA) if scaled else None
+        by_peft = bool(magnitudes) and magnitudes[0] == MAGNITUDE
+        entries.append(Entry(name, name, kind, roles, alpha, magnitude, by_peft))
+    entries += _bias_entries(name, group)
+    used = {key for entry in entries for key in (*entry.roles.values(), entry.alpha, entry.magnitude)}
+    groups.unused.extend(key for key in group.values() if key not in used)
+    return entries
+
+
+def _kinds(group: Mapping[str, str]) -> dict[Kind, dict[str, str]]:
+    """The roles of each kind of weight change that a module has tensors of."""
+    plain: Kind = "tucker" if MID in group else "lora"
+    by_kind: dict[Kind, tuple[str, ...]] = {
+        plain: (UP, DOWN, MID),
+        "embedding": (EMBEDDING_UP, EMBEDDING_DOWN),
+        "loha": tuple(role for role in group if role.startswith("hada_")),
+        "lokr": tuple(role for role in group if role.startswith("lokr_")),
+        "diff": ("diff", "w_norm"),
+        "set": ("set_weight",),
+    }
+    keys_by_kind = {
+        kind: {role: group[role] for role in roles if role in group} for kind, roles in by_kind.items()
+    }
+    return {kind: roles for kind, roles in keys_by_kind.items() if roles}
+
+
+def _bias_entries(name: str, group: Mapping[str, str]) -> list[Entry]:
+    """Changes of the bias: a difference, or the bias of the up factor, which takes part in its scale."""
+    entries = [
+        Entry(f"{name}.bias", name, "diff", {role: group[role]})
+        for role in ("diff_b", "b_norm")
+        if role in group
+    ]
+    if UP_BIAS in group and DOWN in group:
+        roles = {UP_BIAS: group[UP_BIAS], DOWN: group[DOWN]}
+        entries.append(Entry(f"{name}.bias", name, "up_bias", roles, group.get(ALPHA)))
+    return entries
+
+
+def _require_partners(path: Path, name: str, group: Mapping[str, str], kind: Kind) -> None:
+    needed = (EMBEDDING_UP, EMBEDDING_DOWN) if kind == "embedding" else (UP, DOWN)
+    missing = [role for role in needed if role not in group]
+    if not missing:
+        return
+    there = next(group[role] for role in (*needed, MID) if role in group)
+    ending = there.removeprefix(name).strip("._")
+    raise LoraFormatError(
+        f"{path}: {name} has {ending} but no {_partner(ending) or missing[0]}.",
+        hint="The file is incomplete: make it again, or take the whole module out.",
+    )
+
+
+def _partner(ending: str) -> str | None:
+    """How the same file would write the other factor's ending."""
+    dotted = f".{ending}"
+    for up, down in _PARTNERS:
+        for this, other in ((up, down), (down, up)):
+            if this in dotted:
+                return dotted.replace(this, other, 1).removeprefix(".")
+    return None
 
 
 if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone

@@ -23,10 +23,9 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import as_float64, max_rank, root_sum_square
+from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind
-from sigmascope.lora.spectrum import effective_rank, stable_rank
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
@@ -87,12 +86,12 @@ class ModuleStrength:
 
     @property
     def stable_rank(self) -> float | None:
-        """See `sigmascope.lora.spectrum.stable_rank`."""
+        """See `sigmascope.lora.linalg.stable_rank`."""
         return stable_rank(self._values) if self.singular_values else None
 
     @property
     def effective_rank(self) -> float | None:
-        """See `sigmascope.lora.spectrum.effective_rank`."""
+        """See `sigmascope.lora.linalg.effective_rank`."""
         return effective_rank(self._values) if self.singular_values else None
 
     def as_dict(self, *, spectrum: bool = False) -> dict[str, Any]:
@@ -275,8 +274,7 @@ def inspect_lora(
 
 def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
     try:
-        change = lora.modules[name] if name in lora.modules else lora.changes[name]
-        return _strength(name, change, full_spectrum)
+        return _strength(name, lora.change(name), full_spectrum)
     except NonFiniteError:
         facts = lora.facts[name]
         return ModuleStrength(

@@ -6,7 +6,6 @@ layers are read and subtracted in pieces that stay in the processor's cache, int
 """
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.linalg import blocked_energy, fast_dtype, max_rank
+from sigmascope.lora.linalg import Spectrum, blocked_energy, fast_dtype, max_rank
 from sigmascope.lora.pairs import CheckpointPair
+from sigmascope.lora.parallel import ThreadScratch
 from sigmascope.lora.ranks import FixedRank, RankPolicy
-from sigmascope.lora.spectrum import Spectrum
 
 LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
 
@@ -112,7 +111,7 @@ class LayerReader:
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._rounds = fast_dtype(device) is not None
-        self._memory = threading.local()
+        self._threads = ThreadScratch()
 
     def read(self, layer: str) -> LayerDelta:
         """Read one layer from both files and subtract.
@@ -129,14 +128,17 @@ class LayerReader:
             return self._as_a_whole(layer)
         shape = self._pair.shape(layer)
         elements = math.prod(shape)
-        delta = self._buffer("delta", torch.float32, elements)
-        rounded = self._buffer("rounded", torch.bfloat16, elements) if self._rounds else None
+        memory = self._threads.memory
+        delta = memory.scratch("delta", elements, torch.float32)
+        rounded = memory.scratch("rounded", elements, torch.bfloat16) if self._rounds else None
         base, tuned = (
-            side.pieces(key, self._buffer(name, torch.uint8, _PIECE * side.info(key).dtype.itemsize))
+            side.pieces(key, memory.scratch(name, _PIECE * side.info(key).dtype.itemsize, torch.uint8))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
         energy, base_energy, largest = _subtract(base, tuned, delta, rounded)
-        if not _in_range(energy, base_energy, largest):
+        # Whether the squares behind these sums were float32 numbers; false for NaN and Inf too.
+        changed = largest == 0.0 or largest > _TINY
+        if not (changed and base_energy > _TINY**2 and energy + base_energy < math.inf):
             return self._as_a_whole(layer)  # which sums in float64, and says what is wrong where something is
         return LayerDelta(
             delta.view(shape),
@@ -150,14 +152,6 @@ class LayerReader:
         change = self._pair.layer_change(layer, self._device)
         largest = float(change.delta.abs().max()) if change.delta.numel() else 0.0
         return LayerDelta(change.delta, None, change.delta_norm, change.base_norm, largest)
-
-    def _buffer(self, name: str, dtype: torch.dtype, elements: int) -> Tensor:
-        """This thread's memory of that name, as large as the largest layer so far."""
-        held: Tensor | None = getattr(self._memory, name, None)
-        if held is None or held.dtype != dtype or held.numel() < elements:
-            held = torch.zeros(elements, dtype=dtype)
-            setattr(self._memory, name, held)
-        return held[:elements]
 
 
 def _subtract(
@@ -185,12 +179,6 @@ def _subtract(
         math.fsum(map(float, base_energies)),
         max((abs(float(extreme)) for extreme in extremes), default=0.0),
     )
-
-
-def _in_range(energy: float, base_energy: float, largest: float) -> bool:
-    """Whether the squares behind these sums were float32 numbers; false for NaN and Inf too."""
-    changed = largest == 0.0 or largest > _TINY
-    return changed and base_energy > _TINY**2 and energy + base_energy < math.inf
 
 
 def extract_layer(

@@ -211,6 +211,11 @@ def blocks_of(paths: Iterable[str]) -> UnetBlocks:
     return UnetBlocks(layers, frozenset(number // (layers + 1) for number in upper))
 
 
+def blocks_of_model(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
+    """The same from the paths of all layers of a model; those of its other parts do not count."""
+    return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
+
+
 def likely_blocks(paths: Iterable[str], usual: UnetBlocks = SDXL_BLOCKS) -> UnetBlocks:
     """Guess a U-Net's blocks from the paths of some of its layers, as a LoRA has them.
 

@@ -13,8 +13,6 @@ from typing import Final, Literal
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 
-__all__ = ["Coverage", "block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
-
 Coverage = Literal["full", "attention", "extended"]
 """Which layers of a model are extracted; see `ExtractOptions.target_coverage`."""
 _ATTENTION: Final = re.compile(
@@ -194,14 +192,10 @@ def block_position(block: str) -> tuple[int, str, int]:
     return position, first if position == len(_ORDER) else "", int(number) if number.isdigit() else -1
 
 
-block_of = block_of_module
-block_order = block_position
-
-
 def layer_order(module: str) -> tuple[tuple[int, str, int], list[tuple[int, str]]]:
     """Sorting key for layers: by block, then by name with numbers as numbers (2 before 10)."""
     pieces = re.split(r"(\d+)", module)
-    return block_order(block_of(module)), [(int(p), "") if p.isdigit() else (-1, p) for p in pieces]
+    return block_position(block_of_module(module)), [(int(p), "") if p.isdigit() else (-1, p) for p in pieces]
 
 
 def write_layer_names(path: str | PathLike[str], names: Iterable[str]) -> Sequence[str]:

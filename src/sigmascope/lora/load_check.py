@@ -174,7 +174,10 @@ def judge_applied(
     """
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
-        shapes = shapes_of(model) if model is not None else _shapes_of_patches(patches)
+        if model is not None:
+            shapes = shapes_of(model)
+        else:
+            shapes = {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
         opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora))
         with opened as file:
             modules = tuple(_applied_modules(file, shapes, _by_key(patches)))
@@ -183,10 +186,6 @@ def judge_applied(
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=describe(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
-
-
-def _shapes_of_patches(patches: Sequence[AppliedPatch]) -> dict[str, tuple[int, ...]]:
-    return {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
 
 
 def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
@@ -214,7 +213,7 @@ def _applied_module(
     if not candidates:
         return AppliedModule(name, detail=f"nothing is on {keys[0]}")
     try:
-        own = _change(lora, name)
+        own = lora.change(name)
         same = [
             (key, patch, change)
             for key, patch in candidates
@@ -230,24 +229,16 @@ def _applied_module(
     return _there(name, same)
 
 
-def _change(lora: LoraFile, name: str) -> Change:
-    return lora.modules[name] if name in lora.modules else lora.changes[name]
-
-
 def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
     """The form of a file's change that a patch is, if any."""
     if is_same(own, patch):
         return own
-    aligned = _as_aligned(placing, key)
-    return aligned if aligned is not None and is_same(aligned, patch) else None
-
-
-def _as_aligned(placing: Placement, key: str) -> Change | None:
-    """The file's change of one weight, where a fused matrix is divided or joined for it."""
+    # The same of one weight, where a fused matrix is divided or joined for it.
     lora, layer = placing.lora, key.removesuffix(WEIGHT)
     if lora is None or layer not in lora.modules:
         return None
-    return lora.modules[layer]
+    aligned = lora.modules[layer]
+    return aligned if is_same(aligned, patch) else None
 
 
 def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:

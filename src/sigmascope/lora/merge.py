@@ -37,7 +37,14 @@ from sigmascope.lora.resize import (
     unused_keys,
 )
 from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
-from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.lora.writer import (
+    STORAGE_DTYPES,
+    LoraWriter,
+    SavePrecision,
+    dtype_name,
+    storage_dtype,
+    writer_of_aligned,
+)
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -113,11 +120,19 @@ def merge_loras(
         originals = [files.enter_context(open_lora(path)) for path in paths]
         lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
         refuse_files(target, lora_files)
-        bases = _base_weights(files, originals, target, options.base)
-        dtype = _storage_dtype_of(lora_files, options)
+        bases = None
+        if options.base is not None:
+            checkpoint = files.enter_context(open_checkpoint(options.base))
+            refuse_inputs(target, checkpoint)
+            bases = BaseWeights(checkpoint, originals)
+        if options.save_precision is not None:
+            dtype = STORAGE_DTYPES[options.save_precision]
+        else:
+            with ExitStack() as read:
+                dtype = storage_dtype(*(read.enter_context(open_checkpoint(file)) for file in lora_files))
         changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
         plan = _rank_plan(changes, options)
-        output = LoraOutput(
+        output = writer_of_aligned(
             target,
             changes.united,
             originals,
@@ -182,23 +197,6 @@ class BaseWeights:
         return weight.to(at_least_float32(weight.dtype))
 
 
-def _base_weights(
-    files: ExitStack, originals: Sequence[LoraFile], target: Path, base: Path | None
-) -> BaseWeights | None:
-    if base is None:
-        return None
-    checkpoint = files.enter_context(open_checkpoint(base))
-    refuse_inputs(target, checkpoint)
-    return BaseWeights(checkpoint, originals)
-
-
-def _storage_dtype_of(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
-    if options.save_precision is not None:
-        return STORAGE_DTYPES[options.save_precision]
-    with ExitStack() as files:
-        return storage_dtype(*(files.enter_context(open_checkpoint(file)) for file in lora_files))
-
-
 @dataclass(frozen=True)
 class MergedChanges:
     """What a merge makes of each layer.
@@ -260,7 +258,7 @@ class MergedChanges:
     def load(self, name: str, wanted: int) -> Truncatable:
         """Read and combine one layer's changes; safe to call from threads."""
         if not self._is_plain(name):
-            return FormedChange(self._combined(name), self.dtype)
+            return FormedChange(self.combined(name), self.dtype)
         shape = self.shape(name)
         parts, weights = [], []
         for position in self._acting(name):
@@ -270,11 +268,8 @@ class MergedChanges:
             weights.append(self.weights[position])
         return truncatable(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
 
-    def vector(self, name: str) -> Tensor:
-        """Read and combine one bias's or norm's changes, in float32."""
-        return self._combined(name)
-
-    def _combined(self, name: str) -> Tensor:
+    def combined(self, name: str) -> Tensor:
+        """Read and combine one layer's, bias's or norm's changes, in float32."""
         shape = self.shape(name)
         deltas = {
             position: self._delta(position, name).reshape(shape)
@@ -350,7 +345,7 @@ def _provenance(
 
 
 def _write_modules(
-    output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
+    output: LoraWriter, changes: MergedChanges, plan: RankPlan, progress: Progress
 ) -> tuple[ResizedModule, ...]:
     reduction = Resizer(
         shapes={name: changes.shape(name) for name in changes.layers},
@@ -367,7 +362,7 @@ def _write_modules(
         if factors is not None:
             output.write(module.name, factors)
     for name in changes.vectors:
-        output.write_change(name, DiffChange({"diff": changes.vector(name)}))
+        output.write_change(name, DiffChange({"diff": changes.combined(name)}))
     require_modules(modules, plan)
     return tuple(modules)
 

@@ -15,12 +15,12 @@ for each layer in diffusers and another in its original file. All of that is und
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
-from sigmascope.lora.families import ModelLayout, Part, attends_to_itself, misfit
+from sigmascope.lora.families import CONTEXT_WIDTHS, ModelLayout, Part, attends_to_itself, misfit
 from sigmascope.lora.file import FAMILIES, LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -63,7 +63,7 @@ _OWN_PREFIXES: Final[dict[Part, str]] = {
     "vae": "vae.",
 }
 # Families of U-Nets by the width that their cross attention reads.
-_BY_CONTEXT_WIDTH: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl", 1280: "sdxl"}
+_BY_CONTEXT_WIDTH: Final = CONTEXT_WIDTHS | {1280: "sdxl"}
 
 # How names begin, and the parts that they may be of, the likeliest first.
 # T5 is FLUX' second encoder, SD 3's third.
@@ -103,8 +103,9 @@ _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
 )
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
+_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
+
 # Names with underscores for dots.
-_DENOISERS: Final = ("flux", "sd3", "wan", "qwen_image")
 _BLOCKS: Final = re.compile(
     r"(?:(down_blocks|up_blocks)_(\d+)_(resnets|attentions|downsamplers|upsamplers)_(\d+)"
     r"|(mid_block)_(resnets|attentions)_(\d+)"
@@ -126,13 +127,11 @@ FAMILY_TITLES: Final = {
 """Families by what their users call them."""
 
 # The family that a file is for.
-_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 _MARKS_OF_SDXL: Final = {
     "transformer_blocks_9_": "ten transformer blocks in a row",
     "add_embedding_linear": "its embedding of image sizes",
     "label_emb_0": "its embedding of image sizes",
 }
-_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
 _VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
 # Of the variants that read a video or sound.
 _WAN_STARTS: Final = (
@@ -204,7 +203,7 @@ def unflattened_denoiser(name: str) -> str | None:
         return _TOP_NAMES[name]
     block = _BLOCKS.fullmatch(name)
     if block is None:
-        return unflattened(name, _DENOISERS)
+        return unflattened(name, _TRANSFORMERS)
     *start, rest = (piece for piece in block.groups() if piece is not None)
     inner = _inside_block(rest)
     return None if inner is None else ".".join([*start, inner])
@@ -258,25 +257,6 @@ class NameMatch:
     unmatched: tuple[str, ...]
 
 
-def resolve_names(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> NameMatch:
-    """Find the layer of each module and change of a LoRA.
-
-    Args:
-        lora: In any format; its tensors are not read.
-        layers: Paths of the model's layers, without `.weight`; all of them, so that a U-Net of unusual size is
-            counted right. Other tensors that a LoRA may change are named in the same way: a norm by its path,
-            any other parameter by its key.
-        layout: How the model names its weights.
-
-    Returns:
-        The matches. A name that could be two layers is unmatched.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one layer.
-    """
-    return LayerIndex.of(layers, layout).match(lora)
-
-
 @dataclass(slots=True)
 class LayerIndex:
     """The layers of a model by every name that they may have in a LoRA.
@@ -293,7 +273,14 @@ class LayerIndex:
 
     @classmethod
     def of(cls, layers: Iterable[str], layout: ModelLayout) -> "LayerIndex":
-        """Index the layers of a model."""
+        """Index the layers of a model.
+
+        Args:
+            layers: Their paths, without `.weight`; all of them, so that a U-Net of unusual size is counted right.
+                Other tensors that a LoRA may change are named in the same way: a norm by its path, any other
+                parameter by its key.
+            layout: How the model names its weights.
+        """
         placed = [(layer, *layout.split(layer)) for layer in layers]
         index = cls(frozenset(layer for layer, _, _ in placed))
         blocks = blocks_of(path for _, part, path in placed if part == "denoiser")
@@ -306,7 +293,13 @@ class LayerIndex:
         return index
 
     def match(self, lora: LoraFile) -> NameMatch:
-        """Match a LoRA's names; see `resolve_names`."""
+        """Find the layer of each module and change of a LoRA of any format; its tensors are not read.
+
+        A name that could be two layers is unmatched.
+
+        Raises:
+            LoraFormatError: Two modules of the LoRA are for one layer.
+        """
         matched: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in lora.names:
@@ -619,8 +612,8 @@ def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> File
     if by_names == "lbm":
         return FileFamily("lbm", True, "its names")
     width = _context_width(lora)
-    if width in _CONTEXT_WIDTHS:
-        return FileFamily(_CONTEXT_WIDTHS[width], True, f"cross attention that reads {width} features")
+    if width in CONTEXT_WIDTHS:
+        return FileFamily(CONTEXT_WIDTHS[width], True, f"cross attention that reads {width} features")
     if stated in UNET_FAMILIES:
         return FileFamily(stated, True, "its header")
     for mark, words in _MARKS_OF_SDXL.items():

@@ -23,7 +23,7 @@ from sigmascope.lora.families import ModelLayout, Part, layout_of
 from sigmascope.lora.file import exists
 from sigmascope.lora.layers import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, JsonScalar
 
 __all__ = [
     "CheckpointPair",
@@ -81,13 +81,18 @@ class PairOptions:
 
     def __post_init__(self) -> None:
         parts_of(",".join(self.parts))
-        _require_one_of("--on_missing", self.on_missing, get_args(Decision))
-        _require_one_of("--on_shape_change", self.on_shape_change, get_args(Decision))
-        _require_one_of("--on_integer", self.on_integer, get_args(Decision))
-        _require_one_of("--on_mixed_dtypes", self.on_mixed_dtypes, get_args(DtypeDecision))
+        require_one_of("--on_missing", self.on_missing, get_args(Decision))
+        require_one_of("--on_shape_change", self.on_shape_change, get_args(Decision))
+        require_one_of("--on_integer", self.on_integer, get_args(Decision))
+        require_one_of("--on_mixed_dtypes", self.on_mixed_dtypes, get_args(DtypeDecision))
 
 
-def _require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+def require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    """Refuse a value that is not known.
+
+    Raises:
+        ConfigError: With the flag and the known values.
+    """
     if value not in known:
         raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
 
@@ -215,7 +220,14 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
     if options.on_missing == "error":
         refuse_missing(tuned, base, sorted(lost))
         refuse_missing(base, tuned, sorted(added))
-    tuned = _under_base_names(first, second)
+    wanted = {**first.outside, **first.keys}
+    names = {
+        key: wanted[place]
+        for place, key in (*second.outside.items(), *second.keys.items())
+        if wanted.get(place, key) != key
+    }
+    if names:
+        tuned = RenamedCheckpoint(tuned, names)
     shared = [key for place, key in first.keys.items() if place in second.keys]
     tensors = sort_tensors(base, tuned, shared, options)
     findings = [missing_keys(tuned, base, lost)] if lost else []
@@ -256,13 +268,6 @@ class PairSide:
         return f"{self.checkpoint.path} ({described(self.layout)})"
 
 
-def _under_base_names(base: PairSide, tuned: PairSide) -> Checkpoint:
-    places = {**tuned.outside, **tuned.keys}
-    wanted = {**base.outside, **base.keys}
-    names = {key: wanted[place] for place, key in places.items() if place in wanted and wanted[place] != key}
-    return RenamedCheckpoint(tuned.checkpoint, names) if names else tuned.checkpoint
-
-
 def parts_of(text: str) -> tuple[Part, ...]:
     """Read names of parts with commas between them, such as `denoiser, vae`.
 
@@ -273,7 +278,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
     if not names:
         raise ConfigError("--parts names nothing to compare.", hint=f"Name some of {', '.join(PARTS)}.")
     for name in names:
-        _require_one_of("--parts", name, PARTS)
+        require_one_of("--parts", name, PARTS)
     return tuple(part for part in PARTS if part in names)
 
 
@@ -289,7 +294,9 @@ def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tu
         ModelMismatchError: A side is a LoRA, lacks a part, or names its weights unlike the other.
     """
     layouts = _common_layouts(base, tuned)
-    parts = _wanted_parts(parts, *layouts)
+    alone = all("denoiser" not in side.prefixes and [*side.prefixes.values()] == [""] for side in layouts)
+    if alone and parts == ("denoiser",):
+        parts = tuple(layouts[0].prefixes)
     sides = _side(base, layouts[0], parts), _side(tuned, layouts[1], parts)
     _refuse_other_naming(*sides)
     return sides
@@ -308,13 +315,6 @@ def _common_layouts(base: Checkpoint, tuned: Checkpoint) -> tuple[ModelLayout, M
 def _in_common(first: set[Place] | set[str], second: set[Place] | set[str]) -> float:
     smaller = min(len(first), len(second))
     return len(first & second) / smaller if smaller else 0.0
-
-
-def _wanted_parts(parts: tuple[Part, ...], *layouts: ModelLayout) -> tuple[Part, ...]:
-    alone = all(
-        "denoiser" not in layout.prefixes and [*layout.prefixes.values()] == [""] for layout in layouts
-    )
-    return tuple(layouts[0].prefixes) if alone and parts == ("denoiser",) else parts
 
 
 def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) -> PairSide:
@@ -392,7 +392,25 @@ class MatchedTensors:
         findings: list[Finding] = []
         if self.reshaped:
             findings.append(changed_shapes(base, tuned, self.reshaped))
-        findings += integers(self.integers, self.changed_integers)
+        if self.integers:
+            message = (
+                f"{counted(len(self.integers), 'integer tensor')} equal in both: {named(self.integers)}."
+            )
+            evidence: dict[str, JsonScalar] = {
+                "tensors": len(self.integers),
+                "keys": " ".join(self.integers),
+            }
+            findings.append(Finding("lora.integer_tensors", "info", message, evidence))
+        if self.changed_integers:
+            number = counted(len(self.changed_integers), "integer tensor")
+            findings.append(
+                _finding(
+                    "lora.integer_tensors_changed",
+                    f"{number} changed; left out: {named(self.changed_integers)}.",
+                    self.changed_integers,
+                    "A LoRA holds no integers: take these tensors from the tuned model.",
+                )
+            )
         if self.mixed:
             skipped = options.on_mixed_dtypes == "skip"
             findings.append(mixed_dtypes(base, tuned, self.mixed, skipped=skipped))
@@ -541,7 +559,10 @@ def _outside_findings(pair: CheckpointPair) -> list[Finding]:
     keys = [key for key in pair.outside if key not in _IGNORED]
     step = -(-sum(pair.base.info(key).nbytes for key in keys) // _LOOKED_AT) or 1
     looked_at = keys[::step]
-    memory = _room_for(pair.base, looked_at), _room_for(pair.tuned, looked_at)
+    memory: list[Tensor] = []  # room for the largest tensor of either side, to read all of them into
+    for side in (pair.base, pair.tuned):
+        size = max((side.info(key).nbytes for key in looked_at), default=0)
+        memory.append(torch.empty(size, dtype=torch.uint8))
     changed = [key for key in looked_at if _differs(pair, key, memory)]
     if not changed:
         return []
@@ -558,30 +579,15 @@ def _outside_findings(pair: CheckpointPair) -> list[Finding]:
     ]
 
 
-def _room_for(checkpoint: Checkpoint, keys: Sequence[str]) -> Tensor:
-    """Room for the largest of some tensors, to read all of them into."""
-    return torch.empty(max((checkpoint.info(key).nbytes for key in keys), default=0), dtype=torch.uint8)
-
-
-def _differs(pair: CheckpointPair, key: str, memory: tuple[Tensor, Tensor]) -> bool:
+def _differs(pair: CheckpointPair, key: str, memory: Sequence[Tensor]) -> bool:
     if pair.base.info(key).shape != pair.tuned.info(key).shape:
         return True
     base, tuned = pair.base.tensor_into(key, memory[0]), pair.tuned.tensor_into(key, memory[1])
-    if base.dtype == tuned.dtype:
-        return not torch.equal(_bytes(base), _bytes(tuned))
-    if not all(_has_value(tensor.dtype) for tensor in (base, tuned)):
+    if base.dtype == tuned.dtype:  # bits decide: 0.0 and -0.0 differ, and a NaN is equal to itself
+        return not torch.equal(base.reshape(-1).view(torch.uint8), tuned.reshape(-1).view(torch.uint8))
+    if not all(is_real(tensor.dtype) or _is_integer(tensor.dtype) for tensor in (base, tuned)):
         return True  # complex or packed beside another dtype: nothing says that they are equal
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Bits decide: 0.0 and -0.0 differ, and a NaN is equal to itself."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _has_value(dtype: torch.dtype) -> bool:
-    """Whether each element is a real number that float64 can take."""
-    return is_real(dtype) or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
@@ -599,12 +605,12 @@ def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
 
 def missing_keys(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -> Finding:
     """Keys of one side that the other lacks, left out."""
-    return Finding(
-        id="lora.missing_keys",
-        severity="warning",
-        message=f"{lacking.path} lacks {counted(len(keys), 'tensor')} that {having.path} has; left out: {named(keys)}.",
-        evidence={"tensors": len(keys), "lacking": str(lacking.path), "keys": " ".join(keys)},
-        advice="Check that both are complete checkpoints of the same architecture.",
+    return _finding(
+        "lora.missing_keys",
+        f"{lacking.path} lacks {counted(len(keys), 'tensor')} that {having.path} has; left out: {named(keys)}.",
+        keys,
+        "Check that both are complete checkpoints of the same architecture.",
+        lacking=str(lacking.path),
     )
 
 
@@ -614,13 +620,13 @@ def unread_keys(checkpoint: Checkpoint) -> list[Finding]:
     if not keys:
         return []
     return [
-        Finding(
-            id="lora.unread_keys",
-            severity="warning",
-            message=f"{checkpoint.path} holds {counted(len(keys), 'tensor')} that are not compared: {named(keys)} "
+        _finding(
+            "lora.unread_keys",
+            f"{checkpoint.path} holds {counted(len(keys), 'tensor')} that are not compared: {named(keys)} "
             f"({checkpoint.skipped[keys[0]]}).",
-            evidence={"tensors": len(keys), "file": str(checkpoint.path), "keys": " ".join(keys)},
-            advice="Convert them to a common type, or repair the index, if they belong to the model.",
+            keys,
+            "Convert them to a common type, or repair the index, if they belong to the model.",
+            file=str(checkpoint.path),
         )
     ]
 
@@ -628,38 +634,12 @@ def unread_keys(checkpoint: Checkpoint) -> list[Finding]:
 def changed_shapes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str]) -> Finding:
     """Tensors whose shapes differ, left out."""
     first = f"{keys[0]} is {base.info(keys[0]).shape} in the base and {tuned.info(keys[0]).shape} in the tuned model"
-    return Finding(
-        id="lora.shapes_changed",
-        severity="warning",
-        message=f"{counted(len(keys), 'tensor')} changed shape ({first}); left out: {named(keys)}.",
-        evidence={"tensors": len(keys), "keys": " ".join(keys)},
-        advice="A LoRA cannot change a shape: take these tensors from the tuned model.",
+    return _finding(
+        "lora.shapes_changed",
+        f"{counted(len(keys), 'tensor')} changed shape ({first}); left out: {named(keys)}.",
+        keys,
+        "A LoRA cannot change a shape: take these tensors from the tuned model.",
     )
-
-
-def integers(equal: Sequence[str], changed: Sequence[str]) -> list[Finding]:
-    """Integer and boolean tensors: equal ones, and those that differ and are left out."""
-    findings = []
-    if equal:
-        findings.append(
-            Finding(
-                id="lora.integer_tensors",
-                severity="info",
-                message=f"{counted(len(equal), 'integer tensor')} equal in both: {named(equal)}.",
-                evidence={"tensors": len(equal), "keys": " ".join(equal)},
-            )
-        )
-    if changed:
-        findings.append(
-            Finding(
-                id="lora.integer_tensors_changed",
-                severity="warning",
-                message=f"{counted(len(changed), 'integer tensor')} changed; left out: {named(changed)}.",
-                evidence={"tensors": len(changed), "keys": " ".join(changed)},
-                advice="A LoRA holds no integers: take these tensors from the tuned model.",
-            )
-        )
-    return findings
 
 
 def mixed_dtypes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], *, skipped: bool) -> Finding:
@@ -667,33 +647,35 @@ def mixed_dtypes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], *, sk
     first = keys[0]
     dtypes = [str(side.info(first).dtype).removeprefix("torch.") for side in (base, tuned)]
     effect = f"left out: {named(keys)}" if skipped else "the change holds the rounding of the narrower one"
-    return Finding(
-        id="lora.mixed_dtypes",
-        severity="warning",
-        message=f"The models store {counted(len(keys), 'tensor')} in different dtypes ({first}: {dtypes[0]} in "
+    return _finding(
+        "lora.mixed_dtypes",
+        f"The models store {counted(len(keys), 'tensor')} in different dtypes ({first}: {dtypes[0]} in "
         f"the base, {dtypes[1]} in the tuned model): {effect}.",
-        evidence={
-            "tensors": len(keys),
-            "key": first,
-            "base_dtype": dtypes[0],
-            "tuned_dtype": dtypes[1],
-            "keys": " ".join(keys),
-        },
-        advice="Extract from two checkpoints of one dtype when you have them.",
+        keys,
+        "Extract from two checkpoints of one dtype when you have them.",
+        key=first,
+        base_dtype=dtypes[0],
+        tuned_dtype=dtypes[1],
     )
 
 
 def dequantised(side: Checkpoint, role: str, keys: Sequence[str]) -> Finding:
     """Tensors that were quantised in the file and are compared as the numbers that they stand for."""
     how = ", ".join(dict.fromkeys(side.dequantised[key] for key in keys))
-    return Finding(
-        id="lora.dequantised",
-        severity="warning",
-        message=f"{counted(len(keys), 'tensor')} of the {role} {'is' if len(keys) == 1 else 'are'} quantised "
+    return _finding(
+        "lora.dequantised",
+        f"{counted(len(keys), 'tensor')} of the {role} {'is' if len(keys) == 1 else 'are'} quantised "
         f"({how}) and dequantised here, so the change holds the quantisation's rounding.",
-        evidence={"tensors": len(keys), "side": role, "how": how, "keys": " ".join(keys)},
-        advice="Use the checkpoint that it was quantised from when you have it.",
+        keys,
+        "Use the checkpoint that it was quantised from when you have it.",
+        side=role,
+        how=how,
     )
+
+
+def _finding(id: str, message: str, keys: Sequence[str], advice: str, **evidence: str) -> Finding:
+    """A warning about some tensors."""
+    return Finding(id, "warning", message, {"tensors": len(keys), **evidence, "keys": " ".join(keys)}, advice)
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ a model of 5 GB that is most of the time of copying it.
 """
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -150,6 +151,13 @@ class Scratch:
         if buffer is None or buffer.numel() < size:
             buffer = self._memory[name] = torch.empty(size, dtype=torch.uint8)
         return buffer[:size].view(dtype)
+
+
+class ThreadScratch(threading.local):
+    """Memory of its own for each thread that asks."""
+
+    def __init__(self) -> None:
+        self.memory = Scratch()
 
 
 def map_in_order(

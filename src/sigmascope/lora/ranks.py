@@ -18,7 +18,6 @@ it. Where the two agree, more singular values would change nothing.
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
@@ -29,8 +28,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.layers import matches, require_matches, require_pattern
-from sigmascope.lora.linalg import FULL_RANK, is_convolution, max_rank
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import FULL_RANK, Spectrum, is_convolution, max_rank
 
 __all__ = [
     "FULL_RANK",
@@ -39,7 +37,6 @@ __all__ = [
     "MethodRank",
     "NamedMethod",
     "RankPolicy",
-    "most_common_rank",
     "require_limits",
     "require_rank",
 ]
@@ -547,9 +544,3 @@ def require_limits(least: int, most: Mapping[str, int | None]) -> None:
             require_rank(flag, rank)
             if rank < least:
                 raise ConfigError(f"{flag} {rank} is below the least rank {least}.", hint="Swap them.")
-
-
-def most_common_rank(ranks: Iterable[int]) -> int | None:
-    """The rank that most layers have, the first of several; None without any."""
-    counts = Counter(ranks).most_common(1)
-    return counts[0][0] if counts else None

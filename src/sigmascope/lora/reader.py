@@ -6,7 +6,7 @@
 `open_any_kind` also opens files of kinds that ComfyUI applies and this package does not form from a file: OFT, BOFT and
 GLoRA. Their modules can be named and judged, as changes that are not read (`OpaqueChange`).
 
-A module's own alpha goes before PEFT's configuration, and without either the scale is 1 (`EntryScales`).
+A module's own alpha goes before PEFT's configuration, and without either the scale is 1.
 
 Some tools store alpha = the rank asked for next to r = min(rank, out, in·kh·kw) factors: rank 16 for an output
 convolution of 4 channels gives r = 4 and alpha 16. Those factors are the whole ΔW, so alpha / r = 4 would be
@@ -33,6 +33,8 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
 from sigmascope.files import parse_json
 from sigmascope.lora.adapters import (
+    DOWN,
+    UP,
     Adapter,
     AdapterFacts,
     DiffChange,
@@ -48,17 +50,16 @@ from sigmascope.lora.adapters import (
 )
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, exists
-from sigmascope.lora.formats import FLAT_PREFIXES, recognised
-from sigmascope.lora.keys import (
-    DOWN,
+from sigmascope.lora.formats import (
     EMBEDDING_DOWN,
     EMBEDDING_UP,
-    UP,
+    FLAT_PREFIXES,
     UP_BIAS,
     Entry,
     Kind,
     entries_of,
     group_keys,
+    recognised,
 )
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 
@@ -136,7 +137,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     configs = (
         read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
     )
-    reader = EntryReader(checkpoint, EntryScales(checkpoint, configs), check_finite, keep_float8)
+    reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = entries_of(checkpoint.path, groups)
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
@@ -253,69 +254,20 @@ class PeftConfigs:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryScales:
-    """The scales of one file: a module's own alpha goes before PEFT's configuration, and without either it is 1.
+class EntryReader:
+    """Reads what the entries of one file say.
+
+    A module's own alpha goes before PEFT's configuration, and without either its scale is 1.
 
     Attributes:
         checkpoint: The open file.
         configs: PEFT's configurations that belong to it.
-    """
-
-    checkpoint: Checkpoint
-    configs: PeftConfigs
-
-    def alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
-        """Alpha such that alpha / rank is the scale of plain factors.
-
-        Raises:
-            LoraFormatError: An alpha that is no number.
-        """
-        if entry.alpha is not None:
-            return true_alpha(self._stored(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
-        scale = self.configs.scale_of(entry.module, rank)
-        return float(rank) if scale is None else scale * rank
-
-    def scale(self, entry: Entry, rank: int | None) -> float:
-        """The scale of any other change; raises what `alpha` does.
-
-        Args:
-            entry: The change.
-            rank: Of its factors; None where it has none.
-        """
-        if entry.kind in {"diff", "set"}:
-            return 1.0
-        if entry.alpha is not None:  # LyCORIS stores an alpha beside whole LoKr factors too, and ignores it
-            return 1.0 if rank is None else scale_of(self._stored(entry.alpha), rank)
-        scale = self.configs.scale_of(entry.module, rank)
-        return 1.0 if scale is None else scale
-
-    def _stored(self, key: str) -> float:
-        path, alpha = self.checkpoint.path, self.checkpoint.tensor(key)
-        if alpha.numel() != 1:
-            raise LoraFormatError(
-                f"{path}: {key} has the shape {tuple(alpha.shape)}.", hint="Expected a single number."
-            )
-        if alpha.is_complex() or (alpha.is_floating_point() and not is_real(alpha.dtype)):
-            raise LoraFormatError(
-                f"{path}: {key} is {str(alpha.dtype).removeprefix('torch.')}.",
-                hint="Expected a single number.",
-            )
-        return float(alpha)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryReader:
-    """Reads what the entries of one file say.
-
-    Attributes:
-        checkpoint: The open file.
-        scales: What its entries are scaled with.
         check_finite: Whether NaN and Inf are refused.
         keep_float8: Whether float8 stays float8; else it comes as float32.
     """
 
     checkpoint: Checkpoint
-    scales: EntryScales
+    configs: PeftConfigs
     check_finite: bool = True
     keep_float8: bool = False
 
@@ -354,7 +306,7 @@ class EntryReader:
         else:
             up, down = (self._tensor(entry.roles[role]).flatten(1) for role in (UP, DOWN))
         try:
-            return LoraFactors(up, down, self.scales.alpha(entry, rank, shape), shape)
+            return LoraFactors(up, down, self._alpha(entry, rank, shape), shape)
         except SigmascopeError as error:
             raise self._named(entry, error) from error
 
@@ -374,9 +326,38 @@ class EntryReader:
         _, rank = self._shape_and_rank(entry)
         parts = {role: self._tensor(key) for role, key in entry.roles.items() if _is_value(entry, role)}
         try:
-            return _ADAPTERS[entry.kind](parts, self.scales.scale(entry, rank))
+            return _ADAPTERS[entry.kind](parts, self._scale(entry, rank))
         except SigmascopeError as error:
             raise self._named(entry, error) from error
+
+    def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
+        """Alpha such that alpha / rank is the scale of plain factors; raises LoraFormatError for one that is no number."""
+        if entry.alpha is not None:
+            return true_alpha(self._number(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
+        scale = self.configs.scale_of(entry.module, rank)
+        return float(rank) if scale is None else scale * rank
+
+    def _scale(self, entry: Entry, rank: int | None) -> float:
+        """The scale of any other change; raises what `_alpha` does. `rank` is None where its factors have none."""
+        if entry.kind in {"diff", "set"}:
+            return 1.0
+        if entry.alpha is not None:  # LyCORIS stores an alpha beside whole LoKr factors too, and ignores it
+            return 1.0 if rank is None else scale_of(self._number(entry.alpha), rank)
+        scale = self.configs.scale_of(entry.module, rank)
+        return 1.0 if scale is None else scale
+
+    def _number(self, key: str) -> float:
+        path, alpha = self.checkpoint.path, self.checkpoint.tensor(key)
+        if alpha.numel() != 1:
+            raise LoraFormatError(
+                f"{path}: {key} has the shape {tuple(alpha.shape)}.", hint="Expected a single number."
+            )
+        if alpha.is_complex() or (alpha.is_floating_point() and not is_real(alpha.dtype)):
+            raise LoraFormatError(
+                f"{path}: {key} is {str(alpha.dtype).removeprefix('torch.')}.",
+                hint="Expected a single number.",
+            )
+        return float(alpha)
 
     def _shape_and_rank(self, entry: Entry) -> AdapterFacts:
         """Raises LoraFormatError for tensors that do not fit together."""

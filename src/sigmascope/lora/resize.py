@@ -10,12 +10,12 @@ the same report.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from math import fsum
+from math import fsum, prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -27,19 +27,24 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.alignment import align_all
-from sigmascope.lora.budget import Budget
+from sigmascope.lora.budget import Budget, StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_inputs
-from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import max_rank, root_sum_square
+from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
 from sigmascope.lora.merge_methods import InputLora
-from sigmascope.lora.parallel import Result, run_layers_in_order
+from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.spectrum import Spectrum
 from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
-from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.lora.writer import (
+    STORAGE_DTYPES,
+    LoraWriter,
+    SavePrecision,
+    dtype_name,
+    storage_dtype,
+    writer_of_aligned,
+)
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -281,7 +286,7 @@ def resize_lora(
             "sigmascope_rank": plan.describe(),
         }
         compact = plan.budget is not None
-        with LoraOutput(target, aligned, [original], format, metadata, compact=compact) as output:
+        with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
             modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
@@ -335,7 +340,7 @@ class _Split:
 
 
 def _write_modules(
-    output: LoraOutput, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
+    output: LoraWriter, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
 ) -> tuple[ResizedModule, ...]:
     lora = split.lora
     others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
@@ -388,16 +393,11 @@ class Resizer:
         names = list(self.shapes)
         self.plan.rules.check(names)
         with _one_thread_here():
-            yield from self._run(names, progress)
-
-    def _run(
-        self, names: list[str], progress: Progress
-    ) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
-        ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
-        work = self._run_over(names, lambda name: self._reduce(name, ranks))
-        for done, (name, result) in enumerate(work, start=1):
-            progress(done, len(names), name)
-            yield result
+            ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
+            work = run_layers_in_order(self._sizes(names), lambda name: self._reduce(name, ranks))
+            for done, (name, result) in enumerate(work, start=1):
+                progress(done, len(names), name)
+                yield result
 
     def _within(self, budget: Budget, progress: Progress) -> dict[str, int]:
         """The rank of every module that is not excluded, under a budget."""
@@ -409,7 +409,7 @@ class Resizer:
         pinned: dict[str, int] = {}
         while wanted:
             work = partial(self._spectrum, wanted)
-            for name, (spectrum, rank) in self._run_over(list(wanted), work):
+            for name, (spectrum, rank) in run_layers_in_order(self._sizes(wanted), work):
                 spectra[name] = spectrum
                 if rank is not None:
                     pinned[name] = rank
@@ -437,34 +437,30 @@ class Resizer:
             return self._left_out(name, change, "no_change"), None
         if cut is None:
             return self._left_out(name, change, "rank_0"), None
-        return self._kept(name, change, cut), cut.factors
-
-    def _kept(self, name: str, change: Truncatable, cut: Truncated) -> ResizedModule:
-        return ResizedModule(
+        module = ResizedModule(
             name=name,
-            shape=self.shapes[name],
+            shape=shape,
             old_rank=self.old_ranks[name],
             rank=cut.factors.rank,
             norm=change.norm,
             error_norm=cut.error_norm,
             kept_energy=cut.kept_energy,
         )
+        return module, cut.factors
 
     def _left_out(self, name: str, change: Truncatable, why: LeftOut) -> ResizedModule:
         return ResizedModule(
             name, self.shapes[name], self.old_ranks[name], 0, change.norm, change.norm, 0.0, why
         )
 
-    def _run_over(self, names: list[str], work: Callable[[str], Result]) -> Iterator[tuple[str, Result]]:
-        return run_layers_in_order({name: self._size(name) for name in names}, work)
-
-    def _size(self, name: str) -> int:
-        out, *inner = self.shapes[name]
-        rank = self.old_ranks[name]
-        columns = 1
-        for size in inner:
-            columns *= size
-        return out * columns if rank is None else rank * (out + columns)
+    def _sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Numbers that are read for each module."""
+        sizes = {}
+        for name in names:
+            out, inner = self.shapes[name][0], prod(self.shapes[name][1:])
+            rank = self.old_ranks[name]
+            sizes[name] = out * inner if rank is None else rank * (out + inner)
+        return sizes
 
 
 @contextmanager

@@ -4,7 +4,6 @@
 decomposed as far as is asked.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, prod, sqrt
@@ -17,8 +16,7 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.decompose import RoundedFactors, decompose
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
-from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, max_rank
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum, as_float64, at_least_float32, frobenius_norm, max_rank
 
 _ROUNDED: Final = 0.5
 """Rounding both factors costs about 0.3 of the dtype's eps."""
@@ -42,33 +40,7 @@ class Truncated:
     kept_energy: float
 
 
-class Truncatable(ABC):
-    """One weight's change, to be stored at a rank that its singular values decide."""
-
-    @property
-    @abstractmethod
-    def weight_shape(self) -> tuple[int, ...]:
-        """(out, in) or (out, in, kh, kw)."""
-
-    @property
-    @abstractmethod
-    def norm(self) -> float:
-        """‖ΔW‖."""
-
-    @abstractmethod
-    def spectrum(self, wanted: int) -> Spectrum:
-        """At least the `wanted` largest singular values, or all that there are."""
-
-    @abstractmethod
-    def cut(self, rank: int) -> Truncated:
-        """The nearest change of this rank, at least 1; of less where the change has no more.
-
-        Raises:
-            NonFiniteError: The factors do not fit the storage dtype.
-        """
-
-
-def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> Truncatable:
+def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> "Truncatable":
     """Take the quicker way to `wanted` singular values of a change given by factors.
 
     QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
@@ -85,7 +57,7 @@ def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> Trunca
     return FactoredChange(factors, dtype)
 
 
-class FactoredChange(Truncatable):
+class FactoredChange:
     """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
 
     Args:
@@ -96,23 +68,18 @@ class FactoredChange(Truncatable):
     def __init__(self, factors: LoraFactors, dtype: torch.dtype) -> None:
         self.factors = factors
         self.dtype = dtype
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """See `Truncatable`."""
-        return self.factors.weight_shape
-
-    @property
-    def norm(self) -> float:
-        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices."""
-        return self._norm
+        self.weight_shape = factors.weight_shape
 
     def spectrum(self, wanted: int) -> Spectrum:
         """Complete and exact, whatever is wanted."""
         return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
 
     def cut(self, rank: int) -> Truncated:
-        """The nearest change of this rank; the factors as they are where nothing has to be cut."""
+        """The nearest change of this rank, at least 1; the factors as they are where nothing has to be cut.
+
+        Raises:
+            NonFiniteError: The factors do not fit the storage dtype.
+        """
         if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
             same = self._uncut()
             if same is not None:
@@ -168,8 +135,11 @@ class FactoredChange(Truncatable):
         return stored, sqrt(squared)
 
     @cached_property
-    def _norm(self) -> float:
-        """0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding."""
+    def norm(self) -> float:
+        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices.
+
+        0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding.
+        """
         bound = norm_bound(self.factors)
         norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
         if norm <= sqrt(CANCELLED) * bound:
@@ -206,7 +176,7 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
     return LoraFactors(up, down, float(up.shape[1]), weight_shape)
 
 
-class FormedChange(Truncatable):
+class FormedChange:
     """A change that is there as a whole: decomposed as far as is asked.
 
     Args:
@@ -217,25 +187,16 @@ class FormedChange(Truncatable):
     def __init__(self, delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> None:
         self._delta = delta.to(at_least_float32(delta.dtype))
         self.dtype = dtype
-        self._norm = frobenius_norm(self._delta)
-        self._found: RoundedFactors | None = None
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """See `Truncatable`."""
-        return tuple(self._delta.shape)
-
-    @property
-    def norm(self) -> float:
-        """‖ΔW‖, summed in float64."""
-        return self._norm
+        self.weight_shape = tuple(self._delta.shape)
+        self.norm = frobenius_norm(self._delta)
+        self._stored: RoundedFactors | None = None
 
     def spectrum(self, wanted: int) -> Spectrum:
-        """The values that were found on the way to factors of rank `wanted`."""
+        """At least the `wanted` largest singular values, or all that there are."""
         return self._decomposed(wanted).spectrum
 
     def cut(self, rank: int) -> Truncated:
-        """See `Truncatable`; at full rank ΔW itself beside an identity."""
+        """As of `FactoredChange`; at full rank ΔW itself beside an identity."""
         if rank >= max_rank(self.weight_shape):
             whole = decompose(self._delta, rank, self.dtype)
             return Truncated(whole.factors, whole.error_norm, 1.0)
@@ -246,6 +207,10 @@ class FormedChange(Truncatable):
         return Truncated(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
 
     def _decomposed(self, rank: int) -> RoundedFactors:
-        if self._found is None or (self._found.factors.rank < rank and not self._found.spectrum.complete):
-            self._found = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
-        return self._found
+        if self._stored is None or (self._stored.factors.rank < rank and not self._stored.spectrum.complete):
+            self._stored = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
+        return self._stored
+
+
+Truncatable = FactoredChange | FormedChange
+"""One weight's change, to be stored at a rank that its singular values decide."""

@@ -13,7 +13,6 @@ error of the LoRA only where little error is left: there, by a stated bound, the
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layers import WEIGHT, write_layer_names
 from sigmascope.lora.linalg import blocked_energy
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
-from sigmascope.lora.parallel import run_layers
+from sigmascope.lora.parallel import ThreadScratch, run_layers
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.validation_report import ModuleError, ValidationReport, other_model
 from sigmascope.progress import Progress, no_progress
@@ -94,9 +93,17 @@ def validate_lora(
         targets = changed_keys(file, pair.base, pair.layout)
         measured = measure_layers(pair, targets, workers=workers, progress=progress)
         if all(module.delta_norm == 0 for module in measured.modules):
-            raise _no_change(pair)
+            raise ModelMismatchError(
+                f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
+                "convolution layers: there is no change to compare the LoRA with.",
+                hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+            )
         norms = [module.delta_norm for module in measured.modules]
-        findings = [*_lora_findings(pair, file), *pair_findings(pair, dict(measured.uncovered), norms)]
+        findings = [
+            *_other_base(pair, file),
+            *_unused_keys(file),
+            *pair_findings(pair, dict(measured.uncovered), norms),
+        ]
         modules = [*measured.modules, *_unmatched_modules(pair, file, targets)]
     return ValidationReport(
         base=Path(base),
@@ -147,8 +154,7 @@ class ChangedKeys:
             LoraFormatError: Its tensors do not fit together.
             NonFiniteError: They hold NaN or Inf.
         """
-        name = self.names[key]
-        return self.lora.modules[name] if name in self.lora.modules else self.lora.changes[name]
+        return self.lora.change(self.names[key])
 
 
 def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
@@ -267,7 +273,7 @@ class ResidualMeter:
 
     def __init__(self, pair: CheckpointPair) -> None:
         self._pair = pair
-        self._memory = _Memory()
+        self._threads = ThreadScratch()
 
     def measure(self, key: str, change: Change | None = None) -> Residual:
         """Read one tensor from both files and measure it.
@@ -285,7 +291,7 @@ class ResidualMeter:
         if 0 in self._pair.base.info(key).shape:
             return Residual(0.0, 0.0)
         base, tuned = (
-            side.tensor_into(key, self._scratch(name, side.info(key).nbytes, torch.uint8))
+            side.tensor_into(key, self._threads.memory.scratch(name, side.info(key).nbytes, torch.uint8))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
         dtype = self._pair.precision_of(key)
@@ -322,7 +328,8 @@ class ResidualMeter:
             rows = slice(start, min(start + step, height))
             count = (rows.stop - start) * width
             block, other = (
-                self._scratch(name, count, dtype).view(-1, max(width, 1)) for name in ("delta", "other")
+                self._threads.memory.scratch(name, count, dtype).view(-1, max(width, 1))
+                for name in ("delta", "other")
             )
             block.copy_(after[rows])
             other.copy_(before[rows])
@@ -333,20 +340,6 @@ class ResidualMeter:
                 error_energy.append(_energy(block))
         total = math.fsum(delta_energy)
         return total, total if taken is None else math.fsum(error_energy)
-
-    def _scratch(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """This thread's memory of that name, as large as anything so far."""
-        held = self._memory.held.get((name, dtype))
-        if held is None or held.numel() < elements:
-            held = self._memory.held[name, dtype] = torch.empty(elements, dtype=dtype)
-        return held[:elements]
-
-
-class _Memory(threading.local):
-    """Tensors of one thread, by name and dtype."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
 
 
 def _measure_tensor(
@@ -449,18 +442,6 @@ def formed(change: Change, weight: Tensor) -> Tensor:
         return change.delta(weight)
     require_shape(change, tuple(weight.shape))
     return change.delta()
-
-
-def _no_change(pair: CheckpointPair) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
-        "convolution layers: there is no change to compare the LoRA with.",
-        hint="Give the fine-tuned checkpoint as --tuned_model_path.",
-    )
-
-
-def _lora_findings(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
-    return [*_other_base(pair, lora), *_unused_keys(lora)]
 
 
 def _other_base(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:

@@ -2,9 +2,8 @@
 
 - `save_lora` writes a LoRA that is in memory.
 - `LoraWriter` writes any format, one module in memory at a time.
-- `SameNamesWriter` writes in the format and under the names of the file that a LoRA comes from.
-- `LoraOutput` is the file that a resize or merge writes: under the LoRAs' own names where those agree, else under
-  the format's.
+- `writer_of_aligned` is the writer of a resize or merge: under the LoRAs' own names where those agree, else under the
+  format's.
 
 Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`);
 where some reader would mix the alphas up, all get one (`ModuleTensors`).
@@ -12,7 +11,6 @@ Changes that are more than that are named as kohya's and LyCORIS' tools name the
 what has been written, for the header.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,24 +18,30 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
-from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange, TuckerChange, WeightChange
+from sigmascope.lora.adapters import (
+    MID,
+    Adapter,
+    DiffChange,
+    DoraChange,
+    LokrChange,
+    TuckerChange,
+    WeightChange,
+)
 from sigmascope.lora.alignment import AlignedLoras, divided, joined
+from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
-from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
-from sigmascope.lora.keys import MID
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
-from sigmascope.lora.module_names import parse_names
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""
@@ -46,9 +50,7 @@ _ALPHA: Final = ".alpha"
 _KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
 _FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
 _BIAS: Final = ".bias"
-
-# What a file takes beside its factors, for `LoraOutput.storage`.
-_HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
+# What a file takes beside its factors, for `LoraWriter.storage`.
 _ENTRY: Final = 160  # bytes of a header entry beside its name
 _PARTS: Final = 8  # tensors that a change may have
 
@@ -110,34 +112,7 @@ def save_lora(
             writer.write_change(name, change)
 
 
-class _ModuleWriter(ABC):
-    """A file that is completed where its block is left without an exception; with one, the target stays as it was."""
-
-    _file: StreamingWriter
-
-    def __enter__(self) -> Self:
-        self._file.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._file.__exit__(kind, error, trace)
-            return
-        try:
-            self._finish()
-        except BaseException as failure:
-            self._file.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._file.__exit__(None, None, None)
-
-    @abstractmethod
-    def _finish(self) -> None:
-        """Write what could not be written before all modules were known."""
-
-
-class LoraWriter(_ModuleWriter):
+class LoraWriter:
     """Write a LoRA with one module in memory at a time.
 
         with LoraWriter("lora.safetensors", format="kohya", layout=layout) as writer:
@@ -159,6 +134,7 @@ class LoraWriter(_ModuleWriter):
         blocks: The U-Net's, where they are known already.
         dtype: To store factors in; their own when left out, or float32 where a scale would round them.
         prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
+        own_names: By layer, names to write in place of the format's.
         compact: Leave no room in the header, at the cost of moving the data once.
 
     Attributes:
@@ -183,6 +159,7 @@ class LoraWriter(_ModuleWriter):
         blocks: UnetBlocks | None = None,
         dtype: torch.dtype | None = None,
         prefix: str | None = None,
+        own_names: Mapping[str, str] | None = None,
         compact: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -190,21 +167,37 @@ class LoraWriter(_ModuleWriter):
         self.layout = layout or LBM_LAYOUT
         self.tally = Tally()
         self.widened: list[str] = []
-        self._metadata = (
-            {"modelspec.title": as_text(self.path.stem), **(inherited or {})},
-            dict(metadata or {}),
-        )
+        self._inherited, self._metadata = dict(inherited or {}), dict(metadata or {})
         self._dtype = dtype
         self._prefix = prefix
-        self._blocks = blocks if model_layers is None else _unet_blocks(model_layers, self.layout)
+        self._own_names = own_names
+        self._blocks = blocks if model_layers is None else blocks_of_model(model_layers, self.layout)
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
-        first, last = self._metadata
-        names = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
-        room = None if names is None else [*names, "x" * _FIELDS_BYTES]
-        self._file = StreamingWriter(
-            self.path, first | last, expected=room, header_bytes=0 if compact else None
-        )
+        room = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
+        if own_names is not None:
+            room = [key for name in own_names.values() for key in self.format.keys.of(name)]
+        elif room is not None:
+            room.append("x" * _FIELDS_BYTES)
+        first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
+        self._file = StreamingWriter(self.path, first, expected=room, header_bytes=0 if compact else None)
         self._tensors = ModuleTensors(self._file, self.format)
+
+    def __enter__(self) -> "LoraWriter":
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._file.__exit__(kind, error, trace)
+            return
+        try:
+            self._finish()
+        except BaseException as failure:
+            self._file.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._file.__exit__(None, None, None)
 
     def write(self, layer: str, factors: LoraFactors) -> None:
         """Write the factors of one layer.
@@ -220,12 +213,15 @@ class LoraWriter(_ModuleWriter):
             LoraFormatError: The format has no name for the layer.
             NonFiniteError: A factor holds NaN or Inf, or does so in the dtype of storage.
         """
+        if self._own_names is not None:
+            self._write(layer, self._own_names[layer], factors)
+            return
         placed = self.format.placement(layer, self.layout, blocks=self._blocks)
         if isinstance(placed, str):
-            self._write(layer, placed, factors)
+            self._write(layer, self.format.named(layer, placed, self.layout, self._prefix), factors)
         elif self.format.naming(self.layout.family) == "diffusers":
             for path, part in divided(factors, placed).items():
-                self._write(layer, path, part)
+                self._write(layer, self.format.named(layer, path, self.layout, self._prefix), part)
         else:
             _, _, parts = self._parts.setdefault(placed.original, (placed, layer, {}))
             _, own = self.layout.split(layer)
@@ -257,34 +253,57 @@ class LoraWriter(_ModuleWriter):
             LoraFormatError: The format cannot hold such a change, or has no name for the layer.
             NonFiniteError: As of `write_diff`.
         """
-        layer, keys = name.removesuffix(".bias"), self.format.keys
+        layer, keys = name.removesuffix(_BIAS), self.format.keys
         if isinstance(change, TuckerChange) and not keys.holds_changes:
             self.write(name, change.factors())
             return
         if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
             raise LoraFormatError(
                 f"{name}: {self.format.name} files hold no such change ({change.kind}).",
-                hint="Write another format, or leave such changes out.",
+                hint="Write kohya's or ComfyUI's format, or leave such changes out.",
             )
-        module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
+        if self._own_names is not None:
+            module = self._own_names[name].removesuffix(_BIAS)
+        else:
+            module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
         tensors = change_tensors(change, keys, is_bias=name != layer)
         stored = {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
         self._tensors.write(module, stored)
         self.tally.add_change(change.kind)
 
-    def _write(self, layer: str, path: str, factors: LoraFactors) -> None:
-        name = self.format.named(layer, path, self.layout, self._prefix)
+    def storage(self, dtype: torch.dtype, others: Mapping[str, int]) -> StorageCost:
+        """What modules take in this file, never too little.
+
+        Args:
+            dtype: Of the factors.
+            others: Bytes of each change that is no factors.
+        """
+        whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
+        return StorageCost.of(
+            dtype,
+            self._inherited | self._metadata,
+            other_bytes=_FIELDS_BYTES + whole,
+            names=self._factor_keys,
+        )
+
+    def _factor_keys(self, layer: str) -> list[str]:
+        if self._own_names is not None:
+            return self.format.keys.of(self._own_names[layer])
+        return self.format.keys_for(layer, self.layout, self._blocks)
+
+    def _write(self, layer: str, name: str, factors: LoraFactors) -> None:
         stored = stored_factors(factors, self._dtype)
         for factor in (stored.up, stored.down):
             require_finite(layer, factor)
-        self._tensors.write(name, self.format.module_tensors(name, stored))
+        self._tensors.write(name, self.format.keys.tensors(name, stored))
         if self._dtype is None and stored.up.dtype != factors.up.dtype:
             self.widened.append(layer)
         self.tally.add(stored.rank, stored.weight_shape)
 
     def _write_joined(self, original: str) -> None:
         row, layer, parts = self._parts.pop(original)
-        self._write(layer, original, joined(parts, row))
+        name = self.format.named(layer, original, self.layout, self._prefix)
+        self._write(layer, name, joined(parts, row))
 
     def _cast(self, module: str, tensor: Tensor, end: str) -> Tensor:
         keep = self._dtype is None or end == self.format.keys.alpha
@@ -299,93 +318,47 @@ class LoraWriter(_ModuleWriter):
             raise LoraFormatError(
                 "a LoRA without modules is not written.", hint="Check what it was made from."
             )
-        first, last = self._metadata
-        header = self._tensors.finish(self.tally, self.layout, self.layout.family)
-        self._file.update_metadata(first | header | last)
+        family = self.layout.family
+        if self._own_names is not None:
+            family = family_in(self._inherited) or "unknown"
+        header = self._tensors.finish(self.tally, self.layout, family)
+        self._file.update_metadata(header | self._metadata)
 
 
-def _unet_blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
-    return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
-
-
-class SameNamesWriter(_ModuleWriter):
-    """Write modules under the names that they have already, one in memory at a time.
-
-    Whatever is still true of the first file's header stays; ranks and kind are those of the new one.
+def writer_of_aligned(
+    target: Path,
+    aligned: AlignedLoras,
+    originals: Sequence[LoraFile],
+    format: str | None,
+    metadata: Mapping[str, str],
+    *,
+    compact: bool = False,
+) -> LoraWriter:
+    """The writer of what is made of aligned LoRAs: under their own names where those agree, else the format's.
 
     Args:
-        path: A `.safetensors` file to write or replace.
-        source: The file whose format and header are taken over.
-        metadata: More texts for the header.
-        layout: Of the model that the LoRA is for, where it is known better than its names tell.
-        names: Modules that may come; those of `source` when left out.
-        compact: Leave no room in the header, at the cost of moving the data once.
+        target: The `.safetensors` file to write or replace.
+        aligned: The LoRAs under common names.
+        originals: The same under their own names.
+        format: To write; the first LoRA's own when left out.
+        metadata: Texts for the header, over those in which all LoRAs agree.
+        compact: Leave no room in the header where that can be avoided.
 
     Raises:
-        WriteError: On entering: the target cannot be written.
+        LoraFormatError: There is no such format.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        source: LoraFile,
-        metadata: Mapping[str, str],
-        *,
-        layout: ModelLayout | None = None,
-        names: Iterable[str] | None = None,
-        compact: bool = False,
-    ) -> None:
-        self._format = format_named(source.format)
-        self._family = family_in(dict(source.metadata)) or "unknown"
-        self._layout = layout or parse_names(source).layout
-        self._tally = Tally()
-        self._metadata = dict(metadata)
-        inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
-        coming = source.names if names is None else names
-        expected = [key for name in coming for key in self.keys_of(name)]
-        self._file = StreamingWriter(
-            path, inherited | self._metadata, expected, header_bytes=0 if compact else None
-        )
-        self._tensors = ModuleTensors(self._file, self._format)
-
-    def keys_of(self, name: str) -> tuple[str, ...]:
-        """The keys of a module's tensors: up, down and, where the format has one, alpha."""
-        ends = self._format.keys
-        return tuple(f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None)
-
-    def write(self, name: str, factors: LoraFactors) -> None:
-        """Write the factors of one module as they are; they must be finite in their dtype."""
-        self._tensors.write(name, self._format.module_tensors(name, stored_factors(factors)))
-        self._tally.add(factors.rank, factors.weight_shape)
-
-    def write_change(self, name: str, change: WeightChange) -> None:
-        """Write a change that is more than plain factors, as it is.
-
-        Raises:
-            LoraFormatError: The format cannot hold such a change.
-        """
-        self._tensors.write(name.removesuffix(_BIAS), self.change_tensors(name, change))
-        self._tally.add_change(change.kind)
-
-    def change_tensors(self, name: str, change: WeightChange) -> dict[str, Tensor]:
-        """The tensors of such a change, by key.
-
-        Raises:
-            LoraFormatError: The format cannot hold it.
-        """
-        keys = self._format.keys
-        if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
-            raise LoraFormatError(
-                f"{name}: a {self._format.name} file cannot hold a change of kind {change.kind}.",
-                hint="Convert the LoRA to kohya's or ComfyUI's format first.",
-            )
-        module = name.removesuffix(_BIAS)
-        tensors = change_tensors(change, keys, is_bias=module != name)
-        return {f"{module}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
-
-    def _finish(self) -> None:
-        header = self._tensors.finish(self._tally, self._layout, self._family)
-        self._file.update_metadata(header | self._metadata)
+    keeps_format = format is None or format == originals[0].format
+    return LoraWriter(
+        target,
+        format=format or originals[0].format,
+        layout=aligned.layout,
+        metadata=metadata,
+        inherited=_agreed_metadata(originals),
+        expected=[name.removesuffix(_BIAS) for name in aligned.names],
+        blocks=aligned.blocks,
+        own_names=_own_names(aligned, originals) if keeps_format else None,
+        compact=compact,
+    )
 
 
 class ModuleTensors:
@@ -445,109 +418,6 @@ def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
     scaled = factor.to(torch.float64).mul(scale).to(factor.dtype)
     require_finite(module, scaled)
     return scaled
-
-
-class LoraOutput:
-    """Writes the layers of united LoRAs into one file.
-
-    Args:
-        target: The `.safetensors` file to write or replace.
-        united: The LoRAs under common names.
-        originals: The same under their own names.
-        format: To write; the first LoRA's own when left out.
-        metadata: Texts for the header, over those in which all LoRAs agree.
-        compact: Leave no room in the header where that can be avoided.
-
-    Raises:
-        LoraFormatError: There is no such format.
-        WriteError: On entering: the target cannot be written.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        aligned: AlignedLoras,
-        originals: Sequence[LoraFile],
-        format: str | None,
-        metadata: Mapping[str, str],
-        *,
-        compact: bool = False,
-    ) -> None:
-        self.format = format_named(format or originals[0].format)
-        self._layout, self._blocks = aligned.layout, aligned.blocks
-        self._own = _own_names(aligned, originals) if self.format.name == originals[0].format else None
-        inherited = _agreed_metadata(originals)
-        self.metadata = {**inherited, **metadata}
-        self._writer: SameNamesWriter | LoraWriter
-        if self._own is not None:
-            source = replace(originals[0], metadata=inherited)
-            self._writer = SameNamesWriter(
-                target,
-                source,
-                metadata,
-                layout=aligned.layout,
-                names=list(self._own.values()),
-                compact=compact,
-            )
-        else:
-            self._writer = LoraWriter(
-                target,
-                format=self.format.name,
-                layout=aligned.layout,
-                metadata=metadata,
-                inherited=inherited,
-                expected=[name.removesuffix(_BIAS) for name in aligned.names],
-                blocks=aligned.blocks,
-                compact=compact,
-            )
-
-    def __enter__(self) -> "LoraOutput":
-        self._writer.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
-
-    def write(self, layer: str, factors: LoraFactors) -> None:
-        """Write a layer's factors.
-
-        Raises:
-            LoraFormatError: The format has no name for the layer.
-        """
-        self._writer.write(layer if self._own is None else self._own[layer], factors)
-
-    def write_change(self, layer: str, change: WeightChange) -> None:
-        """Write a change that is more than plain factors, as it is.
-
-        Raises:
-            LoraFormatError: The format cannot hold it, or has no name for the layer.
-        """
-        self._writer.write_change(layer if self._own is None else self._own[layer], change)
-
-    def storage(self, dtype: torch.dtype, others: Mapping[str, int]) -> StorageCost:
-        """What modules take in this file, never too little.
-
-        Args:
-            dtype: Of the factors.
-            others: Bytes of each change that is no factors.
-        """
-        whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
-        return StorageCost.of(dtype, self.metadata, other_bytes=_HEADER_FIELDS + whole, names=self._keys)
-
-    def _name_for(self, layer: str) -> str:
-        if self._own is not None:
-            return self._own[layer]
-        return self.format.name_for(layer, self._layout, blocks=self._blocks)
-
-    def _keys(self, layer: str) -> list[str]:
-        ends = self.format.keys
-        try:
-            name = self._name_for(layer)
-        except LoraFormatError:  # it is joined with others there: fewer names, none much longer
-            name = layer
-        return [f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None]
 
 
 def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigmascope.lora.budget import Allocation, Budget, StorageCost
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum
 
 FREE = StorageCost(2)
 LAYERS: dict[str, tuple[int, ...]] = {

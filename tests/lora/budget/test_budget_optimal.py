@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from sigmascope.lora.budget import Budget, StorageCost
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum
 
 
 @dataclass(frozen=True, eq=False)

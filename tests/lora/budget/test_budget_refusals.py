@@ -6,7 +6,7 @@ import torch
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.budget import Budget, StorageCost, parse_weights
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum
 
 FREE = StorageCost(2)
 SHAPES: dict[str, tuple[int, ...]] = {"mid.conv": (16, 8, 3, 3), "up.attn": (40, 24)}

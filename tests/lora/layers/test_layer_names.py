@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import WriteError
-from sigmascope.lora.layers import block_of, in_coverage, layer_order, write_layer_names
+from sigmascope.lora.layers import block_of_module, in_coverage, layer_order, write_layer_names
 
 TRANSFORMER = "denoiser.up_blocks.0.attentions.1"
 
@@ -23,7 +23,7 @@ TRANSFORMER = "denoiser.up_blocks.0.attentions.1"
     ],
 )
 def test_the_block_of_a_layer(module: str, block: str) -> None:
-    assert block_of(module) == block
+    assert block_of_module(module) == block
 
 
 @pytest.mark.parametrize(

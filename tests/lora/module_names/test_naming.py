@@ -24,7 +24,7 @@ from sigmascope.lora.layer_names import (
     to_diffusers,
     to_sgm,
 )
-from sigmascope.lora.module_names import flat, resolve_names, unflattened_denoiser, unflattened_text_encoder
+from sigmascope.lora.module_names import LayerIndex, flat, unflattened_denoiser, unflattened_text_encoder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,7 @@ def test_all_792_layers_of_an_lbm_have_one_name_each_in_every_format() -> None:
         lora_format = format_named(name)
         names = [lora_format.name_for(f"denoiser.{layer}", LBM) for layer in layers("lbm")]
         assert len(names) == len(set(names)) == 792
-        match = resolve_names(lora_of(names), [f"denoiser.{layer}" for layer in layers("lbm")], LBM)
+        match = LayerIndex.of([f"denoiser.{layer}" for layer in layers("lbm")], LBM).match(lora_of(names))
         assert match.unmatched == ()
         assert [match.matched[name] for name in names] == [f"denoiser.{layer}" for layer in layers("lbm")]
 
@@ -211,7 +211,7 @@ def test_a_unets_lora_matches_the_model_in_either_naming(family: str, naming: st
     model = [f"unet.{path}" for path in paths] if naming == "diffusers" else other
     lora_format, own = format_named(name), diffusers_layout(family)
     names = [lora_format.name_for(f"unet.{path}", own, blocks=blocks) for path in paths]
-    match = resolve_names(lora_of(names), model, layout)
+    match = LayerIndex.of(model, layout).match(lora_of(names))
     assert [match.matched.get(name) for name in names] == model
 
 
@@ -223,22 +223,19 @@ def test_a_transformers_lora_matches_the_model_in_either_naming(family: str, nam
     lora_format, own = format_named(name), diffusers_layout(family)
     names = [lora_format.name_for(f"transformer.{path}", own) for path in paths]
     lora = lora_of(names)
-    assert list(resolve_names(lora, [f"transformer.{path}" for path in paths], own).matched.values()) == [
-        f"transformer.{path}" for path in paths
-    ]
+    assert list(
+        LayerIndex.of([f"transformer.{path}" for path in paths], own).match(lora).matched.values()
+    ) == [f"transformer.{path}" for path in paths]
     single_file = ModelLayout(family, "original", {"denoiser": "model.diffusion_model."})
     model = [f"model.diffusion_model.{path}" for path in original]
-    assert list(resolve_names(lora, model, single_file).matched.values()) == model
+    assert list(LayerIndex.of(model, single_file).match(lora).matched.values()) == model
 
 
 def test_fused_matrices_of_the_other_naming_are_left_unmatched() -> None:
     paths = layers("flux")
     originals = dict.fromkeys(row.original for path in paths if (row := row_of_diffusers("flux", path)))
-    match = resolve_names(
-        lora_of([f"lora_unet_{flat(path)}" for path in originals]),
-        [f"transformer.{path}" for path in paths],
-        diffusers_layout("flux"),
-    )
+    index = LayerIndex.of([f"transformer.{path}" for path in paths], diffusers_layout("flux"))
+    match = index.match(lora_of([f"lora_unet_{flat(path)}" for path in originals]))
     assert {name.rsplit("_", 1)[1] for name in match.unmatched} == {"qkv", "linear1"}
     assert match.matched["lora_unet_img_in"] == "transformer.x_embedder"
 
@@ -246,7 +243,7 @@ def test_fused_matrices_of_the_other_naming_are_left_unmatched() -> None:
 def test_rows_that_lie_the_other_way_round_are_left_unmatched() -> None:
     model, layout = ["transformer.norm_out.linear"], diffusers_layout("flux")
     name = "lora_unet_final_layer_adaLN_modulation_1"
-    assert resolve_names(lora_of([name], (8, 4)), model, layout).unmatched == (name,)
+    assert LayerIndex.of(model, layout).match(lora_of([name], (8, 4))).unmatched == (name,)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +270,11 @@ def test_text_encoders_match_under_their_many_names(name: str, layer: str) -> No
             "text_encoder_3": "t5.",
         },
     )
-    assert resolve_names(lora_of([name]), [layer], layout).matched == {name: layer}
+    assert LayerIndex.of([layer], layout).match(lora_of([name])).matched == {name: layer}
 
 
 def test_a_name_without_prefix_is_found_in_the_denoiser() -> None:
-    assert resolve_names(lora_of(["conv_in"]), ["unet.conv_in"], diffusers_layout("sdxl")).matched == {
+    assert LayerIndex.of(["unet.conv_in"], diffusers_layout("sdxl")).match(lora_of(["conv_in"])).matched == {
         "conv_in": "unet.conv_in"
     }
 
@@ -286,22 +283,22 @@ def test_a_model_of_no_known_family_matches_by_its_own_names() -> None:
     layout = ModelLayout("unknown", "unknown", {"denoiser": ""})
     names = ["lora_unet_blocks_0_attn_q", "diffusion_model.blocks.0.attn.k", "blocks.0.attn.v"]
     model = ["blocks.0.attn.q", "blocks.0.attn.k", "blocks.0.attn.v"]
-    assert list(resolve_names(lora_of(names), model, layout).matched.values()) == model
+    assert list(LayerIndex.of(model, layout).match(lora_of(names)).matched.values()) == model
 
 
 def test_a_flat_name_that_could_be_two_layers_is_unmatched() -> None:
     layout = ModelLayout("unknown", "unknown", {"denoiser": ""})
-    match = resolve_names(lora_of(["lora_unet_a_b_c"]), ["a.b_c", "a_b.c"], layout)
+    match = LayerIndex.of(["a.b_c", "a_b.c"], layout).match(lora_of(["lora_unet_a_b_c"]))
     assert match.unmatched == ("lora_unet_a_b_c",)
 
 
 def test_a_layer_under_two_names_is_refused() -> None:
     with pytest.raises(LoraFormatError, match=r"lora_unet_conv_in and unet\.conv_in are both for"):
-        resolve_names(lora_of(["lora_unet_conv_in", "unet.conv_in"]), ["denoiser.conv_in"], LBM)
+        LayerIndex.of(["denoiser.conv_in"], LBM).match(lora_of(["lora_unet_conv_in", "unet.conv_in"]))
 
 
 def test_changes_of_biases_and_norms_are_matched_too() -> None:
     names = ["lora_unet_conv_in.bias", "unet.mid_block.resnets.0.norm1", "diffusion_model.out.0.bias"]
     model = ["denoiser.conv_in", "denoiser.mid_block.resnets.0.norm1", "denoiser.conv_norm_out"]
-    match = resolve_names(lora_of(names), model, LBM)
+    match = LayerIndex.of(model, LBM).match(lora_of(names))
     assert list(match.matched.values()) == [f"{model[0]}.bias", model[1], f"{model[2]}.bias"]

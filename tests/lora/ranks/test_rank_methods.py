@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+from sigmascope.lora.linalg import Spectrum
 from sigmascope.lora.ranks import METHODS, MethodRank, RankPolicy
-from sigmascope.lora.spectrum import Spectrum
 
 SIGMA = [8.0, 4.0, 2.0, 2.0, 1.0, 0.5]  # squares 64 16 4 4 1 0.25: 89.25; sum 17.5
 

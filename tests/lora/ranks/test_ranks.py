@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankPolicy, most_common_rank, require_limits
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum
+from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankPolicy, require_limits
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,3 @@ def test_a_fixed_rank_is_a_rank_policy_with_a_canonical_text() -> None:
 def test_limits_that_leave_nothing_between_them_are_refused(least: int, most: int | None, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         require_limits(least, {"--max_rank": most})
-
-
-def test_the_most_common_rank_is_the_first_of_several() -> None:
-    assert most_common_rank([8, 4, 4, 8, 2]) == 8
-    assert most_common_rank([]) is None

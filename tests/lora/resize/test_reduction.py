@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.budget import Budget
+from sigmascope.lora.budget import Budget, StorageCost
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
 from sigmascope.lora.resize import RankPlan, ResizedModule, Resizer
 from sigmascope.lora.truncation import FormedChange, truncatable

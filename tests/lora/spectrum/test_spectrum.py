@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.linalg import Spectrum
 
 
 def leading(matrix: Tensor, count: int) -> Spectrum:

@@ -28,7 +28,7 @@ from sigmascope.lora.adapters import (
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.module_names import resolve_names
+from sigmascope.lora.module_names import LayerIndex
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import LoraWriter, save_lora, stored_factors
 
@@ -67,7 +67,7 @@ def test_a_lora_comes_back_from_every_format(format: str, make_factors: MakeFact
     save_lora(file, lora, format=format)
     read = load_lora(file)
     assert read.format == format
-    matched = resolve_names(read, list(lora.modules), LBM).matched
+    matched = LayerIndex.of(list(lora.modules), LBM).match(read).matched
     assert sorted(matched.values()) == sorted(lora.modules)
     for name, layer in matched.items():
         assert read.modules[name].scale == 1.0
@@ -313,7 +313,7 @@ def test_every_kind_of_change_comes_back(kind: str, format: str, file: Path) -> 
     base = torch.randn(change.weight_shape)
     assert found.kind == change.kind
     torch.testing.assert_close(found.delta(base), change.delta(base))
-    assert list(resolve_names(read, [name.removesuffix(".bias")], LBM).matched.values()) == [name]
+    assert list(LayerIndex.of([name.removesuffix(".bias")], LBM).match(read).matched.values()) == [name]
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "dora per input", "dora of loha", "diff", "set"])

@@ -3,6 +3,7 @@
 With `--model` a LoRA is judged beside a checkpoint (`judge`), with `--picture` its strength is drawn by block.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -406,22 +407,21 @@ class BlockRow:
 def rows_of(report: "LoraInspection", on_model: "OnModel | None") -> list[BlockRow]:
     """The bars, in the order in which a latent passes the blocks."""
     relative = {} if on_model is None else {block.name: block.relative_change for block in on_model.blocks}
-    matched = None if on_model is None else {module.name for module in on_model.verdict.matched}
+    matched = None
+    if on_model is not None:
+        names = {module.name for module in on_model.verdict.matched}
+        matched = Counter(module.block for module in report.modules if module.name in names)
     return [
         BlockRow(
             block.name,
             block.norm,
             block.share,
             block.modules,
-            None if matched is None else _count_matched(report, block.name, matched),
+            None if matched is None else matched[block.name],
             relative.get(block.name),
         )
         for block in report.blocks
     ]
-
-
-def _count_matched(report: "LoraInspection", block: str, matched: set[str]) -> int:
-    return sum(module.block == block and module.name in matched for module in report.modules)
 
 
 def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:

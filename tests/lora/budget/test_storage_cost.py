@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.checkpoints.safetensors import save_safetensors
-from sigmascope.lora.file_size import StorageCost
+from sigmascope.lora.budget import StorageCost
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "denoiser.mid_block.attentions.0.proj_in": (96, 64),
@@ -61,8 +61,8 @@ def test_a_format_without_alpha_takes_less() -> None:
 
 def test_other_tensors_and_metadata_count() -> None:
     plain = StorageCost.of(torch.float16, {"a": "b"})
-    more = StorageCost.of(torch.float16, {"a": "b" * 101}, other_bytes=1000, module_metadata_bytes=10)
-    assert more.file_bytes(RANKS, SHAPES) - plain.file_bytes(RANKS, SHAPES) == 1100 + 10 * len(SHAPES)
+    more = StorageCost.of(torch.float16, {"a": "b" * 101}, other_bytes=1000)
+    assert more.file_bytes(RANKS, SHAPES) - plain.file_bytes(RANKS, SHAPES) == 1100
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
