@@ -11,9 +11,9 @@ is None, with the reason in the `unavailable` beside it; so it is where reading 
 """
 
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 from rich.console import Console
 
@@ -22,8 +22,6 @@ from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import Reading, lookup, node_outputs, read_host
 from sigmascope.records.memory import (
-    AcceleratorMemory,
-    MemoryImpact,
     MemorySnapshot,
     PeakMemory,
     PeakMemoryDict,
@@ -41,14 +39,13 @@ from sigmascope.stages.baseline import (
 )
 from sigmascope.stages.lora_findings import FileFindings, findings_of
 from sigmascope.stages.lora_on_model import (
-    fused_keys,
+    FUSED,
     host_of,
     lora_file_facts,
     match_applied,
     match_file,
     names_of_all,
     patch_analysis,
-    touched_keys,
     with_fused,
 )
 from sigmascope.stages.lora_summary import TITLE, sections
@@ -68,7 +65,6 @@ from sigmascope.stages.schema import (
     LoraAnalysis,
     LoraBaseline,
     LoraFileFacts,
-    LoraMemoryImpact,
     MemoryChangeOfModel,
     PatchAnalysis,
     PlacementChanges,
@@ -93,8 +89,6 @@ __all__ = [
 
 Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
-_CHANGE_FIELDS = ("allocated_change_mb", "reserved_change_mb")
-_CURRENT_FIELDS = ("current_allocated_mb", "current_reserved_mb")
 
 
 def capture_lora_baseline(
@@ -147,20 +141,27 @@ def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -
     if keys != "lora":
         given: Any = keys  # by the host, so it may be anything
         return None if isinstance(given, str) or not isinstance(given, Collection) else given
-    touched = touched_keys(verdict)
+    touched = {name for module in verdict.matched for name in module.layers} if verdict else set()
     if not touched:
         return None
     starts = ("unet.", "transformer.") if model_type == "UNet" else ("text_encoder.", "text_encoders.")
     bare = {key.removeprefix(start) for key in touched for start in starts}
-    return frozenset(_with_weight(touched | bare))
-
-
-def _with_weight(names: Collection[str]) -> set[str]:
-    return {*names, *(f"{name}.weight" for name in names)}
+    names = touched | bare
+    return frozenset((*names, *(f"{name}.weight" for name in names)))
 
 
 def _unet_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> UnetBaseline:
     device = snapshot.accelerator(snapshot.device_in_use() or "")
+    seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
+    unavailable = dict(captured.unavailable)
+    if device.allocated_bytes is None:
+        unavailable["memory_allocated"] = NO_ACCELERATOR
+    if device.reserved_bytes is None:
+        unavailable["memory_reserved"] = NO_ACCELERATOR
+    if seconds is None:
+        unavailable |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
+    elif not nbytes:
+        unavailable["fingerprint_gb_per_second"] = "there was nothing to look at"
     return {
         "model_id": captured.model_id,
         "class": captured.class_name,
@@ -171,38 +172,20 @@ def _unet_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> UnetBas
         "memory_reserved": device.reserved_bytes,
         "keys": len(captured.keys),
         "fingerprinted_keys": len(captured.fingerprints),
-        "fingerprint_seconds": captured.fingerprint_seconds,
-        "fingerprint_gb_per_second": _gb_per_second(captured),
+        "fingerprint_seconds": seconds,
+        "fingerprint_gb_per_second": nbytes / seconds / 1e9 if seconds and nbytes else None,
         "captured": captured,
-        "unavailable": _capture_reasons(captured, device.allocated_bytes, device.reserved_bytes),
+        "unavailable": unavailable,
     }
-
-
-def _gb_per_second(captured: ModelSnapshot) -> float | None:
-    seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
-    return nbytes / seconds / 1e9 if seconds and nbytes else None
-
-
-def _capture_reasons(captured: ModelSnapshot, allocated: int | None, reserved: int | None) -> dict[str, str]:
-    reasons = dict(captured.unavailable)
-    for name, value in (("memory_allocated", allocated), ("memory_reserved", reserved)):
-        if value is None:
-            reasons[name] = NO_ACCELERATOR
-    if captured.fingerprint_seconds is None:
-        reasons |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
-    elif not captured.fingerprint_bytes:
-        reasons["fingerprint_gb_per_second"] = "there was nothing to look at"
-    return reasons
 
 
 def _clip_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> ClipBaseline:
     entries: dict[str, Any] = dict(_unet_baseline(captured, snapshot))
-    renamed = {f"patcher_{name}": entries.pop(name) for name in ("patches_count", "patches_uuid")}
-    reasons = entries["unavailable"]
     for name in ("patches_count", "patches_uuid"):
-        if name in reasons:
-            reasons[f"patcher_{name}"] = reasons.pop(name)
-    return {**entries, **renamed}  # type: ignore[typeddict-item]
+        entries[f"patcher_{name}"] = entries.pop(name)
+        if name in entries["unavailable"]:
+            entries["unavailable"][f"patcher_{name}"] = entries["unavailable"].pop(name)
+    return cast(ClipBaseline, entries)
 
 
 def analyze_lora_application_results(
@@ -230,21 +213,17 @@ def analyze_lora_application_results(
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
     known = references_of(baseline, LoraReferences)
-    models: Mapping[str, ModelAnalysis] = {
-        "unet": _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot),
-        "clip": _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot),
-    }
-    unet, clip = models["unet"], models["clip"]
+    unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot)
+    clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot)
     path = None if known is None else known.lora_path
     verdict: Reading[LoraVerdict] = Reading(None) if known is None else known.verdict
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     applied = node_outputs(lora_result) is not None
-    effective = _is_effective(models)
+    effective = _is_effective((unet, clip))
     on_unet, on_clip, left_off = _models_with_lora(unet, clip, modified_unet, modified_clip)
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on)
-    on_model, models = _explain_fused_weights(path, verdict, on_model, models, on_unet, on_clip)
-    unet, clip = models["unet"], models["clip"]
+    on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = findings_of(
         [("UNet", unet.weights, unet.patches), ("CLIP", clip.weights, clip.patches)],
         FileFindings(verdict.value, on_model.value, host_of(modified_unet, modified_clip)),
@@ -253,10 +232,17 @@ def analyze_lora_application_results(
         left_off=left_off,
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
+    unavailable: dict[str, str] = {}
+    if verdict.value is None:
+        unavailable |= dict.fromkeys(("verdict", "applied_verdict"), verdict.reason or "unknown")
+    if effective is None:
+        unavailable["effective"] = (
+            "contents of before and now could not be compared, and no change is registered"
+        )
+    impact: Mapping[str, Any] = {} if measured.impact is None else measured.impact.as_dict()
+    lora_file = lookup(baseline, "lora_file")
     return {
-        **measured.as_dict(
-            error is None and effective is True and not failed, **_why_unknown(verdict, effective)
-        ),
+        **measured.as_dict(error is None and effective is True and not failed, **unavailable),
         "lora_application_success": applied and error is None,
         "models_returned": _count_models(lora_result),
         "unet_changes": unet.identity,
@@ -266,10 +252,17 @@ def analyze_lora_application_results(
         "unet_lora_patches": unet.patches,
         "clip_lora_patches": clip.patches,
         "placement_changes": {"unet": unet.placement, "clip": clip.placement},
-        "memory_impact": _memory_impact(unet.memory, clip.memory, measured.impact),
+        "memory_impact": {
+            "unet_memory_change": unet.memory,
+            "clip_memory_change": clip.memory,
+            "ram": impact.get("ram"),
+            "process": impact.get("process"),
+            "gpu": impact.get("gpu"),
+            "gpus": impact.get("gpus", {}),
+        },
         "effective": effective,
         "analysis_seconds": time.perf_counter() - began,
-        "lora_file": _lora_file_of(baseline),
+        "lora_file": cast(LoraFileFacts, lora_file) if isinstance(lora_file, dict) else lora_file_facts(None),
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
         "applied_verdict": None if on_model.value is None else on_model.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
@@ -328,56 +321,45 @@ def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     return patch_analysis(ModelPatches(unavailable={"model": reading.reason or "unknown"}))
 
 
-def _is_effective(models: Mapping[str, ModelAnalysis]) -> bool | None:
+def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:
     """Whether any weight does something else than before; None if that could not be looked at."""
-    if any(model.weights["keys_value_changed"] for model in models.values()):
+    if any(model.weights["keys_value_changed"] for model in models):
         return True
-    known = any(
-        model.weights["keys_compared"] or model.patches["total_patched_keys"] for model in models.values()
-    )
-    return False if known and not any(map(_is_hidden, models.values())) else None
-
-
-def _is_hidden(model: ModelAnalysis) -> bool:
-    """Whether contents were asked for and none could be compared, as where a model is on the meta device."""
-    lacking = any(name.endswith("fingerprints") for name in model.weights["unavailable"])
-    return lacking and not model.weights["keys_compared"] and not model.patches["total_patched_keys"]
+    was_seen = False
+    for model in models:
+        has_patches = model.patches["total_patched_keys"]
+        if model.weights["keys_compared"] or has_patches:
+            was_seen = True
+        elif any(name.endswith("fingerprints") for name in model.weights["unavailable"]):
+            return None  # contents were asked for and none could be compared, as on the meta device
+    return False if was_seen else None
 
 
 def _explain_fused_weights(
     path: object,
     verdict: Reading[LoraVerdict],
     on_model: Reading[AppliedVerdict],
-    models: Mapping[str, ModelAnalysis],
-    unet: object,
-    clip: object,
-) -> tuple[Reading[AppliedVerdict], Mapping[str, ModelAnalysis]]:
-    """What is on the models with what is in their weights, which then is no longer unexplained."""
+    unet: ModelAnalysis,
+    clip: ModelAnalysis,
+    *models: object,
+) -> Reading[AppliedVerdict]:
+    """What is on the models with what is in their weights, which is taken off the unexplained ones."""
     if on_model.value is None or not on_model.value.missing:
-        return on_model, models
-    names = read_host(lambda: names_of_all(unet, clip)).value
+        return on_model
+    names = read_host(lambda: names_of_all(*models)).value
     if names is None:
-        return on_model, models
+        return on_model
     samples = {
         name(key): pair
-        for name, model in zip(names, models.values(), strict=True)
+        for name, model in zip(names, (unet, clip), strict=True)
         for key, pair in model.looks.samples_of_changed().items()
     }
     fused = with_fused(path, verdict.value, on_model.value, samples)
-    explained = fused_keys(fused)
-    return Reading(fused), {
-        kind: replace(
-            model,
-            weights=_without_explained(
-                model.weights, {key for key in model.weights["unexplained"] if name(key) in explained}
-            ),
-        )
-        for name, (kind, model) in zip(names, models.items(), strict=True)
-    }
-
-
-def _without_explained(weights: WeightChanges, explained: Collection[str]) -> WeightChanges:
-    return {**weights, "unexplained": [key for key in weights["unexplained"] if key not in explained]}
+    explained = {key for module in fused.there if module.state_reason == FUSED for key in module.keys}
+    for name, model in zip(names, (unet, clip), strict=True):
+        weights = model.weights
+        weights["unexplained"] = [key for key in weights["unexplained"] if name(key) not in explained]
+    return Reading(fused)
 
 
 def _models_with_lora(
@@ -410,33 +392,17 @@ def _count_models(lora_result: object) -> int:
     return 1 if count.value is None else count.value
 
 
-def _lora_file_of(baseline: object) -> LoraFileFacts:
-    facts: LoraFileFacts | None = lookup(baseline, "lora_file")
-    return facts if isinstance(facts, dict) else lora_file_facts(None)
-
-
 def _plain_lora_baseline(baseline: object) -> dict[str, Any] | None:
     """The baseline as JSON values, without what it keeps for the analysis."""
     plain = plain_baseline(baseline)
     for name in ("unet", "clip"):
-        if plain is not None and isinstance(plain.get(name), Mapping):
-            plain[name] = _plain_part(plain[name])
+        if plain is None or not isinstance(plain.get(name), Mapping):
+            continue
+        plain[name] = {entry: value for entry, value in plain[name].items() if entry != "captured"}
+        for entry in ("device", "patches_uuid", "patcher_patches_uuid"):
+            if plain[name].get(entry) is not None:
+                plain[name][entry] = str(plain[name][entry])
     return plain
-
-
-def _plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {"device", "patches_uuid", "patcher_patches_uuid"}
-    kept = {name: value for name, value in part.items() if name != "captured"}
-    return {n: str(v) if n in texts and v is not None else v for n, v in kept.items()}
-
-
-def _why_unknown(verdict: Reading[LoraVerdict], effective: bool | None) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    if verdict.value is None:
-        reasons |= dict.fromkeys(("verdict", "applied_verdict"), verdict.reason or "unknown")
-    if effective is None:
-        reasons["effective"] = "contents of before and now could not be compared, and no change is registered"
-    return reasons
 
 
 def track_model_identity_changes(
@@ -450,16 +416,13 @@ def track_model_identity_changes(
         modified_model: After.
         model_type: Such as "UNet" or "CLIP".
     """
-    before, after = _before(original_model, model_type, contents=False), _look(modified_model, model_type)
+    before = _before(original_model, model_type, contents=False)
+    after = take_snapshot(modified_model, model_type, contents=False)
     return identity_changes(before, after, is_same(before, modified_model))
 
 
 def _before(original: object, model_type: str, *, contents: bool) -> ModelSnapshot:
     return snapshot_in(original) or take_snapshot(original, model_type, contents=contents)
-
-
-def _look(model: object, model_type: str) -> ModelSnapshot:
-    return take_snapshot(model, model_type, contents=False)
 
 
 def track_weight_modifications(
@@ -497,9 +460,8 @@ def track_model_placement_changes(
         modified_model: After.
         model_type: Such as "UNet" or "CLIP"; a CLIP has three more keys.
     """
-    return placement_changes(
-        _before(original_model, model_type, contents=False), _look(modified_model, model_type)
-    )
+    before = _before(original_model, model_type, contents=False)
+    return placement_changes(before, take_snapshot(modified_model, model_type, contents=False))
 
 
 def snapshot_in(part: object) -> ModelSnapshot | None:
@@ -535,54 +497,32 @@ def _memory_change(
     error = (
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"
     )
-    before = [_bytes_in(baseline, name) for name in ("memory_allocated", "memory_reserved")]
-    current = [device.allocated_bytes, device.reserved_bytes]
     size = None if model is None else read_host(lambda: weights_nbytes(model, model_type)).value
-    changes = [mib(change(old, new)) for old, new in zip(before, current, strict=True)]
+    unavailable: dict[str, str] = {}
+    figures: dict[str, float | None] = {}
+    for name, current in (("allocated", device.allocated_bytes), ("reserved", device.reserved_bytes)):
+        before = lookup(baseline, f"memory_{name}")
+        if isinstance(before, bool) or not isinstance(before, int):
+            before = None
+        why = NO_ACCELERATOR
+        if device.device:
+            why = device.unavailable.get(f"{name}_bytes", "it could not be read")
+        if current is None:
+            unavailable[f"current_{name}_mb"] = why
+        if before is None or current is None:
+            unavailable[f"{name}_change_mb"] = why if current is None else "the baseline does not say"
+        figures[f"{name}_change_mb"] = mib(change(before, current))
+        figures[f"current_{name}_mb"] = mib(current)
+    if size is None:
+        unavailable["model_size_mb"] = "no module was found in the model"
     return {
-        "allocated_change_mb": changes[0],
-        "reserved_change_mb": changes[1],
-        "current_allocated_mb": mib(current[0]),
-        "current_reserved_mb": mib(current[1]),
+        "allocated_change_mb": figures["allocated_change_mb"],
+        "reserved_change_mb": figures["reserved_change_mb"],
+        "current_allocated_mb": figures["current_allocated_mb"],
+        "current_reserved_mb": figures["current_reserved_mb"],
         "model_size_mb": mib(size),
         "error": error,
-        "unavailable": _memory_reasons(device, before, current, size),
-    }
-
-
-def _bytes_in(baseline: object, name: str) -> int | None:
-    value = lookup(baseline, name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _memory_reasons(
-    device: AcceleratorMemory, before: list[int | None], current: list[int | None], size: int | None
-) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    for index, (old, new) in enumerate(zip(before, current, strict=True)):
-        name = ("allocated_bytes", "reserved_bytes")[index]
-        why = device.unavailable.get(name, "it could not be read") if device.device else NO_ACCELERATOR
-        if new is None:
-            reasons[_CURRENT_FIELDS[index]] = why
-        if old is None or new is None:
-            reasons[_CHANGE_FIELDS[index]] = why if new is None else "the baseline does not say"
-    if size is None:
-        reasons["model_size_mb"] = "no module was found in the model"
-    return reasons
-
-
-def _memory_impact(
-    unet: MemoryChangeOfModel, clip: MemoryChangeOfModel, impact: MemoryImpact | None
-) -> LoraMemoryImpact:
-    """Both models' entries beside those that every stage has."""
-    whole: Mapping[str, Any] = {} if impact is None else impact.as_dict()
-    return {
-        "unet_memory_change": unet,
-        "clip_memory_change": clip,
-        "ram": whole.get("ram"),
-        "process": whole.get("process"),
-        "gpu": whole.get("gpu"),
-        "gpus": whole.get("gpus", {}),
+        "unavailable": unavailable,
     }
 
 

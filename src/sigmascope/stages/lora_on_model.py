@@ -28,7 +28,7 @@ from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.module_names import parse_name
-from sigmascope.lora.overlap import KeyOverlap, LoraOverlap, angles_of, overlap
+from sigmascope.lora.overlap import angles_of, overlap
 from sigmascope.lora.patches import rank_together, sort_patches
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
@@ -42,7 +42,6 @@ from sigmascope.stages.baseline import unknown
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
-    OnePatch,
     PatchAnalysis,
     PatchDetails,
     SameTwice,
@@ -97,7 +96,9 @@ def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
 def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
     with open_any_kind(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
-        alphas = Counter(alpha for name in lora.modules if (alpha := _alpha(lora, name)) is not None)
+        read_alphas = (read_host(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
+        alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
+        training = read_training_facts(lora.metadata).training
         facts: LoraFileFacts = {
             "filename": path.name,
             "file_exists": True,
@@ -108,7 +109,9 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
             "alpha": next((alpha for alpha, _ in alphas.most_common(1)), None),
             "alphas": dict(sorted(alphas.items())),
             "modules": len(lora.names),
-            "base_hint": _base_hint(lora.metadata),
+            "base_hint": family_in(lora.metadata)
+            or training.get("base model")
+            or training.get("base version"),
             "unavailable": {},
         }
     reasons = {
@@ -118,15 +121,6 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
     }
     facts["unavailable"] = {name: why for name, why in reasons.items() if facts[name] is None}  # type: ignore[literal-required]
     return facts
-
-
-def _alpha(lora: LoraFile, name: str) -> float | None:
-    return read_host(lambda: lora.modules[name].alpha).value
-
-
-def _base_hint(metadata: Mapping[str, str]) -> str | None:
-    said = read_training_facts(metadata).training
-    return family_in(metadata) or said.get("base model") or said.get("base version")
 
 
 def _bytes_of(path: Path) -> int:
@@ -218,8 +212,8 @@ def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> Ap
 
 
 def with_fused(
-    path: object, verdict: LoraVerdict | None, on_model: AppliedVerdict | None, samples: Samples
-) -> AppliedVerdict | None:
+    path: object, verdict: LoraVerdict | None, on_model: AppliedVerdict, samples: Samples
+) -> AppliedVerdict:
     """The verdict on what is on the models, with the modules that are found in the weights. Never raises.
 
     Args:
@@ -228,7 +222,7 @@ def with_fused(
         on_model: Which of them the adapters on the models account for.
         samples: The same elements of each weight before and now, by the name that `verdict` has for it.
     """
-    if verdict is None or on_model is None or not on_model.missing:
+    if verdict is None:
         return on_model
     fused = read_host(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
     if not fused:
@@ -274,17 +268,6 @@ def _elements_of_change(change: LoraFactors) -> Tensor:
     return products.sum(1).mul(change.scale)
 
 
-def fused_keys(on_model: AppliedVerdict | None) -> frozenset[str]:
-    """Names of the weights that modules were found in."""
-    modules = () if on_model is None else on_model.there
-    return frozenset(key for module in modules if module.state_reason == FUSED for key in module.keys)
-
-
-def touched_keys(verdict: LoraVerdict | None) -> frozenset[str]:
-    """Names of the weights that the matched modules change, as the verdict's models name them."""
-    return frozenset(name for module in verdict.matched for name in module.layers) if verdict else frozenset()
-
-
 def host_of(*models: object) -> str:
     """`comfyui` if one of the models is its, else `diffusers`."""
     any_comfyui = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
@@ -310,8 +293,11 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
     Args:
         applied: As read. Its tensors are looked at for NaN, Inf and likeness; an accelerator is waited for.
     """
-    finite = finiteness(applied.patches)
-    by_key = applied.by_key()
+    finite = {
+        id(patch): isfinite(patch.strength or 0.0) and _all_finite(patch.tensors.values())
+        for patch in applied.patches
+    }
+    by_key, by_source = applied.by_key(), applied.by_source()
     details = {key: _patch_details(patches, finite) for key, patches in by_key.items()}
     broken = [key for key, patches in by_key.items() if any(finite[id(p)] is False for p in patches)]
     unknown = dict(applied.unavailable)
@@ -320,13 +306,13 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
         "patch_details": details,
         "states": dict(Counter(patch.state for patch in applied.patches)),
         "adapter_types": dict(Counter(patch.adapter_type for patch in applied.patches)),
-        "loras": {name: _source_facts(patches, finite) for name, patches in applied.by_source().items()},
+        "loras": {name: _source_facts(patches, finite) for name, patches in by_source.items()},
         "failed": {
             p.key: p.state_reason or "no reason is known" for p in applied.patches if p.state == "failed"
         },
         "not_finite": broken,
         "applied_twice": applied_twice(by_key),
-        "overlaps": overlaps_of(applied.by_source()),
+        "overlaps": overlaps_of(by_source),
         "unavailable": {"total_patched_keys": "; ".join(unknown.values())} if unknown else {},
     }
 
@@ -341,28 +327,27 @@ def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | Non
         "patch_count": len({patch.index for patch in patches} | {None}) - 1,
         "adapter_type": first.adapter_type,
         "state": next((state for state in _FARTHEST if state in states), first.state),
-        "patches": [_one_patch(patch, finite[id(patch)]) for patch in patches],
-    }
-
-
-def _one_patch(patch: AppliedPatch, finite: bool | None) -> OnePatch:
-    return {
-        "source": patch.source,
-        "adapter_type": patch.adapter_type,
-        "state": patch.state,
-        "state_reason": patch.state_reason,
-        "strength": patch.strength,
-        "strength_model": patch.strength_model,
-        "rank": patch.rank,
-        "alpha": patch.alpha,
-        "scale": patch.scale,
-        "finite": finite,
-        "unavailable": dict(patch.unavailable),
+        "patches": [
+            {
+                "source": patch.source,
+                "adapter_type": patch.adapter_type,
+                "state": patch.state,
+                "state_reason": patch.state_reason,
+                "strength": patch.strength,
+                "strength_model": patch.strength_model,
+                "rank": patch.rank,
+                "alpha": patch.alpha,
+                "scale": patch.scale,
+                "finite": finite[id(patch)],
+                "unavailable": dict(patch.unavailable),
+            }
+            for patch in patches
+        ],
     }
 
 
 def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, bool | None]) -> SourceFacts:
-    by_key = _by_key(patches)
+    by_key = ModelPatches(tuple(patches)).by_key()
     norms = [effect_of(changes, None).delta_norm for changes in by_key.values()]
     known = [norm for norm in norms if norm is not None]
     return {
@@ -373,14 +358,6 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, bool | None
         "strengths": sorted({patch.strength for patch in patches if patch.strength is not None}),
         "delta_norm": root_sum_square(known) if len(known) == len(norms) else None,
         "not_finite": [patch.key for patch in patches if finite[id(patch)] is False],
-    }
-
-
-def finiteness(patches: Sequence[AppliedPatch]) -> dict[int, bool | None]:
-    """Whether strength and tensors of each change are finite, by the change's `id()`; None if they cannot be read."""
-    return {
-        id(patch): isfinite(patch.strength or 0.0) and _all_finite(patch.tensors.values())
-        for patch in patches
     }
 
 
@@ -451,26 +428,37 @@ def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[st
     Two usual LoRAs are compared on every weight that both change. Where that would take too long, every second,
     third … weight stands for all; `unavailable["keys"]` says so.
     """
-    acting = {name: _by_key(sort_patches(patches).acting) for name, patches in by_source.items()}
+    acting = {
+        name: ModelPatches(tuple(sort_patches(patches).acting)).by_key()
+        for name, patches in by_source.items()
+    }
     names = [name for name, patches in acting.items() if patches][:_MOST_SOURCES]
     pairs = list(combinations(names, 2))
     return [_overlap_of_two(a, b, acting[a], acting[b], _MOST_PRODUCTS // len(pairs)) for a, b in pairs]
 
 
-def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
-    by_key: dict[str, list[AppliedPatch]] = {}
-    for patch in patches:
-        by_key.setdefault(patch.key, []).append(patch)
-    return by_key
-
-
 def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: int) -> dict[str, Any]:
     keys = list(dict.fromkeys((*of_a, *of_b)))
     step = max(1, -(-sum(_products(of_a, of_b, key) for key in keys) // most_products))
-    both = overlap(*(_patches_of_keys(side, keys[::step]) for side in (of_a, of_b)), angles=False)
+    compared_a, compared_b = (
+        [patch for key in keys[::step] for patch in side.get(key, ())] for side in (of_a, of_b)
+    )
+    both = overlap(compared_a, compared_b, angles=False)
     unavailable = dict(both.unavailable)
     if step > 1:
         unavailable["keys"] = f"1 in {step} of {len(keys)} weights was compared: all would take too long"
+    largest = []
+    for weight in sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]:
+        columns, rows = angles_of(of_a[weight.key], of_b[weight.key])
+        largest.append(
+            {
+                "key": weight.key,
+                "overall": weight.overall,
+                "cosine": weight.cosine,
+                "column_angles": list(columns)[:_MOST_ANGLES],
+                "row_angles": list(rows)[:_MOST_ANGLES],
+            }
+        )
     figures = ("overall", "columns", "rows", "chance", "cosine")
     return {
         "a": a,
@@ -480,7 +468,7 @@ def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: i
         "compared_keys": len(both.keys),
         "only_a": len(of_a.keys() - of_b.keys()),
         "only_b": len(of_b.keys() - of_a.keys()),
-        "largest": [_with_angles(weight, of_a, of_b) for weight in _largest(both)],
+        "largest": largest,
         "unavailable": unavailable,
     }
 
@@ -492,22 +480,3 @@ def _products(of_a: _ByKey, of_b: _ByKey, key: str) -> int:
     both = [*of_a[key], *of_b[key]]
     shape = next((patch.weight_shape for patch in both if patch.weight_shape), (0,))
     return rank_together(both) ** 2 * (shape[0] + prod(shape[1:]))
-
-
-def _patches_of_keys(by_key: _ByKey, keys: Sequence[str]) -> list[AppliedPatch]:
-    return [patch for key in keys for patch in by_key.get(key, ())]
-
-
-def _with_angles(weight: KeyOverlap, of_a: _ByKey, of_b: _ByKey) -> dict[str, Any]:
-    angles = [list(those)[:_MOST_ANGLES] for those in angles_of(of_a[weight.key], of_b[weight.key])]
-    return {
-        "key": weight.key,
-        "overall": weight.overall,
-        "cosine": weight.cosine,
-        "column_angles": angles[0],
-        "row_angles": angles[1],
-    }
-
-
-def _largest(both: LoraOverlap) -> list[KeyOverlap]:
-    return sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +154,8 @@ def take_snapshot(
         unavailable["weights"] = weights.reason or "unknown"
     applied = read_model_patches(model, model_type)
     tensors = weights.value or Weights({}, {})
+    parts = read_host(lambda: parts_of(model, model_type)).value or {}
+    references = {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
     count, uuid = _patch_count_and_uuid(model, applied, unavailable)
     placement = placement_of(model, tensors, unavailable)
     prints, taken, seconds, nbytes = (
@@ -164,11 +166,11 @@ def take_snapshot(
         id(model),
         type(model),
         read_host(lambda: weakref.ref(model)).value,
-        _references_to_parts(model, model_type),
+        references,
         count,
         uuid,
         placement,
-        marks_of(applied),
+        {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()},
         {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
         tuple(tensors.adapters),
         len(tensors.wrapped),
@@ -259,7 +261,12 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
     patcher = patcher_in(model)
     inner = attribute(patcher, "model")
     named = [_device(attribute(thing, "device")) for thing in (model, inner)]
-    device = next((known for known in named if known is not None), None) or _most_common(weights)
+    device = next((place for place in named if place is not None), None)
+    if device is None:
+        elements: Counter[torch.device] = Counter()
+        for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
+            elements[weight.device] += weight.numel()
+        device = next((place for place, _ in elements.most_common(1)), None)
     load, offload = (_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
     if device is None:
         unavailable["device"] = "it has no weights"
@@ -273,17 +280,6 @@ def _device(value: object) -> torch.device | None:
     if isinstance(value, torch.device):
         return value
     return read_host(lambda: torch.device(value)).value if isinstance(value, str) else None
-
-
-def _most_common(weights: Weights) -> torch.device | None:
-    counts: Counter[torch.device] = Counter()
-    for weight in _distinct(weights.base.values()):
-        counts[weight.device] += weight.numel()
-    return next((device for device, _ in counts.most_common(1)), None)
-
-
-def _distinct(tensors: Collection[Tensor]) -> Iterator[Tensor]:
-    yield from {id(tensor): tensor for tensor in tensors}.values()
 
 
 def _look_at_contents(
@@ -300,11 +296,6 @@ def _look_at_contents(
     return prints, samples({n: wanted[n] for n in prints}), time.perf_counter() - began, nbytes
 
 
-def _references_to_parts(model: object, model_type: str) -> dict[str, Any]:
-    parts = read_host(lambda: parts_of(model, model_type)).value or {}
-    return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
-
-
 def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
     """Compare two moments.
 
@@ -313,7 +304,12 @@ def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | N
         after: What came of it.
         same: Whether it is one object; None if nobody knows, as where there is no model.
     """
-    unavailable = {**_identity_reasons(before, "original"), **_identity_reasons(after, "modified")}
+    unavailable = {
+        f"{which}_{name}": snapshot.unavailable[read]
+        for which, snapshot in (("original", before), ("modified", after))
+        for read, name in (("class", "class"), ("patches_count", "patch_count"))
+        if read in snapshot.unavailable
+    }
     counts = before.patch_count, after.patch_count
     known = before.kind is not None and after.kind is not None
     if not known:
@@ -335,11 +331,6 @@ def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | N
         "modified_class": after.class_name,
         "unavailable": unavailable,
     }
-
-
-def _identity_reasons(captured: ModelSnapshot, which: str) -> dict[str, str]:
-    names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
-    return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}
 
 
 def is_same(before: ModelSnapshot, modified: object) -> bool | None:
@@ -367,48 +358,25 @@ def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementC
         before: The original.
         after: What came of it.
     """
-    old, new = before.placement, after.placement
-    changes: PlacementChanges = {
-        "model_device_changed": _is_other_device(old.device, new.device),
-        "load_device_changed": _is_other_device(old.load_device, new.load_device),
-        "offload_device_changed": _is_other_device(old.offload_device, new.offload_device),
-        "original_device": _device_name(old.device),
-        "modified_device": _device_name(new.device),
-        "original_load_device": _device_name(old.load_device),
-        "modified_load_device": _device_name(new.load_device),
-        "original_offload_device": _device_name(old.offload_device),
-        "modified_offload_device": _device_name(new.offload_device),
-    }
-    if is_text(after.model_type):
-        changes["clip_model_device"] = _device_name(new.device)
-        changes["clip_patcher_load_device"] = _device_name(new.load_device)
-        changes["clip_patcher_offload_device"] = _device_name(new.offload_device)
-    changes["unavailable"] = _placement_reasons(changes, before, after)
-    return changes
-
-
-def _is_other_device(old: torch.device | None, new: torch.device | None) -> bool | None:
-    return None if old is None or new is None else old != new
-
-
-def _device_name(device: torch.device | None) -> str | None:
-    return None if device is None else str(device)
-
-
-def _placement_reasons(
-    changes: PlacementChanges, before: ModelSnapshot, after: ModelSnapshot
-) -> dict[str, str]:
+    changes: dict[str, Any] = {}
     reasons = {**before.unavailable, **after.unavailable}
-    unknown = "nothing is known of where it is"
-    return {
-        name: reasons.get(_device_kind(name), reasons.get("device", unknown))
-        for name, value in changes.items()
-        if value is None
-    }
-
-
-def _device_kind(name: str) -> str:
-    return next((f"{kind}_device" for kind in ("offload", "load") if f"{kind}_device" in name), "device")
+    unavailable: dict[str, str] = {}
+    names = {"device": "model_device", "load_device": "load_device", "offload_device": "offload_device"}
+    for kind, name in names.items():
+        old, new = getattr(before.placement, kind), getattr(after.placement, kind)
+        figures = {
+            f"{name}_changed": None if old is None or new is None else old != new,
+            f"original_{kind}": None if old is None else str(old),
+            f"modified_{kind}": None if new is None else str(new),
+        }
+        if is_text(after.model_type):
+            of_clip = "clip_model_device" if kind == "device" else f"clip_patcher_{kind}"
+            figures[of_clip] = figures[f"modified_{kind}"]
+        why = reasons.get(kind, reasons.get("device", "nothing is known of where it is"))
+        unavailable |= {figure: why for figure, value in figures.items() if value is None}
+        changes |= figures
+    changes["unavailable"] = unavailable
+    return cast(PlacementChanges, changes)
 
 
 def weights_in(model: object, model_type: str) -> Weights:
@@ -428,13 +396,14 @@ def weights_in(model: object, model_type: str) -> Weights:
     for prefix, part in parts_of(model, model_type).items():
         module = module_of(part)
         kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
-        for located in () if module is None else _walk_tensors(module, _Place("", "")):
-            name, place = prefix + _without_wrappers(located.place.name, module), located.place
+        for place, tensor in () if module is None else _walk_tensors(module, _Place("", "")):
             if place.in_adapter:
-                adapters[prefix + place.path] = located.tensor
-            else:
-                base[name] = located.tensor
-                wrapped |= {name} if place.wrapped else set()
+                adapters[prefix + place.path] = tensor
+                continue
+            name = prefix + _without_wrappers(place.name, module)
+            base[name] = tensor
+            if place.wrapped:
+                wrapped.add(name)
     return Weights(base, adapters, frozenset(wrapped), kept)
 
 
@@ -446,36 +415,23 @@ class _Place(NamedTuple):
     in_adapter: bool = False
     wrapped: bool = False
 
-    def to(self, child: str, *, wraps: bool) -> "_Place":
-        inner = wraps and child in _WRAPPED
-        name = self.name if inner or child in _TRANSPARENT else f"{self.name}{child}."
-        return _Place(
-            name, f"{self.path}{child}.", self.in_adapter or (wraps and not inner), self.wrapped or inner
-        )
 
-
-class _LocatedTensor(NamedTuple):
-    place: _Place
-    tensor: Tensor
-
-
-def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[_LocatedTensor]:
+def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
     children = children_of(module)
     wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
-    for own, tensor in _own_tensors(module):
-        yield _LocatedTensor(
-            place._replace(
-                name=place.name + own, path=place.path + own, in_adapter=place.in_adapter or wraps
-            ),
-            tensor,
+    in_adapter = place.in_adapter or wraps
+    for own, tensor in (*own_parameters(module), *own_buffers(module, transient=False)):
+        yield _Place(place.name + own, place.path + own, in_adapter, place.wrapped), tensor
+    for child_name, child in children.items():
+        is_inner = wraps and child_name in _WRAPPED
+        name = place.name if is_inner or child_name in _TRANSPARENT else f"{place.name}{child_name}."
+        inner = _Place(
+            name,
+            f"{place.path}{child_name}.",
+            place.in_adapter if is_inner else in_adapter,
+            place.wrapped or is_inner,
         )
-    for name, child in children.items():
-        yield from _walk_tensors(child, place.to(name, wraps=wraps))
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from own_parameters(module)
-    yield from own_buffers(module, transient=False)
+        yield from _walk_tensors(child, inner)
 
 
 def _without_wrappers(name: str, module: nn.Module | None) -> str:
@@ -518,11 +474,6 @@ def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
     by_comfyui = read_host(lambda: is_comfyui(part)).value
     reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
     return Reading(None, reading.reason) if reading.value is None else reading.value
-
-
-def marks_of(applied: ModelPatches) -> dict[str, tuple[PatchMark, ...]]:
-    """What tells the changes of each weight apart."""
-    return {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()}
 
 
 def mark_of(patch: AppliedPatch) -> PatchMark:

@@ -20,11 +20,10 @@ separates, because prompts use it for weights.
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from sigmascope.probes.reading import read_host
 from sigmascope.records.prompts import PromptPrivacy, prompt_sha256
@@ -39,60 +38,48 @@ _ESCAPED = re.compile(r"\\([()])")
 _NO_LIMIT = 1_000_000
 """transformers writes 10³⁰ where a tokenizer names no limit."""
 
-# What UAX #29 knows of single characters, as far as words need it.
-_MIDDLE_OF_ANY = frozenset(".'‘’․﹒＇．")
-_MIDDLE_OF_LETTERS = frozenset("·՟״‧")
-_MIDDLE_OF_NUMBERS = frozenset(",;\u037e։،؍٬߸⁄︐︔﹐﹔，；")
-_LONE = (
-    (0x3006, 0x3007),
-    (0x3021, 0x3029),
-    (0x3038, 0x303A),
-    (0x3041, 0x3096),
-    (0x309D, 0x309F),
-    (0x3400, 0x4DBF),
-    (0x4E00, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0x1B001, 0x1B11F),
-    (0x20000, 0x3FFFF),
+# The characters of UAX #29, by letters that `_WORD` is written in: what a category does not tell comes first.
+_KINDS: Final = (
+    ("q", re.compile("'")),
+    ("Q", re.compile('"')),
+    ("m", re.compile("[.‘’․﹒＇．]")),  # in the middle of letters and of numbers
+    ("l", re.compile("[·՟״‧]")),  # of letters
+    ("n", re.compile("[,;\u037e։،؍٬߸⁄︐︔﹐﹔，；]")),  # of numbers
+    (
+        "H",
+        re.compile(
+            "[\u05d0-\u05ea\u05ef-\u05f2\ufb1d\ufb1f-\ufb28\ufb2a-\ufb36\ufb38-\ufb3c\ufb3e\ufb40\ufb41\ufb43\ufb44\ufb46-\ufb4f]"
+        ),
+    ),
+    (
+        "K",
+        re.compile(
+            "[\u3031-\u3035\u309b\u309c\u30a0-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u32d0-\u3357\uff66-\uff9d]"
+        ),
+    ),
+    (
+        "I",
+        re.compile(
+            "[\u3006\u3007\u3021-\u3029\u3038-\u303a\u3041-\u3096\u309d-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+            "\U0001b001-\U0001b11f\U00020000-\U0003ffff]"
+        ),
+    ),
+    ("N", re.compile("٫")),  # a decimal separator
+    ("E", re.compile("\u202f")),  # a narrow space: 10 000 with it is one number
+    (
+        # no letters by their category: modifiers, geresh, letters in circles and squares
+        "L",
+        re.compile(
+            "[\u02c2-\u02c5\u02d2-\u02d7\u02de\u02df\u02e5-\u02eb\u02ed\u02ef-\u02ff\u055a-\u055c\u055e\u058a\u05f3\u24b6-\u24e9"
+            "\ua720\ua721\ua789\ua78a\uab5b\U0001f130-\U0001f149\U0001f150-\U0001f169\U0001f170-\U0001f189]"
+        ),
+    ),
 )
-_KATAKANA = (
-    (0x3031, 0x3035),
-    (0x309B, 0x309C),
-    (0x30A0, 0x30FA),
-    (0x30FC, 0x30FF),
-    (0x31F0, 0x31FF),
-    (0x32D0, 0x3357),
-    (0xFF66, 0xFF9D),
+_KIND_BY_CATEGORY: Final = {"Nd": "N", "Pc": "E", "Nl": "L"}
+_WORD: Final = re.compile(
+    "[LHNKEI](?:(?<=[LHNE])[LHN]|(?<=[KE])K|(?<=[LHNKE])E|(?<=[LH])[qml][LH]|(?<=N)[qmn]N|(?<=H)QH|(?<=H)q)*"
 )
-_LETTERS_BY_USE = (
-    (0x02C2, 0x02C5),
-    (0x02D2, 0x02D7),
-    (0x02DE, 0x02DF),
-    (0x02E5, 0x02EB),
-    (0x02ED, 0x02ED),
-    (0x02EF, 0x02FF),
-    (0x055A, 0x055C),
-    (0x055E, 0x055E),
-    (0x058A, 0x058A),
-    (0x05F3, 0x05F3),
-    (0x24B6, 0x24E9),
-    (0xA720, 0xA721),
-    (0xA789, 0xA78A),
-    (0xAB5B, 0xAB5B),
-    (0x1F130, 0x1F149),
-    (0x1F150, 0x1F169),
-    (0x1F170, 0x1F189),
-)
-"""Signs that are no letters by their category: modifiers, geresh, letters in circles and squares."""
-_SKIN_TONES = (0x1F3FB, 0x1F3FF)
-_HEBREW = ((0x05D0, 0x05EA), (0x05EF, 0x05F2), (0xFB1D, 0xFB1D), (0xFB1F, 0xFB28), (0xFB2A, 0xFB4F))
-_ZERO_WIDTH_SPACE = "\u200b"
-_NARROW_SPACE = "\u202f"  # 10 000 with it is one number
-_DECIMAL_SEPARATOR = "٫"  # a digit to UAX #29
-LETTER, NUMBER, KATAKANA, LONE, LINK, MIDDLE, OTHER = "LNKIEMO"
-_JOINED = frozenset(
-    (*(a + b for a in "LN" for b in "LN"), "KK", *(a + LINK for a in "LNKE"), *(LINK + b for b in "LNK"))
-)
+"""Letters (L, of Hebrew H), numbers (N), katakana (K) and connectors (E) in a row; an ideograph (I) stands alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +117,8 @@ def prompt_facts(
         why = "no prompt was given" if prompt is None else f"the prompt is of type {kind}"
         return unknown(PromptFacts, why, tokenizers={})
     full = privacy == "full"
-    main = _main_tokenizer(tokens)
+    # The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen.
+    main = max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
     unavailable = {} if full else dict.fromkeys(("text_content", "truncated_words"), PRIVATE.format(privacy))
     if privacy == "none":
         unavailable["text_sha256"] = PRIVATE.format(privacy)
@@ -139,7 +127,17 @@ def prompt_facts(
         unavailable |= dict.fromkeys(names, reason or "no tokenizer was found")
     else:
         unavailable |= main.unavailable
-    weights = [weighted for line in texts for weighted in emphasised(line)]
+    weights = [piece for line in texts for piece in weighted_pieces(line) if piece.weight != 1.0]
+    tokenizers: dict[str, TokenFacts] = {
+        count.name: {
+            "token_count": count.tokens,
+            "truncated_tokens": count.truncated,
+            "truncated_words": list(count.truncated_words) if full and count.words_known else None,
+            "token_limit": count.limit,
+            "chunks": count.chunks,
+        }
+        for count in tokens
+    }
     return {
         "text_content": text if full else None,
         "text_sha256": None if privacy == "none" else prompt_sha256(text),
@@ -153,23 +151,8 @@ def prompt_facts(
         "truncated_tokens": None if main is None else main.truncated,
         "truncated_words": list(main.truncated_words) if main and full and main.words_known else None,
         "token_limit": None if main is None else main.limit,
-        "tokenizers": {count.name: _token_facts(count, full) for count in tokens},
+        "tokenizers": tokenizers,
         "unavailable": unavailable,
-    }
-
-
-def _main_tokenizer(tokens: Sequence[TokenCount]) -> TokenCount | None:
-    """The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen."""
-    return max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
-
-
-def _token_facts(count: TokenCount, full: bool) -> TokenFacts:
-    return {
-        "token_count": count.tokens,
-        "truncated_tokens": count.truncated,
-        "truncated_words": list(count.truncated_words) if full and count.words_known else None,
-        "token_limit": count.limit,
-        "chunks": count.chunks,
     }
 
 
@@ -246,18 +229,18 @@ def _count_one(
     counts: list[TokenCount] = []
     reason = None
     for name, tokenizer in tokenizers.items():
-        reading = read_host(lambda tokenizer=tokenizer, name=name: _counts(name, tokenizer, prompt, limit))  # type: ignore[misc]
+
+        def read(name: str = name, tokenizer: Any = tokenizer) -> list[TokenCount]:
+            if hasattr(tokenizer, "tokenize_with_weights"):
+                return _count_in_chunks(name, tokenizer, prompt)
+            return [_count_and_cut(name, tokenizer, prompt, limit)]
+
+        reading = read_host(read)
         if reading.value is None:
             reason = f"{type(tokenizer).__name__} failed: {reading.reason}"
         else:
             counts += reading.value
     return counts, reason
-
-
-def _counts(name: str, tokenizer: Any, prompt: str, limit: int | None) -> list[TokenCount]:
-    if hasattr(tokenizer, "tokenize_with_weights"):
-        return _count_in_chunks(name, tokenizer, prompt)
-    return [_count_and_cut(name, tokenizer, prompt, limit)]
 
 
 def _count_in_chunks(name: str, tokenizer: Any, prompt: str) -> list[TokenCount]:
@@ -288,11 +271,19 @@ def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) ->
     with _left_as_found(tokenizer):
         encoded, starts = _encode(tokenizer, prompt)
         total = len(encoded)
-        longest = _longest(_limit_of(tokenizer), limit)
+        longest = limit
+        own = getattr(tokenizer, "model_max_length", None)
+        if isinstance(own, int | float) and 0 < own < _NO_LIMIT:
+            # `max_sequence_length` of FLUX and SD 3 is for T5; their CLIPs have 77 positions.
+            if limit is None:
+                longest = int(own)
+            elif int(own) == CLIP_TOKENS:
+                longest = min(CLIP_TOKENS, limit)
         if longest is None:
             reason = {"token_limit": "the tokenizer names no limit"}
             return TokenCount(name, total, 0, limit=None, unavailable=reason)
-        room = max(0, longest - _special_tokens(tokenizer))
+        special = getattr(tokenizer, "num_special_tokens_to_add", None)
+        room = max(0, longest - (0 if special is None else int(special())))
         cut = max(0, total - room)
         if not cut:
             return TokenCount(name, total, 0, limit=room)
@@ -300,7 +291,8 @@ def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) ->
             reason = {"truncated_words": "the tokenizer cuts at the beginning"}
             return TokenCount(name, total, cut, words_known=False, limit=room, unavailable=reason)
         start = starts[room] if starts is not None else _end_of_what_fits(tokenizer, prompt, room)
-    return TokenCount(name, total, cut, _words_from(prompt, start), limit=room)
+    cut_words = (prompt[word.start : word.end] for word in word_spans(prompt) if word.end > start)
+    return TokenCount(name, total, cut, tuple(cut_words), limit=room)
 
 
 @contextmanager
@@ -337,23 +329,6 @@ def _token_ids(tokenizer: Any, text: str) -> Sequence[int]:
     return ids
 
 
-def _longest(own: int | None, asked: int | None) -> int | None:
-    """The limit that holds: `max_sequence_length` of FLUX and SD 3 is for T5, their CLIPs have 77 positions."""
-    if asked is None or own is None:
-        return own if asked is None else asked
-    return min(own, asked) if own == CLIP_TOKENS else asked
-
-
-def _limit_of(tokenizer: Any) -> int | None:
-    limit = getattr(tokenizer, "model_max_length", None)
-    return int(limit) if isinstance(limit, int | float) and 0 < limit < _NO_LIMIT else None
-
-
-def _special_tokens(tokenizer: Any) -> int:
-    count: Callable[[], int] | None = getattr(tokenizer, "num_special_tokens_to_add", None)
-    return 0 if count is None else int(count())
-
-
 def _end_of_what_fits(tokenizer: Any, prompt: str, room: int) -> int:
     """The end of the longest run of whole words that fits, for a tokenizer that tells no offsets."""
     ends = [span.end for span in word_spans(prompt)]
@@ -367,22 +342,11 @@ def _end_of_what_fits(tokenizer: Any, prompt: str, room: int) -> int:
     return ends[low - 1] if low else 0
 
 
-def _words_from(prompt: str, start: int) -> tuple[str, ...]:
-    """The words that are cut off, wholly or in part, when the text from `start` is."""
-    spans: list[Span] = word_spans(prompt)
-    return tuple(prompt[span.start : span.end] for span in spans if span.end > start)
-
-
 class Weighted(NamedTuple):
     """A piece of a prompt and how strongly it is meant to act."""
 
     text: str
     weight: float
-
-
-def emphasised(prompt: str) -> list[Weighted]:
-    """The pieces of the prompt whose weight is not 1.0."""
-    return [piece for piece in weighted_pieces(prompt) if piece.weight != 1.0]
 
 
 def weighted_pieces(prompt: str) -> list[Weighted]:
@@ -468,104 +432,42 @@ class Span(NamedTuple):
 
 def word_spans(text: str) -> list[Span]:
     """The words of `text` in order, by the rules at the head of this module."""
-    signs = _signs(text)
-    spans: list[Span] = []
-    first = 0
-    for index in range(1, len(signs) + 1):
-        if index < len(signs) and _belong_together(signs, index):
-            continue
-        if any(map(_makes_a_word, signs[first:index])):
-            spans.append(Span(signs[first].start, signs[index - 1].end))
-        first = index
-    return spans
-
-
-class _Sign(NamedTuple):
-    """A character with the marks that follow it."""
-
-    character: str
-    kind: str
-    start: int
-    end: int
-
-
-def _signs(text: str) -> list[_Sign]:
-    signs: list[_Sign] = []
+    kinds: list[str] = []
+    starts: list[int] = []
     for index, character in enumerate(text):
-        if signs and _extends(character) and signs[-1].character not in "\r\n":
-            signs[-1] = signs[-1]._replace(end=index + 1)
-        else:
-            signs.append(_Sign(character, _kind(character), index, index + 1))
-    return signs
+        follows_line_end = not starts or text[index - 1] in "\r\n"
+        if _extends(character) and not follows_line_end:
+            continue  # a mark is part of the character before it
+        kinds.append(_kind(character))
+        starts.append(index)
+    ends = [*starts[1:], len(text)]
+    words = (match.span() for match in _WORD.finditer("".join(kinds)))
+    return [
+        Span(starts[first], ends[last - 1])
+        for first, last in words
+        if any(
+            kinds[place] in "LHNKI" and unicodedata.category(text[starts[place]])[0] != "P"
+            for place in range(first, last)
+        )
+    ]
 
 
-@lru_cache(maxsize=4096)
 def _extends(character: str) -> bool:
-    """Whether UAX #29 takes it to the character before it (rule WB4)."""
-    if character == _ZERO_WIDTH_SPACE:
-        return False
-    return is_attached(character) or _within(ord(character), (_SKIN_TONES,))
+    """Whether UAX #29 takes it to the character before it (rule WB4): marks, joiners but the zero-width space, skin tones."""
+    is_skin_tone = "\U0001f3fb" <= character <= "\U0001f3ff"
+    return is_skin_tone or (is_attached(character) and character != "\u200b")
+
+
+def _kind(character: str) -> str:
+    if character.isascii() and character.isalpha():
+        return "L"
+    for kind, characters in _KINDS:
+        if characters.match(character):
+            return kind
+    category = unicodedata.category(character)
+    return _KIND_BY_CATEGORY.get(category, "L" if category[0] == "L" else "o")
 
 
 def is_attached(character: str) -> bool:
     """Whether it belongs to the character before it: combining marks, joiners, invisible format characters."""
     return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
-
-
-def _within(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
-    return any(low <= code <= high for low, high in ranges)
-
-
-@lru_cache(maxsize=4096)
-def _kind(character: str) -> str:
-    code = ord(character)
-    if character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS or character in _MIDDLE_OF_NUMBERS:
-        return MIDDLE
-    if code < 0x80 and character.isalpha():
-        return LETTER
-    if _within(code, _KATAKANA):
-        return KATAKANA
-    if _within(code, _LONE):
-        return LONE
-    category = unicodedata.category(character)
-    if category == "Nd" or character == _DECIMAL_SEPARATOR:
-        return NUMBER
-    if category == "Pc" or character == _NARROW_SPACE:
-        return LINK
-    if _within(code, _LETTERS_BY_USE):
-        return LETTER
-    return LETTER if category[0] == "L" or category == "Nl" else OTHER
-
-
-def _belong_together(signs: list[_Sign], index: int) -> bool:
-    """Whether there is no boundary between the signs `index - 1` and `index`."""
-    before, after = signs[index - 1], signs[index]
-    if before.kind + after.kind in _JOINED:
-        return True
-    if after.character == "'" and _within(ord(before.character), _HEBREW):
-        return True
-    if after.character == '"' or before.character == '"':
-        return _is_hebrew_quote(signs, index if after.character == '"' else index - 1)
-    if after.kind == MIDDLE:
-        return index + 1 < len(signs) and _is_inside(before, after, signs[index + 1])
-    if before.kind == MIDDLE:
-        return index > 1 and _is_inside(signs[index - 2], before, after)
-    return False
-
-
-def _is_hebrew_quote(signs: list[_Sign], place: int) -> bool:
-    """Whether the quotation mark there stands between Hebrew letters, as in acronyms (rules WB7b and WB7c)."""
-    beside = signs[max(0, place - 1) : place] + signs[place + 1 : place + 2]
-    return len(beside) == 2 and all(_within(ord(sign.character), _HEBREW) for sign in beside)
-
-
-def _is_inside(before: _Sign, middle: _Sign, after: _Sign) -> bool:
-    kinds, character = before.kind + after.kind, middle.character
-    if kinds == LETTER + LETTER:
-        return character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS
-    return kinds == NUMBER + NUMBER and (character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_NUMBERS)
-
-
-def _makes_a_word(sign: _Sign) -> bool:
-    """Whether it is more than punctuation, which a decimal separator or a geresh alone is."""
-    return sign.kind in "LNKI" and unicodedata.category(sign.character)[0] != "P"

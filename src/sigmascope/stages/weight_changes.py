@@ -2,11 +2,11 @@
 
 How much is measured from both contents where there are two, else calculated from the changes on the weight,
 else estimated from a thousand sampled elements. Old contents are taken wherever anybody still has them
-(`Originals`). For a weight that plain changes were merged into, the norm that it had before follows from the
+(`_originals`). For a weight that plain changes were merged into, the norm that it had before follows from the
 merged weight and the changes (`with_unmerged_norm`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Final
@@ -29,7 +29,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Drift, ValueChange, WeightChange, WeightChanges
+from sigmascope.stages.schema import Drift, ValueChange, WeightChanges
 
 _LOOKED_AT = ("weights", "fingerprints")
 _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
@@ -68,30 +68,46 @@ class BeforeAndAfter:
 def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     """Compare names, facts and contents; see `WeightChanges`."""
     before, after = looks.before, looks.after
-    common = [key for key in before.weights if key in after.weights]
     verdicts = dict(_verdicts(looks))
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
     effects = {key: verdict.effect for key, verdict in changed.items()}
-    keys = KeysOfBoth(before, after)
-    whole = _total_effect(effects)
+    total = _total_effect(effects)
+    keys_before, keys_after = set(before.keys), set(after.keys)
+    names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
+    unavailable = {
+        f"{which}_{name}": snapshot.unavailable[name]
+        for which, snapshot in (("original", before), ("modified", after))
+        for name in _LOOKED_AT
+        if name in snapshot.unavailable
+    }
     return {
-        "keys_added": keys.only_in(after, before),
-        "keys_removed": keys.only_in(before, after),
-        "keys_modified": keys.in_both(),
-        "total_keys_original": keys.count(before),
-        "total_keys_modified": keys.count(after),
-        "weight_changes": {key: _fact_changes(key, before, after) for key in common},
+        "keys_added": [key for key in after.keys if key not in keys_before] if names_known else [],
+        "keys_removed": [key for key in before.keys if key not in keys_after] if names_known else [],
+        "keys_modified": [key for key in before.keys if key in keys_after],
+        "total_keys_original": None if "weights" in before.unavailable else len(before.keys),
+        "total_keys_modified": None if "weights" in after.unavailable else len(after.keys),
+        "weight_changes": {
+            key: {
+                "shape_changed": old.shape != after.weights[key].shape,
+                "dtype_changed": old.dtype != after.weights[key].dtype,
+                "device_changed": old.device != after.weights[key].device,
+                "original_shape": str(old.shape),
+                "modified_shape": str(after.weights[key].shape),
+            }
+            for key, old in before.weights.items()
+            if key in after.weights
+        },
         "keys_value_changed": {key: verdict.change for key, verdict in changed.items()},
         "keys_wrapped": after.wrapped_keys,
         "keys_compared": sum(key in after.fingerprints for key in before.fingerprints),
-        "delta_norm": whole.delta_norm,
-        "relative_change": whole.relative_change,
+        "delta_norm": total.delta_norm,
+        "relative_change": total.relative_change,
         "predicted": any(verdict.change["predicted"] for verdict in changed.values()),
         "by_block": [block.as_dict() for block in by_block(effects)],
         "drift": _drift(verdicts),
         "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
-        "unavailable": {**_why_not_whole(before, after), **whole.unavailable},
+        "unavailable": {**unavailable, **total.unavailable},
     }
 
 
@@ -125,34 +141,73 @@ def _verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     before = looks.before
     held = read_host(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
-    fresh = {key: _fresh(patches, before, key) for key, patches in looks.applied.by_key().items()}
+    fresh: dict[str, list[AppliedPatch]] = {}
+    for key, patches in looks.applied.by_key().items():
+        marks_before = set(before.marks.get(key, ()))
+        fresh[key] = [patch for patch in patches if mark_of(patch) not in marks_before]
     merged = _merged_by_host(held, fresh)
-    looks = replace(looks, after=_with_contents_of(looks.after, before, merged))
+    after = _with_contents_of(looks.after, before, merged)
     now = held.unpatched | merged
-    originals = Originals(looks, held, now)
+    original_of = _originals(looks, held, now)
     twins = {place_of(held.base[key]): key for key in fresh if key in held.base}
     for key, weight in now.items():
-        content = _content_changed(key, looks)
+        print_before, print_now = before.fingerprints.get(key), after.fingerprints.get(key)
+        content = None if print_before is None or print_now is None else print_before != print_now
         acting = fresh.get(key, [])
         twin = twins.get(place_of(held.base[key]), key)
         if key not in fresh and twin != key:  # tied: what is merged into the one is in the other
             acting = [patch for patch in fresh[twin] if patch.state == "merged"]
-        if not content and not _acts(acting):
+        if not content and all(patch.state in ("failed", "inactive") for patch in acting):
             continue
         had_patches = bool(before.marks.get(key))
-        of_other_moment = had_patches and key in merged  # the sample before has no patches in it
+        samples_of_both = None
+        # Where the host merged patches that the baseline had, the sample before is without them.
+        if key in before.samples and key in after.samples and not (had_patches and key in merged):
+            samples_of_both = before.samples[key], after.samples[key]
         verdict = judge_weight(
             WeightEvidence(
                 weight,
-                originals.of(key) if key in before.weights else None,
+                original_of(key) if key in before.weights else None,
                 acting,
                 had_patches,
                 content,
-                None if of_other_moment else sample_pair(key, before.samples, looks.after.samples),
+                samples_of_both,
             )
         )
         if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
             yield key, verdict
+
+
+def _originals(
+    looks: BeforeAndAfter, held: Weights, now: Mapping[str, Tensor]
+) -> Callable[[str], Tensor | None]:
+    """Gives a weight as it was, where anybody still has it apart from that of now.
+
+    What it gives is proved by its fingerprint where the baseline has one.
+    """
+    original = looks.before.model()
+    live: Mapping[str, Tensor] = {}
+    if original is not None and original is not looks.model:
+        weights = read_host(lambda: weights_in(original, looks.before.model_type)).value
+        live = {} if weights is None else weights.unpatched
+
+    def original_of(key: str) -> Tensor | None:
+        kept = held.kept[key].weight if key in held.kept else None
+        known = looks.before.fingerprints.get(key)
+        for candidate in (kept, live.get(key)):
+            if candidate is None or _same_memory(candidate, now[key]):
+                continue
+            if known is None or fingerprint(candidate).value == known:
+                return candidate
+        return None
+
+    return original_of
+
+
+def _same_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor is other:
+        return True
+    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr() != 0
 
 
 def _merged_by_host(held: Weights, fresh: dict[str, list[AppliedPatch]]) -> dict[str, Tensor]:
@@ -188,20 +243,6 @@ def _with_contents_of(
         fingerprints={**after.fingerprints, **prints},
         samples={**after.samples, **samples(looked_at)},
     )
-
-
-def _content_changed(key: str, looks: BeforeAndAfter) -> bool | None:
-    old, new = looks.before.fingerprints.get(key), looks.after.fingerprints.get(key)
-    return None if old is None or new is None else old != new
-
-
-def _fresh(patches: Sequence[AppliedPatch], before: ModelSnapshot, key: str) -> list[AppliedPatch]:
-    known = set(before.marks.get(key, ()))
-    return [patch for patch in patches if mark_of(patch) not in known]
-
-
-def _acts(patches: list[AppliedPatch]) -> bool:
-    return any(patch.state not in ("failed", "inactive") for patch in patches)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,31 +285,10 @@ def _total_effect(effects: Mapping[str, Effect]) -> Effect:
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
 
 
-def _fact_changes(key: str, before: ModelSnapshot, after: ModelSnapshot) -> WeightChange:
-    old, new = before.weights[key], after.weights[key]
-    return {
-        "shape_changed": old.shape != new.shape,
-        "dtype_changed": old.dtype != new.dtype,
-        "device_changed": old.device != new.device,
-        "original_shape": str(old.shape),
-        "modified_shape": str(new.shape),
-    }
-
-
 def _drift(verdicts: Mapping[str, WeightVerdict]) -> Drift:
     relatives = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
-    known = [relative for relative in relatives.values() if relative is not None]
-    return {"keys": list(relatives), "largest_relative_change": max(known, default=None)}
-
-
-def _why_not_whole(before: ModelSnapshot, after: ModelSnapshot) -> dict[str, str]:
-    """Why the comparison is not whole."""
-    reasons = {
-        f"original_{name}": before.unavailable[name] for name in _LOOKED_AT if name in before.unavailable
-    }
-    return reasons | {
-        f"modified_{name}": after.unavailable[name] for name in _LOOKED_AT if name in after.unavailable
-    }
+    measured = [relative for relative in relatives.values() if relative is not None]
+    return {"keys": list(relatives), "largest_relative_change": max(measured, default=None)}
 
 
 def look_again(
@@ -285,7 +305,9 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
     """Measure or predict the change of one weight."""
     acting = sort_patches(weight.fresh).acting
     predicted = _predicted(weight, acting) if acting else None
-    contents = _of_contents(weight)
+    contents = None
+    if weight.content_changed and weight.original is not None:
+        contents = measured_effect(weight.original, weight.now)
     measured = _measured(weight, acting, contents)
     sampled = sampled_effect(weight.samples, weight.now.numel())
     beside = any(patch.state != "merged" for patch in acting)  # of which contents say nothing
@@ -312,13 +334,6 @@ def _predicted(weight: WeightEvidence, acting: Sequence[AppliedPatch]) -> Effect
     if any(map(needs_weight, acting)):
         return effect_of(weight.fresh, None)
     return with_unmerged_norm(effect_of(weight.fresh, None), weight.now, acting)
-
-
-def _of_contents(weight: WeightEvidence) -> Effect | None:
-    """Of the content that changed, where the old one is there."""
-    if weight.content_changed and weight.original is not None:
-        return measured_effect(weight.original, weight.now)
-    return None
 
 
 def _measured(
@@ -444,13 +459,6 @@ def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effe
     return Effect(delta, delta / whole if whole > 0 else None, whole, False)
 
 
-def sample_pair(
-    key: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Both samples of a weight, if both were taken."""
-    return (before[key], after[key]) if key in before and key in after else None
-
-
 def rounding(dtype: torch.dtype) -> float:
     """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
 
@@ -460,63 +468,3 @@ def rounding(dtype: torch.dtype) -> float:
         return 0.0
     eps = torch.finfo(dtype).eps
     return eps if eps > 1e-6 else 4 * eps
-
-
-class KeysOfBoth:
-    """Names in both models; nothing is said of a model whose names are not known."""
-
-    def __init__(self, before: ModelSnapshot, after: ModelSnapshot) -> None:
-        self._before, self._after = before, after
-        self._known = all("weights" not in one.unavailable for one in (before, after))
-
-    def only_in(self, snapshot: ModelSnapshot, other: ModelSnapshot) -> list[str]:
-        """Names that one moment has and the other has not."""
-        there = set(other.keys)
-        return [key for key in snapshot.keys if key not in there] if self._known else []
-
-    def in_both(self) -> list[str]:
-        """Names at both looks."""
-        there = set(self._after.keys)
-        return [key for key in self._before.keys if key in there]
-
-    def count(self, snapshot: ModelSnapshot) -> int | None:
-        """How many names there are; None if they are not known."""
-        return None if "weights" in snapshot.unavailable else len(snapshot.keys)
-
-
-class Originals:
-    """The weights as they were, where anybody still has them apart from those of now."""
-
-    def __init__(self, looks: BeforeAndAfter, held: Weights, now: Mapping[str, Tensor]) -> None:
-        self._fingerprints = looks.before.fingerprints
-        self._kept = held.kept
-        self._now = now
-        original = looks.before.model()
-        apart = original is not None and original is not looks.model
-        self._live: Mapping[str, Tensor] = {}
-        if apart:
-            kind = looks.before.model_type
-            found = read_host(lambda: weights_in(original, kind)).value
-            self._live = {} if found is None else found.unpatched
-
-    def of(self, key: str) -> Tensor | None:
-        """The old content, proved by its fingerprint where the baseline has one."""
-        kept = self._kept[key].weight if key in self._kept else None
-        for candidate in (kept, self._live.get(key)):
-            if (
-                candidate is not None
-                and not _same_memory(candidate, self._now[key])
-                and self._is_old(key, candidate)
-            ):
-                return candidate
-        return None
-
-    def _is_old(self, key: str, candidate: Tensor) -> bool:
-        known = self._fingerprints.get(key)
-        return known is None or fingerprint(candidate).value == known
-
-
-def _same_memory(tensor: Tensor, other: Tensor) -> bool:
-    if tensor is other:
-        return True
-    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr() != 0
