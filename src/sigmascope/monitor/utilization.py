@@ -210,7 +210,7 @@ class SampledFacts:
 
     def _add_memory(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
         """Append to the curves of open scopes; a failed reading, or one from before a scope, is none of it."""
-        readings = {PROCESS: memory.rss, SYSTEM: memory.ram_used}
+        readings: dict[str, int | None] = {PROCESS: memory.rss, SYSTEM: memory.ram_used}
         readings |= {device: reading.allocated for device, reading in devices.items()}
         with peaks.LOCK:
             for samples in self._open:
