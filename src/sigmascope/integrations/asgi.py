@@ -22,8 +22,7 @@ from typing import Any, Final
 from sigmascope.analysis.run_figures import percentile
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation import SERVED, ServedRequest
-from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.performance import whole_number
+from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy, check_privacy

@@ -1,6 +1,7 @@
 """A monitor's own failures stay its own: they become a reason in the record, never the host's problem.
 
-What the host hands over becomes plain JSON values (`as_json`), so that nothing of it stays alive.
+What the host hands over becomes plain JSON values (`as_json`), so that nothing of it stays alive,
+and a number that makes no sense a clear refusal (`whole_number`).
 """
 
 import logging
@@ -11,11 +12,12 @@ from dataclasses import fields, is_dataclass
 from datetime import date
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, SupportsInt, TypeVar, cast
 
 import numpy as np
 import torch
 
+from sigmascope.errors import ConfigError
 from sigmascope.probes.reading import error_text, exception_details, keeping_words
 from sigmascope.records.run import ExceptionDetails
 
@@ -166,3 +168,26 @@ def _key(key: object) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+
+
+def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:
+    """A count as an int.
+
+    Args:
+        name: What to call it in the error.
+        value: Any kind of number.
+        least: The smallest that makes sense.
+        none_is: What None stands for, unless that is too small.
+
+    Raises:
+        ConfigError: It is no whole number, or too small.
+    """
+    if value is None and none_is >= least:
+        return none_is
+    try:
+        number = None if isinstance(value, str) else int(cast(SupportsInt, value))
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or number != value or number < least:
+        raise ConfigError(f"{name} is {value!r:.60}.", hint=f"Give a whole number, {least} or more.")
+    return number

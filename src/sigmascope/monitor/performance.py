@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Final, Generic, ParamSpec, SupportsFloat, SupportsInt, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, SupportsFloat, TypeVar, cast
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import (
@@ -33,7 +33,7 @@ from sigmascope.analysis.generations import (
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.monitor.generation import Generation, GenerationHistory, fill_times
-from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.monitor.live_line import Listener, LiveLine, live_line_for
 from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
@@ -448,11 +448,8 @@ class GenerationBlock(Generic[Monitor]):
 
         What a generator's caller does between two of its values is part of it.
         """
-        return decorated(function, self._anew)
-
-    def _anew(self) -> "GenerationBlock[Monitor]":
-        """A block of its own for each call: calls may overlap."""
-        return GenerationBlock(self._monitor, self._begin, self._generations)
+        # A block of its own for each call: calls may overlap.
+        return decorated(function, lambda: GenerationBlock(self._monitor, self._begin, self._generations))
 
 
 def monitor_generation_performance(
@@ -651,29 +648,6 @@ def seconds_above_zero(name: str, value: object) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
     return seconds
-
-
-def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:
-    """A count as an int.
-
-    Args:
-        name: What to call it in the error.
-        value: Any kind of number.
-        least: The smallest that makes sense.
-        none_is: What None stands for, unless that is too small.
-
-    Raises:
-        ConfigError: It is no whole number, or too small.
-    """
-    if value is None and none_is >= least:
-        return none_is
-    try:
-        number = None if isinstance(value, str) else int(cast(SupportsInt, value))
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or number != value or number < least:
-        raise ConfigError(f"{name} is {value!r:.60}.", hint=f"Give a whole number, {least} or more.")
-    return number
 
 
 def decorated(

@@ -370,7 +370,7 @@ class Recorder:
         Read at most five times a second, whoever asks in this process. What stages record of it is
         `sigmascope.records.performance.utilization_of(stage)`.
         """
-        return self._instruments.guard.call("utilization", self._instruments.sampled.meter.now) or {}
+        return self._instruments.guard.call("utilization", self._instruments.sampled.busy_percent) or {}
 
     def host(self) -> HostFacts | None:
         """Return facts about this machine, read once a process; None if they cannot be read."""

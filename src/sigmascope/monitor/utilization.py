@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from statistics import fmean
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.guard import Guard, as_json, log_quietly
@@ -54,27 +54,6 @@ Value = TypeVar("Value")
 _JOIN_SECONDS = 1.0
 _LONGEST_SECONDS = 3600.0
 """No thread can wait for centuries."""
-
-
-class ScopeUtilization:
-    """All devices in one scope."""
-
-    __slots__ = ("_devices", "_started_ns")
-
-    def __init__(self, started_ns: int) -> None:
-        self._started_ns = started_ns
-        self._devices: dict[str, DeviceTrack] = {}
-
-    def add(self, at_ns: int, reading: ActivityReading) -> None:
-        """Take a reading, unless it tells of the time before the scope alone."""
-        if at_ns - self._started_ns < _SETTLED_NS:
-            return
-        for activity in reading.activities:
-            self._devices.setdefault(activity.device, DeviceTrack()).add(at_ns, activity)
-
-    def freeze(self, start_ns: int) -> dict[str, DeviceUtilization]:
-        """Return the records by device."""
-        return {device: track.freeze(device, start_ns) for device, track in sorted(self._devices.items())}
 
 
 class DeviceTrack:
@@ -156,44 +135,26 @@ def _percent(is_so: bool | None) -> float | None:
     return None if is_so is None else 100.0 * is_so
 
 
-class ScopeCurves:
-    """All curves of one scope.
-
-    Args:
-        started_ns: When it began.
-    """
-
-    __slots__ = ("_series", "_started_ns")
-
-    def __init__(self, started_ns: int) -> None:
-        self._started_ns = started_ns
-        self._series: dict[str, Series[int]] = {}
-
-    def add(self, name: str, at_ns: int, nbytes: int | None) -> None:
-        """Take a reading; one that failed, or that was made before the scope began, is none."""
-        if nbytes is not None and nbytes != UNKNOWN and at_ns >= self._started_ns:
-            if name not in self._series:
-                self._series[name] = Series(highest_of, "q")
-            self._series[name].add(at_ns, nbytes)
-
-    def freeze(self, start_ns: int) -> dict[str, object]:
-        """Return each `MemoryCurve` as JSON values, which they are already: a run is read with all of its stages."""
-        frozen = {name: series.freeze(start_ns) for name, series in self._series.items()}
-        return {
-            name: {"at_seconds": list(at), "nbytes": list(nbytes)} for name, (at, nbytes) in frozen.items()
-        }
-
-
 def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The highest, when it was; of equal ones the first."""
     return max(entries, key=lambda entry: entry[1])
 
 
-class ScopeSamples(NamedTuple):
-    """What is gathered of one scope."""
+class ScopeSamples:
+    """What is gathered of one scope.
 
-    utilization: ScopeUtilization | None
-    curves: ScopeCurves | None
+    Args:
+        started_ns: When it began.
+        has_curves: Whether it has memory over time, as outermost scopes do.
+    """
+
+    __slots__ = ("curves", "devices", "has_curves", "started_ns")
+
+    def __init__(self, started_ns: int, *, has_curves: bool) -> None:
+        self.started_ns = started_ns
+        self.has_curves = has_curves
+        self.devices: dict[str, DeviceTrack] = {}
+        self.curves: dict[str, Series[int]] = {}
 
 
 class SampledFacts:
@@ -203,102 +164,64 @@ class SampledFacts:
         accelerator: The recorder's.
         guard: Told when a reading fails.
         is_sampled: Whether a thread will call `sample`.
-    """
+        read: Gives readings of how busy the devices named are.
 
-    def __init__(self, accelerator: Accelerator, guard: Guard, *, is_sampled: bool) -> None:
-        self.meter = UtilizationMeter(accelerator, is_sampled=is_sampled)
-        self._curves = MemoryCurves()
-        self._guard = guard
-        self._is_sampled = is_sampled
-
-    def open(self, started_ns: int, *, is_outermost: bool) -> ScopeSamples:
-        """Begin a scope."""
-        has_curves = is_outermost and self._is_sampled
-        return ScopeSamples(
-            self.meter.open(started_ns), self._curves.open(started_ns) if has_curves else None
-        )
-
-    def close(self, samples: ScopeSamples | None) -> None:
-        """End a scope; afterwards it changes no more."""
-        if samples is not None:
-            self.meter.close(samples.utilization)
-            self._curves.close(samples.curves)
-
-    def sample(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
-        """Take what was read just now, and read how busy the accelerators are."""
-        self._guard.call(MEMORY_OVER_TIME, lambda: self._curves.add(at_ns, memory, devices))
-        self._guard.call(UTILIZATION, lambda: self.meter.sample(at_ns))
-
-    def freeze(
-        self, samples: ScopeSamples | None, started_ns: int, *, is_outermost: bool
-    ) -> tuple[dict[str, object], dict[str, str]]:
-        """Return the facts by name, and for each that is missing, why it is."""
-        facts, unavailable = {}, {}
-        for name, (found, reason) in {
-            UTILIZATION: self._utilization(samples, started_ns),
-            **({MEMORY_OVER_TIME: self._memory(samples, started_ns)} if is_outermost else {}),
-        }.items():
-            if found:
-                facts[name] = found
-            else:
-                unavailable[name] = self._guard.reasons.get(name) or reason or FAILED
-        return facts, unavailable
-
-    def _utilization(self, samples: ScopeSamples | None, started_ns: int) -> tuple[object, str | None]:
-        scope = None if samples is None else samples.utilization
-        read = self._guard.call(UTILIZATION, lambda: self.meter.freeze(scope, started_ns))
-        found, reason = ({}, FAILED) if read is None else read
-        return {device: as_json(one) for device, one in found.items()}, reason
-
-    def _memory(self, samples: ScopeSamples | None, started_ns: int) -> tuple[object, str | None]:
-        scope = None if samples is None else samples.curves
-        found = self._guard.call(MEMORY_OVER_TIME, lambda: self._curves.freeze(scope, started_ns))
-        return found, NO_READING if self._is_sampled else NOT_SAMPLED
-
-
-class UtilizationMeter:
-    """The business of one recorder's accelerators. Switched off, with a reason, where it cannot be read.
-
-    Args:
-        accelerator: The recorder's.
-        is_sampled: Whether a thread will call `sample`.
-        read: Gives readings of the devices named.
+    Attributes:
+        reason: Why it is not known how busy accelerators are; None: it is.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
+        guard: Guard,
         *,
         is_sampled: bool,
         read: Callable[[list[str]], Reading[ActivityReading]] = GPU_ACTIVITY.read,
     ) -> None:
         self._accelerator = accelerator
+        self._guard = guard
+        self._is_sampled = is_sampled
         self._read = read
-        self._open: list[ScopeUtilization] = []
-        self._seen = 0
+        self._open: list[ScopeSamples] = []
+        self._last_reading = 0
         self.reason = accelerator.absence
         if self.reason is None and accelerator.kind != "cuda":
             self.reason = ONLY_NVIDIA
         if self.reason is None and not is_sampled:
             self.reason = NOT_SAMPLED
 
-    def open(self, started_ns: int) -> ScopeUtilization | None:
-        """Begin a scope; None where nothing will be read."""
-        if self.reason is not None:
-            return None
-        scope = ScopeUtilization(started_ns)
+    def open(self, started_ns: int, *, is_outermost: bool) -> ScopeSamples:
+        """Begin a scope."""
+        samples = ScopeSamples(started_ns, has_curves=is_outermost and self._is_sampled)
         with peaks.LOCK:
-            self._open.append(scope)
-        return scope
+            self._open.append(samples)
+        return samples
 
-    def close(self, scope: ScopeUtilization | None) -> None:
+    def close(self, samples: ScopeSamples | None) -> None:
         """End a scope; afterwards it changes no more."""
         with peaks.LOCK:
-            if scope in self._open:
-                self._open.remove(scope)
+            if samples in self._open:
+                self._open.remove(samples)
 
-    def sample(self, at_ns: int) -> None:
-        """Give all open scopes the reading of now, if it is a new one."""
+    def sample(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
+        """Take what was read just now, and read how busy the accelerators are."""
+        self._guard.call(MEMORY_OVER_TIME, lambda: self._add_memory(at_ns, memory, devices))
+        self._guard.call(UTILIZATION, lambda: self._add_utilization(at_ns))
+
+    def _add_memory(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
+        """Append to the curves of open scopes; a failed reading, or one from before a scope, is none of it."""
+        readings: dict[str, int | None] = {PROCESS: memory.rss, SYSTEM: memory.ram_used}
+        readings |= {device: reading.allocated for device, reading in devices.items()}
+        with peaks.LOCK:
+            for samples in self._open:
+                if not samples.has_curves or at_ns < samples.started_ns:
+                    continue
+                for name, nbytes in readings.items():
+                    if nbytes is not None and nbytes != UNKNOWN:
+                        samples.curves.setdefault(name, Series(highest_of, "q")).add(at_ns, nbytes)
+
+    def _add_utilization(self, at_ns: int) -> None:
+        """Give open scopes the reading of now, if it is a new one and does not tell of the time before them alone."""
         if self.reason is not None or not self._open:
             return
         reading = self._read(self._accelerator.devices())
@@ -306,61 +229,58 @@ class UtilizationMeter:
             self.reason = reading.reason or "unknown"
             return
         with peaks.LOCK:
-            if reading.value.number == self._seen:
+            if reading.value.number == self._last_reading:
                 return
-            self._seen = reading.value.number
-            for scope in self._open:
-                scope.add(at_ns, reading.value)
+            self._last_reading = reading.value.number
+            for samples in self._open:
+                if at_ns - samples.started_ns >= _SETTLED_NS:
+                    for activity in reading.value.activities:
+                        samples.devices.setdefault(activity.device, DeviceTrack()).add(at_ns, activity)
 
-    def now(self) -> dict[str, float]:
-        """How busy each device is, in per cent; empty where that is not known."""
+    def busy_percent(self) -> dict[str, float]:
+        """How busy each device is now, in per cent; empty where that is not known."""
         if self._accelerator.absence is not None or self._accelerator.kind != "cuda":
             return {}
         reading = self._read(self._accelerator.devices()).value
         activities = () if reading is None else reading.activities
-        return {one.device: one.busy_percent for one in activities if one.busy_percent is not None}
+        return {
+            activity.device: activity.busy_percent
+            for activity in activities
+            if activity.busy_percent is not None
+        }
 
     def freeze(
-        self, scope: ScopeUtilization | None, start_ns: int
-    ) -> tuple[dict[str, DeviceUtilization], str | None]:
-        """Return what is known of a scope by device, or nothing and why."""
-        with peaks.LOCK:
-            found = {} if scope is None else scope.freeze(start_ns)
-        return found, None if found else self.reason or TOO_SHORT
+        self, samples: ScopeSamples | None, started_ns: int, *, is_outermost: bool
+    ) -> tuple[dict[str, object], dict[str, str]]:
+        """Return the facts of a scope by name, as JSON values, and for each that is missing, why it is."""
+        facts: dict[str, object] = {}
+        if samples is not None:
+            with peaks.LOCK:
+                utilization = self._guard.call(UTILIZATION, lambda: _utilization(samples, started_ns))
+                curves = self._guard.call(MEMORY_OVER_TIME, lambda: _curves(samples, started_ns))
+            facts = {UTILIZATION: utilization, MEMORY_OVER_TIME: curves}
+        reasons = {UTILIZATION: self.reason or TOO_SHORT}
+        if is_outermost:
+            reasons[MEMORY_OVER_TIME] = NO_READING if self._is_sampled else NOT_SAMPLED
+        missing = {
+            name: self._guard.reasons.get(name) or reason
+            for name, reason in reasons.items()
+            if not facts.get(name)
+        }
+        return {name: fact for name, fact in facts.items() if fact}, missing
 
 
-class MemoryCurves:
-    """The curves of all open scopes of one recorder."""
+def _utilization(samples: ScopeSamples, start_ns: int) -> dict[str, Any]:
+    """Each `DeviceUtilization` of a scope, by device."""
+    return {
+        device: as_json(track.freeze(device, start_ns)) for device, track in sorted(samples.devices.items())
+    }
 
-    def __init__(self) -> None:
-        self._open: list[ScopeCurves] = []
 
-    def open(self, started_ns: int) -> ScopeCurves:
-        """Begin a scope."""
-        scope = ScopeCurves(started_ns)
-        with peaks.LOCK:
-            self._open.append(scope)
-        return scope
-
-    def close(self, scope: ScopeCurves | None) -> None:
-        """End a scope; afterwards it changes no more."""
-        with peaks.LOCK:
-            if scope in self._open:
-                self._open.remove(scope)
-
-    def add(self, at_ns: int, memory: HostMemory, devices: Mapping[str, AllocatorBytes]) -> None:
-        """Give all open scopes what was read."""
-        with peaks.LOCK:
-            for scope in self._open:
-                scope.add(PROCESS, at_ns, memory.rss)
-                scope.add(SYSTEM, at_ns, memory.ram_used)
-                for device, reading in devices.items():
-                    scope.add(device, at_ns, reading.allocated)
-
-    def freeze(self, scope: ScopeCurves | None, start_ns: int) -> dict[str, object]:
-        """Return what is known of a scope, by what it is of."""
-        with peaks.LOCK:
-            return {} if scope is None else scope.freeze(start_ns)
+def _curves(samples: ScopeSamples, start_ns: int) -> dict[str, Any]:
+    """Each `MemoryCurve` of a scope, by what it is of."""
+    frozen = {name: series.freeze(start_ns) for name, series in samples.curves.items()}
+    return {name: {"at_seconds": list(at), "nbytes": list(nbytes)} for name, (at, nbytes) in frozen.items()}
 
 
 class Series(Generic[Value]):
@@ -431,12 +351,8 @@ class SamplerClient:
 
     def failed(self, failure: Exception) -> None:
         """Sample no more."""
-        self.sample = _no_sample
+        self.sample = lambda: None
         log_quietly(_log, "A sampler is switched off: %s", describe(failure))
-
-
-def _no_sample() -> None:
-    pass
 
 
 class Sampler:
@@ -462,12 +378,12 @@ class Sampler:
             RuntimeError: if the system gives no more threads.
         """
         with self._lock:
-            if self._running is None:
-                self._start()
             if client not in self._clients:
                 client.open_scopes = 0
                 self._clients.append(client)
             client.open_scopes += 1
+            if self._running is None:  # its first wait is as long as the clients ask
+                self._start()
 
     def close(self, client: SamplerClient) -> None:
         """Count one open scope less; when it was the last of all, the thread has ended at return."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
+from sigmascope.monitor.guard import whole_number
 from sigmascope.monitor.performance import (
     GenerationPlan,
     PerformanceMonitor,
     planned_metrics,
     seconds_above_zero,
-    whole_number,
 )
 from sigmascope.records.performance import PerformanceMetrics
 

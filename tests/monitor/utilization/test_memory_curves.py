@@ -166,7 +166,7 @@ def test_a_reading_that_failed_is_no_point(
 def test_curves_that_fail_are_switched_off_and_all_else_stays(
     sampled: Recorder, host: "FakeHost", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sigmascope.monitor.utilization.ScopeCurves.add", lambda *_: 1 / 0)
+    monkeypatch.setattr("sigmascope.monitor.utilization.Series.add", lambda *_: 1 / 0)
     with sampled.stage("generation"):
         host.rss *= 3
         sample(sampled)

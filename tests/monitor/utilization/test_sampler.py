@@ -80,7 +80,7 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     monkeypatch.undo()
     assert sampler_threads() == []
     assert (tracker._open, reader.listeners) == ([], [])
-    assert recorder._instruments.sampled._curves._open == []
+    assert recorder._instruments.sampled._open == []
     assert recorder._extent.open_frames == 0
     assert not recorder.run().complete
 

@@ -11,11 +11,14 @@ import torch
 from tests.monitor.conftest import FakeAccelerator
 
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.utilization import ONLY_NVIDIA, TOO_SHORT, UtilizationMeter
+from sigmascope.monitor.utilization import ONLY_NVIDIA, TOO_SHORT, SampledFacts, ScopeSamples
 from sigmascope.probes import NullAccelerator, Reading, nvml
 from sigmascope.probes.nvml import GPU_ACTIVITY, ActivityReading, GpuActivity
-from sigmascope.records.performance import Gauge, utilization_of
+from sigmascope.records.performance import DeviceUtilization, Gauge, utilization_of
+from sigmascope.records.run import Stage
 from sigmascope.records.serialization import run_from_json, run_to_json
 
 
@@ -43,79 +46,92 @@ def source() -> FakeSource:
 
 
 @pytest.fixture
-def meter(source: FakeSource) -> UtilizationMeter:
-    return UtilizationMeter(FakeAccelerator(2), is_sampled=True, read=source.read)
+def sampled(source: FakeSource) -> SampledFacts:
+    return SampledFacts(FakeAccelerator(2), Guard(), is_sampled=True, read=source.read)
 
 
 def ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def sample(meter: UtilizationMeter, source: FakeSource, at: float, *busy: float | None) -> None:
-    source.show(*(GpuActivity(f"cuda:{index}", one) for index, one in enumerate(busy)))
-    meter.sample(ns(at))
+def look(sampled: SampledFacts, at: float) -> None:
+    sampled.sample(ns(at), HostMemory(), {})
 
 
-def test_a_scope_has_mean_and_highest_of_each_device(meter: UtilizationMeter, source: FakeSource) -> None:
-    scope = meter.open(0)
-    sample(meter, source, 1.0, 50.0, 0.0)
-    sample(meter, source, 2.0, 100.0, 10.0)
-    found, reason = meter.freeze(scope, 0)
+def sample(sampled: SampledFacts, source: FakeSource, at: float, *busy: float | None) -> None:
+    source.show(*(GpuActivity(f"cuda:{index}", percent) for index, percent in enumerate(busy)))
+    look(sampled, at)
+
+
+def devices_of(
+    sampled: SampledFacts, samples: ScopeSamples | None, start: float = 0.0
+) -> tuple[dict[str, DeviceUtilization], str | None]:
+    """What is known of a scope by device, and why nothing is."""
+    facts, unavailable = sampled.freeze(samples, ns(start), is_outermost=False)
+    stage = Stage("denoising", 0.0, 1.0, facts=facts)
+    return utilization_of(stage), unavailable.get("utilization")
+
+
+def test_a_scope_has_mean_and_highest_of_each_device(sampled: SampledFacts, source: FakeSource) -> None:
+    scope = sampled.open(0, is_outermost=False)
+    sample(sampled, source, 1.0, 50.0, 0.0)
+    sample(sampled, source, 2.0, 100.0, 10.0)
+    found, reason = devices_of(sampled, scope)
     assert reason is None
     assert found["cuda:0"].busy_percent == Gauge(75.0, 100.0, 2.0)
     assert found["cuda:1"].busy_percent == Gauge(5.0, 10.0, 2.0)
     assert (found["cuda:0"].at_seconds, found["cuda:0"].busy_series) == ((1.0, 2.0), (50.0, 100.0))
 
 
-def test_nested_scopes_each_have_what_fell_into_them(meter: UtilizationMeter, source: FakeSource) -> None:
-    outer = meter.open(0)
-    sample(meter, source, 1.0, 10.0)
-    inner = meter.open(ns(1.5))
-    sample(meter, source, 2.0, 90.0)
-    meter.close(inner)
-    sample(meter, source, 3.0, 20.0)
-    assert meter.freeze(inner, ns(1.5))[0]["cuda:0"].busy_percent == Gauge(90.0, 90.0, 0.5)
-    assert meter.freeze(outer, 0)[0]["cuda:0"].busy_percent == Gauge(40.0, 90.0, 2.0)
+def test_nested_scopes_each_have_what_fell_into_them(sampled: SampledFacts, source: FakeSource) -> None:
+    outer = sampled.open(0, is_outermost=False)
+    sample(sampled, source, 1.0, 10.0)
+    inner = sampled.open(ns(1.5), is_outermost=False)
+    sample(sampled, source, 2.0, 90.0)
+    sampled.close(inner)
+    sample(sampled, source, 3.0, 20.0)
+    assert devices_of(sampled, inner, 1.5)[0]["cuda:0"].busy_percent == Gauge(90.0, 90.0, 0.5)
+    assert devices_of(sampled, outer)[0]["cuda:0"].busy_percent == Gauge(40.0, 90.0, 2.0)
 
 
 def test_a_sample_of_the_time_before_a_scope_is_not_its_own(
-    meter: UtilizationMeter, source: FakeSource
+    sampled: SampledFacts, source: FakeSource
 ) -> None:
-    scope = meter.open(ns(1.0))
-    sample(meter, source, 1.1, 99.0)
-    assert meter.freeze(scope, ns(1.0)) == ({}, TOO_SHORT)
+    scope = sampled.open(ns(1.0), is_outermost=False)
+    sample(sampled, source, 1.1, 99.0)
+    assert devices_of(sampled, scope, 1.0) == ({}, TOO_SHORT)
 
 
-def test_a_reading_counts_once_however_often_it_is_seen(meter: UtilizationMeter, source: FakeSource) -> None:
-    scope = meter.open(0)
-    sample(meter, source, 1.0, 50.0)
-    meter.sample(ns(1.1))
-    assert meter.freeze(scope, 0)[0]["cuda:0"].samples == 1
+def test_a_reading_counts_once_however_often_it_is_seen(sampled: SampledFacts, source: FakeSource) -> None:
+    scope = sampled.open(0, is_outermost=False)
+    sample(sampled, source, 1.0, 50.0)
+    look(sampled, 1.1)
+    assert devices_of(sampled, scope)[0]["cuda:0"].samples == 1
 
 
 def test_a_figure_that_is_not_known_stays_none_and_the_others_count(
-    meter: UtilizationMeter, source: FakeSource
+    sampled: SampledFacts, source: FakeSource
 ) -> None:
-    scope = meter.open(0)
+    scope = sampled.open(0, is_outermost=False)
     why = {"busy_percent": "NotSupported"}
     source.show(GpuActivity("cuda:0", None, None, 70.0, 250.0, True, False, why))
-    meter.sample(ns(1.0))
+    look(sampled, 1.0)
     source.show(GpuActivity("cuda:0", None, None, 72.0, 350.0, False, False, why))
-    meter.sample(ns(2.0))
-    device = meter.freeze(scope, 0)[0]["cuda:0"]
+    look(sampled, 2.0)
+    device = devices_of(sampled, scope)[0]["cuda:0"]
     assert (device.busy_percent, device.busy_series, device.unavailable) == (None, (), why)
     assert device.temperature_celsius == Gauge(71.0, 72.0, 2.0)
     assert device.power_watts == Gauge(300.0, 350.0, 2.0)
     assert (device.heat_percent, device.power_cap_percent) == (50.0, 0.0)
 
 
-def test_a_library_that_fails_is_asked_no_more(meter: UtilizationMeter, source: FakeSource) -> None:
-    scope = meter.open(0)
+def test_a_library_that_fails_is_asked_no_more(sampled: SampledFacts, source: FakeSource) -> None:
+    scope = sampled.open(0, is_outermost=False)
     source.reason = "no driver"
-    meter.sample(ns(1.0))
+    look(sampled, 1.0)
     source.reason = None
-    sample(meter, source, 2.0, 50.0)
-    assert meter.freeze(scope, 0) == ({}, "no driver")
+    sample(sampled, source, 2.0, 50.0)
+    assert devices_of(sampled, scope) == ({}, "no driver")
 
 
 @pytest.mark.parametrize(
@@ -128,16 +144,17 @@ def test_a_library_that_fails_is_asked_no_more(meter: UtilizationMeter, source: 
 def test_where_nothing_is_read_there_is_a_reason(
     accelerator: FakeAccelerator | NullAccelerator, is_sampled: bool, reason: str
 ) -> None:
-    meter = UtilizationMeter(accelerator, is_sampled=is_sampled)
-    assert meter.open(0) is None
-    assert meter.freeze(None, 0) == ({}, reason)
+    sampled = SampledFacts(accelerator, Guard(), is_sampled=is_sampled)
+    look(sampled, 1.0)
+    assert devices_of(sampled, sampled.open(0, is_outermost=False)) == ({}, reason)
+    assert devices_of(sampled, None) == ({}, reason)
 
 
 def test_other_makers_have_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = FakeAccelerator()
     monkeypatch.setattr(accelerator, "kind", "xpu")
-    meter = UtilizationMeter(accelerator, is_sampled=True)
-    assert (meter.reason, meter.now()) == (ONLY_NVIDIA, {})
+    sampled = SampledFacts(accelerator, Guard(), is_sampled=True)
+    assert (sampled.reason, sampled.busy_percent()) == (ONLY_NVIDIA, {})
 
 
 class BusyNvml(ModuleType):

@@ -24,10 +24,9 @@ from sigmascope.integrations.diffusers.watch_session import (
     take_apart,
 )
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.monitor.workflow import in_short
 from sigmascope.probes.models import file_facts, key_facts
 from sigmascope.probes.reading import keeping_words
-from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.stages.schema import LoraBaseline
 
 LOADING_STAGE: Final = "model_loading"
 _LOADERS: Final = (
@@ -245,14 +244,7 @@ class LoraObserver(Observer):
             return None
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
-        before, _ = guard.read("watch.lora", lambda: LoraModels(target))
-        baseline = None
-        if before is not None:
-            keys = before.keys_to_read(path)
-            baseline, _ = guard.read(
-                "watch.lora", lambda: capture_lora_baseline(before.denoiser, before.encoders, path, keys=keys)
-            )
-        del before
+        baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
         stage = stack.enter(LORA_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
@@ -266,6 +258,10 @@ class LoraObserver(Observer):
         return after
 
     def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
+        # Only where a LoRA is put on is the code loaded that reads LoRAs.
+        from sigmascope.monitor.workflow import in_short
+        from sigmascope.stages.lora_application import analyze_lora_application_results
+
         models = LoraModels(target)
         record = stage.record()
         analysis = analyze_lora_application_results(
@@ -300,6 +296,16 @@ class LoraModels:
         """Whose contents to compare: those that the file changes, or none where that would take long."""
         small = self._nbytes <= _MOST_BYTES_READ and self._devices <= {"cpu"}
         return "lora" if small and path is not None else "none"
+
+    def baseline(self, path: str | None) -> LoraBaseline:
+        """The models before a LoRA is put on.
+
+        Args:
+            path: The LoRA's file, if it is known.
+        """
+        from sigmascope.stages.lora_application import capture_lora_baseline
+
+        return capture_lora_baseline(self.denoiser, self.encoders, path, keys=self.keys_to_read(path))
 
 
 def lora_path(args: Arguments, kwargs: Keywords) -> str | None:

@@ -18,8 +18,7 @@ from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
 from sigmascope.integrations.diffusers.loading import LoadingObserver, LoraObserver, TransferObserver
 from sigmascope.integrations.diffusers.pipeline_call import CallObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
-from sigmascope.monitor.guard import log_quietly
-from sigmascope.monitor.performance import decorated, whole_number
+from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
@@ -111,11 +110,10 @@ class Watch:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with a watch of its own around each call."""
-        return decorated(function, self._another)
+        from sigmascope.monitor.performance import decorated
 
-    def _another(self) -> "Watch":
-        """A watch for one call, whose run this one keeps when it is over."""
-        return Watch(self._pipelines, self._choices, self._keep)
+        # Each call has a watch of its own, whose run this one keeps when it is over.
+        return decorated(function, lambda: Watch(self._pipelines, self._choices, self._keep))
 
     def _keep(self, run: Run) -> None:
         self._record = run
