@@ -9,9 +9,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from quality import relighting_psnr, vae_psnr
+
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
-from sigmascope.lbm.pocket.benchmark import relighting_psnr, vae_psnr
 from sigmascope.lbm.pocket.scenes import COOL, WARM
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora

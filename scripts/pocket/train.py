@@ -26,7 +26,7 @@ from sigmascope.files import atomic_path
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.training.objective import latent_loss, sample_sigmas
+from sigmascope.lbm.training.objective import differences, sample_sigmas
 
 SCENES = 4000
 CROP = 64  # pixels; most steps see a quarter of a picture, which costs a quarter
@@ -131,7 +131,7 @@ def bridge_loss(model: LbmModel, source: Tensor, target: Tensor, plan: Plan) -> 
         x_t = bridge_interpolate(z_source, z_target, sigma, noise, model.config.bridge_noise_sigma)
         with torch.autocast("cpu", torch.bfloat16):
             prediction = model(x_t, sigma)
-        return latent_loss(prediction.float(), bridge_velocity_target(z_source, z_target), "l2")
+        return differences(prediction.float(), bridge_velocity_target(z_source, z_target), "l2").mean()
 
     return loss_at
 

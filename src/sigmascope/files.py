@@ -94,7 +94,7 @@ def atomic_path(path: str | os.PathLike[str], *, private: bool = False) -> Itera
     finally:
         with lock, suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
             temporary.unlink(missing_ok=True)
-    _flush_folder(target.parent)
+    flush_folder(target.parent)
 
 
 def _checked_target(path: Path) -> Path:
@@ -171,7 +171,7 @@ def _is_about(error: OSError, *paths: Path) -> bool:
     return error.filename is None or Path(os.fsdecode(error.filename)) in paths
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Make the rename itself durable. The data is in place by now, so a refusal is not an error."""
     if os.name == "nt":
         return

@@ -13,7 +13,7 @@ _MOST_SECONDS = 2.0  # of the process's own: what else the machine does is none 
 _MODULES = (
     "gguf",
     "sigmascope.checkpoints",
-    "sigmascope.lbm.samples",
+    "sigmascope.lbm.data",
     "sigmascope.lbm.training.settings",
     "sigmascope.lora.apply",
     "sigmascope.lora.bake",

@@ -10,7 +10,7 @@ from tests.lbm.sdxl_forms import DENOISER, VAE, Form, single_file_state
 
 from sigmascope.checkpoints import Checkpoint, TensorInfo
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.backbone import open_backbone, read_names, wanted_files
+from sigmascope.lbm.backbone import PREFIXES, name_single_file, open_backbone, wanted_files
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm
 
@@ -48,20 +48,21 @@ def test_every_name_of_a_full_size_single_file_is_put_into_diffusers_own() -> No
         ).state_dict()
     vae = build_lbm(config, device="meta").vae.vae_model.state_dict()
     assert (len(unet), len(vae)) == (1680, 248)  # as SDXL's own files have
-    names = read_names(Announced(single_file_state(unet, vae)), config)
-    for part, state in (("unet", unet), ("vae", vae)):
-        shapes = {name: shape for name, (_, shape) in names.parts[part].items()}
-        assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
-    assert names.parts["unet"]["mid_block.attentions.0.transformer_blocks.9.attn2.to_k.weight"][0] == (
+    weights = name_single_file(Announced(single_file_state(unet, vae)), config).weights
+    assert {name: weight.shape for name, weight in weights.items()} == {
+        PREFIXES[part] + name: tuple(tensor.shape)
+        for part, state in (("unet", unet), ("vae", vae))
+        for name, tensor in state.items()
+    }
+    assert weights["denoiser.mid_block.attentions.0.transformer_blocks.9.attn2.to_k.weight"].key == (
         "model.diffusion_model.middle_block.1.transformer_blocks.9.attn2.to_k.weight"
     )
-    assert names.parts["vae"]["decoder.up_blocks.0.resnets.2.conv1.weight"][0] == (
+    assert weights["vae.vae_model.decoder.up_blocks.0.resnets.2.conv1.weight"].key == (
         "first_stage_model.decoder.up.3.block.2.conv1.weight"
     )
-    assert names.parts["vae"]["encoder.mid_block.attentions.0.to_q.weight"] == (
-        "first_stage_model.encoder.mid.attn_1.q.weight",
-        (512, 512),
-    )
+    attention = weights["vae.vae_model.encoder.mid_block.attentions.0.to_q.weight"]
+    assert attention.key == "first_stage_model.encoder.mid.attn_1.q.weight"
+    assert attention.shape == (512, 512)
 
 
 def test_earlier_names_of_a_vae_s_attention_are_known(

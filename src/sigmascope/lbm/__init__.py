@@ -4,7 +4,7 @@ To use a model:
 
 - `config`: the YAML that describes a model, and where it is found.
 - `model`: denoiser and VAE, built or loaded.
-- `infer`: translate a picture, at the sizes of `buckets`.
+- `infer`: translate a picture.
 - `bridge`: the equations.
 - `image_validation`: prove a LoRA on pictures.
 - `images`, `devices`: pictures in and out; device, dtype and memory that runs out.
@@ -13,7 +13,7 @@ To make one:
 
 - `base`: what training starts from, made of a text-to-image `backbone`.
 - `make_shards`: write pairs of pictures to WebDataset shards.
-- `data`: read them in batches; `shards` and `samples` are its parts.
+- `data`: decode them and give them in batches; `shards` reads the files.
 - `training`: train a LoRA or every weight.
 - `pocket`: a trained model that ships with the package, and the scenes it was trained on.
 """

@@ -39,9 +39,6 @@ UNET: Final = "model.diffusion_model."
 VAE: Final = "first_stage_model."
 _VAE_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
 
-Found = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Key in the file and shape, by diffusers' name."""
-
 
 @dataclass(frozen=True, slots=True)
 class BackboneWeight:
@@ -111,7 +108,7 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
                 f"--variant {variant}: {path} is a single file, which has no variants.", hint="Leave it out."
             )
         else:
-            yield _from_file(path, config, files)
+            yield name_single_file(files.enter_context(open_checkpoint(path)), config)
 
 
 def _locate(signature: str, variant: str | None) -> Path:
@@ -191,41 +188,15 @@ def _renamed(match: re.Match[str]) -> str:
     return f"{match[1]}{_EARLIER_ATTENTION[match[2]]}{match[3]}"
 
 
-def _from_file(path: Path, config: LbmConfig, files: ExitStack) -> Backbone:
-    checkpoint = files.enter_context(open_checkpoint(path))
-    names = read_names(checkpoint, config)
-    weights = {
-        PREFIXES[part] + name: BackboneWeight(checkpoint, key, shape)
-        for part, part_names in names.parts.items()
-        for name, (key, shape) in part_names.items()
-    }
-    return Backbone(path, weights, names.outside)
-
-
-@dataclass(frozen=True, slots=True)
-class SingleFileNames:
-    """What a single file holds.
-
-    Attributes:
-        parts: Of `unet` and `vae`, what was found. What the converter does not know keeps its own name.
-        outside: Number of other tensors by the first part of their names, such as the text encoders'.
-    """
-
-    parts: Mapping[str, Found]
-    outside: Mapping[str, int]
-
-
-def read_names(checkpoint: Checkpoint, config: LbmConfig) -> SingleFileNames:
-    """Name the UNet's and the VAE's tensors as diffusers does.
-
-    Args:
-        checkpoint: Open.
-        config: Of the LBM: how many layers its blocks have.
+def name_single_file(checkpoint: Checkpoint, config: LbmConfig) -> Backbone:
+    """Name the UNet's and the VAE's tensors as diffusers does; what its converter does not know keeps its own name.
 
     Raises:
         CheckpointError: There is no UNet or no VAE under SDXL's names.
         ConfigError: The config's blocks differ in their layers, which such files cannot.
     """
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
+
     keys = checkpoint.keys()
     parts = {
         "unet": [key for key in keys if key.startswith(UNET)],
@@ -238,43 +209,6 @@ def read_names(checkpoint: Checkpoint, config: LbmConfig) -> SingleFileNames:
                 f"holds no tensors named {prefix}*, so no {part} of a single-file checkpoint.",
                 hint="Give a whole SDXL checkpoint, or a diffusers folder that holds unet and vae.",
             )
-    inside = {*parts["unet"], *parts["vae"]}
-    return SingleFileNames(
-        {
-            "unet": _converted(checkpoint, parts["unet"], UNET, *_unet_converter(parts["unet"], config)),
-            "vae": _converted(checkpoint, parts["vae"], VAE, *_vae_converter(config)),
-        },
-        dict(Counter(key.partition(".")[0] for key in keys if key not in inside)),
-    )
-
-
-def _converted(
-    checkpoint: Checkpoint,
-    keys: list[str],
-    prefix: str,
-    convert: Callable[..., dict[str, Tensor]],
-    config: dict[str, Any],
-) -> Found:
-    placeholders = {
-        key: torch.tensor(number).expand(checkpoint.info(key).shape) for number, key in enumerate(keys)
-    }
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, placeholder in convert(dict(placeholders), config).items():
-        key = keys[int(placeholder.flatten()[0])]
-        if placeholder.numel() == placeholders[key].numel():  # the whole tensor, and not a slice of it
-            shapes[name] = key, tuple(placeholder.shape)
-    known = {key for key, _ in shapes.values()}
-    for key in keys:  # what is left over must not be lost unseen
-        if key not in known:
-            shapes[key.removeprefix(prefix)] = key, checkpoint.info(key).shape
-    return shapes
-
-
-def _unet_converter(
-    keys: list[str], config: LbmConfig
-) -> tuple[Callable[..., dict[str, Tensor]], dict[str, Any]]:
-    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-
     layers = config.denoiser.layers_per_block
     counts = {layers} if isinstance(layers, int) else set(layers)
     if len(counts) > 1:
@@ -282,18 +216,44 @@ def _unet_converter(
             f"denoiser.layers_per_block: a single-file backbone has as many in every block, got {layers}.",
             hint="Give the backbone as a diffusers folder.",
         )
-    has_added_embedding = any(key.startswith(f"{UNET}label_emb.") for key in keys)
-    return convert_ldm_unet_checkpoint, {
+    has_added_embedding = any(key.startswith(f"{UNET}label_emb.") for key in parts["unet"])
+    unet = {
         "layers_per_block": counts.pop(),
         "addition_embed_type": "text_time" if has_added_embedding else None,
     }
-
-
-def _vae_converter(config: LbmConfig) -> tuple[Callable[..., dict[str, Tensor]], dict[str, Any]]:
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
     blocks = len(config.vae.block_out_channels)
-    return convert_ldm_vae_checkpoint, {
+    vae = {
         "down_block_types": ["DownEncoderBlock2D"] * blocks,
         "up_block_types": ["UpDecoderBlock2D"] * blocks,
     }
+    weights = {
+        **_converted(checkpoint, parts["unet"], UNET, PREFIXES["unet"], convert_ldm_unet_checkpoint, unet),
+        **_converted(checkpoint, parts["vae"], VAE, PREFIXES["vae"], convert_ldm_vae_checkpoint, vae),
+    }
+    inside = {*parts["unet"], *parts["vae"]}
+    outside = Counter(key.partition(".")[0] for key in keys if key not in inside)
+    return Backbone(checkpoint.path, weights, outside)
+
+
+def _converted(
+    checkpoint: Checkpoint,
+    keys: list[str],
+    prefix: str,
+    own_prefix: str,
+    convert: Callable[..., dict[str, Tensor]],
+    config: dict[str, Any],
+) -> dict[str, BackboneWeight]:
+    placeholders = {
+        key: torch.tensor(number).expand(checkpoint.info(key).shape) for number, key in enumerate(keys)
+    }
+    weights: dict[str, BackboneWeight] = {}
+    for name, placeholder in convert(dict(placeholders), config).items():
+        key = keys[int(placeholder.flatten()[0])]
+        if placeholder.numel() == placeholders[key].numel():  # the whole tensor, and not a slice of it
+            weights[own_prefix + name] = BackboneWeight(checkpoint, key, tuple(placeholder.shape))
+    converted = {weight.key for weight in weights.values()}
+    for key in keys:  # what is left over must not be lost unseen
+        if key not in converted:
+            name = own_prefix + key.removeprefix(prefix)
+            weights[name] = BackboneWeight(checkpoint, key, checkpoint.info(key).shape)
+    return weights

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -41,7 +42,7 @@ from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.images import Size, image_to_tensor, psnr, tensor_to_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, build_lbm, is_finite, load_lbm
+from sigmascope.lbm.model import build_lbm, is_finite, load_lbm
 from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade
 from sigmascope.progress import Progress, no_progress
 
@@ -162,7 +163,11 @@ def create_base(
         WriteError: A target cannot be written. All are as they were, as after every error.
     """
     begin = time.perf_counter()
-    text, config = _read_config(config)
+    if isinstance(config, LbmConfig):
+        text = config.to_yaml()
+    else:
+        path_of_config, config = Path(config), load_config(config)
+        text = path_of_config.read_text(encoding="utf-8")
     targets = choose_base_files(save_path, config, both=both)
     model = build_lbm(config, device="meta")
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -170,17 +175,22 @@ def create_base(
     with open_backbone(signature, config, variant) as source:
         refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
-        specs = _tensor_specs(shapes, source, dtype)
+        specs = {
+            key: TensorSpec(torch.float32 if key == ITERATIONS else dtype or source.weights[key].dtype, shape)
+            for key, shape in shapes.items()
+        }
         nbytes = sum(spec.nbytes for spec in specs.values())
         require_space(targets, nbytes)
-        _write_files(targets, text, specs, _adapted_tensors(source, specs, progress))
+        _write_files(targets, text, specs, source, progress)
         dropped = {key: info.shape for key, info in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
     return BaseReport(
         paths=targets.weights,
         config_path=targets.config,
         backbone=path,
-        dtypes=_count_dtypes(specs),
+        dtypes=Counter(
+            str(spec.dtype).removeprefix("torch.") for key, spec in specs.items() if key != ITERATIONS
+        ),
         adapted=adapted,
         dropped=dropped,
         outside=outside,
@@ -189,22 +199,6 @@ def create_base(
         nbytes=nbytes,
         seconds=time.perf_counter() - begin,
     )
-
-
-def _read_config(config: LbmConfig | str | Path) -> tuple[str, LbmConfig]:
-    if isinstance(config, LbmConfig):
-        return config.to_yaml(), config
-    loaded = load_config(config)
-    return Path(config).read_text(encoding="utf-8"), loaded
-
-
-def _tensor_specs(
-    shapes: Mapping[str, Shape], backbone: Backbone, dtype: torch.dtype | None
-) -> dict[str, TensorSpec]:
-    return {
-        key: TensorSpec(torch.float32 if key == ITERATIONS else dtype or backbone.weights[key].dtype, shape)
-        for key, shape in shapes.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +227,11 @@ class BaseFiles:
 
 
 def _write_files(
-    targets: BaseFiles, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    targets: BaseFiles,
+    config: str,
+    specs: Mapping[str, TensorSpec],
+    backbone: Backbone,
+    progress: Progress,
 ) -> None:
     """Write every target in one pass over the backbone."""
     with all_or_none(targets.all), ExitStack() as files:
@@ -250,23 +248,17 @@ def _write_files(
             metadata = {"format": "pt"}
             stream = StreamingWriter(targets.safetensors, metadata, expected=specs)
             writers.append(files.enter_context(stream).write)
-        for key, tensor in tensors:
+        for done, (key, spec) in enumerate(specs.items(), start=1):
+            if key == ITERATIONS:
+                tensor = torch.zeros(spec.shape, dtype=spec.dtype)
+            else:
+                tensor = _adapted_weight(backbone.weights[key], spec)
             for write in writers:
                 write(key, tensor)
+            progress(done, len(specs), key)
 
 
-def _adapted_tensors(
-    backbone: Backbone, specs: Mapping[str, TensorSpec], progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
-    for done, (key, spec) in enumerate(specs.items(), start=1):
-        if key == ITERATIONS:
-            yield key, torch.zeros(spec.shape, dtype=spec.dtype)
-        else:
-            yield key, _adapted_weight(backbone.weights[key], key, spec)
-        progress(done, len(specs), key)
-
-
-def _adapted_weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tensor:
+def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
     weight = origin.read()
     converted = weight.to(spec.dtype)
     if not is_finite(converted):
@@ -279,15 +271,6 @@ def _adapted_weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tenso
             f"{path}: {origin.key} holds NaN or Inf.", hint="The backbone is damaged; fetch it again."
         )
     return converted if tuple(converted.shape) == spec.shape else adapt_weight(converted, spec.shape)
-
-
-def _count_dtypes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for key, spec in specs.items():
-        if key != ITERATIONS:
-            name = str(spec.dtype).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
@@ -307,53 +290,41 @@ def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[st
         for key, shape in wanted.items()
         if key in backbone.weights and backbone.weights[key].shape != shape
     }
-    _refuse_misfits(
-        backbone,
-        wanted,
-        missing={key: shape for key, shape in wanted.items() if key not in backbone.weights},
-        homeless=[key for key in backbone.weights if key not in wanted and not key.startswith(DROPPED)],
-        misfits={key: pair for key, pair in differing.items() if not _may_change(key, *pair)},
-    )
-    return {
-        key: Adaptation(_kind_of_change(had, shape), had, shape) for key, (had, shape) in differing.items()
-    }
-
-
-def _refuse_misfits(
-    backbone: Backbone,
-    wanted: Mapping[str, Shape],
-    missing: Mapping[str, Shape],
-    homeless: list[str],
-    misfits: Mapping[str, tuple[Shape, Shape]],
-) -> None:
-    """Raise if anything does not fit: a base made of the rest would be wrong unseen."""
+    # What does not fit is refused: a base made of the rest would be wrong unseen.
     wrong = {
-        "the LBM needs and the backbone lacks": [f"{key} {list(shape)}" for key, shape in missing.items()],
-        "the LBM has no place for": [backbone.weights[key].key for key in homeless],
+        "the LBM needs and the backbone lacks": [
+            f"{key} {list(shape)}" for key, shape in wanted.items() if key not in backbone.weights
+        ],
+        "the LBM has no place for": [
+            weight.key
+            for key, weight in backbone.weights.items()
+            if key not in wanted and not key.startswith(DROPPED)
+        ],
         "cannot be adapted, only the first convolution and the attentions' keys and values can be": [
             f"{key}: {list(had)} in the backbone, {list(shape)} in the LBM"
-            for key, (had, shape) in misfits.items()
+            for key, (had, shape) in differing.items()
+            if not _may_change(key, had, shape)
         ],
     }
     if any(wrong.values()):
-        lists = [
-            f"Weights that {what} ({len(names)}):\n  " + "\n  ".join(names)
-            for what, names in wrong.items()
-            if names
-        ]
+        lines = [f"{backbone.path}: does not fit the LBM."]
+        # What a thousand misfits come from when the backbone is of another size: an SDXL refiner, say.
+        levels = _widths({key: weight.shape for key, weight in backbone.weights.items()})
+        wanted_levels = _widths(wanted)
+        if levels != wanted_levels:
+            lines.append(
+                f"Its levels have {levels} channels, the config's have {wanted_levels} (denoiser.block_out_channels)."
+            )
+        for what, names in wrong.items():
+            if names:
+                lines.append("\n  ".join([f"Weights that {what} ({len(names)}):", *names]))
         raise ModelMismatchError(
-            "\n".join([f"{backbone.path}: does not fit the LBM.", *_other_levels(backbone, wanted), *lists]),
+            "\n".join(lines),
             hint="Use a backbone of the architecture that the config describes (--config_path).",
         )
-
-
-def _other_levels(backbone: Backbone, wanted: Mapping[str, Shape]) -> list[str]:
-    """What a thousand misfits come from when the backbone is of another size: an SDXL refiner, say."""
-    had = _widths({key: weight.shape for key, weight in backbone.weights.items()})
-    asked = _widths(wanted)
-    if had == asked:
-        return []
-    return [f"Its levels have {had} channels, the config's have {asked} (denoiser.block_out_channels)."]
+    return {
+        key: Adaptation(_kind_of_change(had, shape), had, shape) for key, (had, shape) in differing.items()
+    }
 
 
 def _widths(shapes: Mapping[str, Shape]) -> str:
@@ -417,9 +388,16 @@ def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> Base
         paths[".ckpt"] if both or suffix == ".ckpt" else None,
         config_target(save_path, config) if both else None,
     )
+    by_place: dict[Path, Path] = {}
     for path in targets.all:
         require_writable(path)
-    _refuse_one_for_two(targets)
+        # Of two links to one file, the second would replace the first.
+        other = by_place.setdefault(path.resolve(), path)
+        if other is not path:
+            raise ConfigError(
+                f"--save_path: {other} and {path} are links to the same file, {path.resolve()}.",
+                hint="Remove one of the links, or write the base under another name.",
+            )
     return targets
 
 
@@ -451,18 +429,6 @@ def _describes(path: Path, config: LbmConfig) -> bool:
         return load_config(path) == config
     except SigmascopeError:
         return False
-
-
-def _refuse_one_for_two(targets: BaseFiles) -> None:
-    """Refuse links by which the second file would replace the first."""
-    by_place: dict[Path, Path] = {}
-    for path in targets.all:
-        other = by_place.setdefault(path.resolve(), path)
-        if other is not path:
-            raise ConfigError(
-                f"--save_path: {other} and {path} are links to the same file, {path.resolve()}.",
-                hint="Remove one of the links, or write the base under another name.",
-            )
 
 
 def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
@@ -599,20 +565,23 @@ def check_base(
     model = load_lbm(paths[0], config, dtype=dtype, device=device, progress=progress)
     loaded = time.perf_counter()
     side = max(LATENT_SIDE // config.denoiser.factor, 1) * config.factor
-    picture = _scene_picture(side)
+    picture = Image.fromarray(shade(make_scene(SCENE, side), scene_source_light(SCENE)))
     keys = config.conditioning_images_keys
     conditioning = dict.fromkeys(keys, picture) | dict.fromkeys(
         config.conditioning_masks_keys, Image.new("L", picture.size, 255)
     )
     result = translate_image(model, picture, seed=0, size=picture.size, conditioning=conditioning)
     done = time.perf_counter()
+    with torch.inference_mode():
+        pixels = image_to_tensor(picture).to(next(model.parameters()).device)
+        decoded = model.vae.decode(model.vae.encode(pixels)).float().cpu().clamp(-1, 1)
     return BaseCheck(
         path=paths[0],
         compared=compared,
         size=picture.size,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        vae_psnr=psnr(_through_vae(model, picture), picture),
+        vae_psnr=psnr(tensor_to_image(decoded), picture),
         source_psnr=psnr(result, picture),
         load_seconds=loaded - begin,
         inference_seconds=done - loaded,
@@ -634,24 +603,10 @@ def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> 
                 if set(first) != set(second):
                     raise CheckpointError(path, f"has other tensors than {paths[0]}.", hint="Make it anew.")
                 for done, key in enumerate(first, start=1):
-                    if not _same_bits(first.tensor(key), second.tensor(key)):
+                    tensor, other = first.tensor(key), second.tensor(key)
+                    same_kind = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+                    bits = (each.reshape(-1).view(torch.uint8) for each in (tensor, other))
+                    if not same_kind or not torch.equal(*bits):
                         raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it anew.")
                     progress(done, len(first), key)
         return len(first)
-
-
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
-
-
-def _scene_picture(side: int) -> Image.Image:
-    return Image.fromarray(shade(make_scene(SCENE, side), scene_source_light(SCENE)))
-
-
-def _through_vae(model: LbmModel, picture: Image.Image) -> Image.Image:
-    with torch.inference_mode():
-        pixels = image_to_tensor(picture).to(next(model.parameters()).device)
-        decoded = model.vae.decode(model.vae.encode(pixels))
-    return tensor_to_image(decoded.float().cpu().clamp(-1, 1))

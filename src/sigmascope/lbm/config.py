@@ -11,7 +11,7 @@ Importing this loads no torch: only looking beside a checkpoint does.
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -35,8 +35,6 @@ PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
 """Keys that every training's YAML has; no model's has one of them."""
-
-
 _HOW_TO_GIVE: Final = {
     "base_model_path": " (write the file that sigmascope lbm create-base made; LBM makes it from backbone_signature in "
     "each training)"
@@ -50,28 +48,11 @@ class ConfigBlock(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def _check_depths(key: str, depths: int | tuple[int, ...]) -> None:
-    block_depths = depths if isinstance(depths, tuple) else (depths,)
-    if min(block_depths) < 1:
-        raise ValueError(f"{key}: expected 1 or more, got {list(block_depths)}")
-
-
 def _check_widths(widths: tuple[int, ...], groups: int) -> None:
-    for width in widths:
-        if width < 1 or width % groups:
-            raise ValueError(
-                f"block_out_channels: expected multiples of norm_num_groups ({groups}), got {list(widths)}"
-            )
-
-
-def _check_heads(widths: tuple[int, ...], heads: int | tuple[int, ...]) -> None:
-    block_heads = heads if isinstance(heads, tuple) else (heads,) * len(widths)
-    for width, count in zip(widths, block_heads, strict=True):
-        if count < 1 or width % count:
-            raise ValueError(
-                f"attention_head_dim: expected numbers of heads that divide the widths {list(widths)}, "
-                f"got {list(block_heads)}"
-            )
+    if any(width < 1 or width % groups for width in widths):
+        raise ValueError(
+            f"block_out_channels: expected multiples of norm_num_groups ({groups}), got {list(widths)}"
+        )
 
 
 class DenoiserConfig(ConfigBlock):
@@ -120,9 +101,18 @@ class DenoiserConfig(ConfigBlock):
                     f"{key}: expected {count} entries, one for each of block_out_channels, got {len(value)}"
                 )
         for key in ("layers_per_block", "transformer_layers_per_block"):
-            _check_depths(key, getattr(self, key))
+            depths = getattr(self, key)
+            block_depths = depths if isinstance(depths, tuple) else (depths,)
+            if min(block_depths) < 1:
+                raise ValueError(f"{key}: expected 1 or more, got {list(block_depths)}")
         _check_widths(self.block_out_channels, self.norm_num_groups)
-        _check_heads(self.block_out_channels, self.attention_head_dim)
+        widths, heads = self.block_out_channels, self.attention_head_dim
+        block_heads = heads if isinstance(heads, tuple) else (heads,) * len(widths)
+        if any(each < 1 or width % each for width, each in zip(widths, block_heads, strict=True)):
+            raise ValueError(
+                f"attention_head_dim: expected numbers of heads that divide the widths {list(widths)}, "
+                f"got {list(block_heads)}"
+            )
         if self.cross_attention_dim != self.block_out_channels:
             raise ValueError(
                 f"cross_attention_dim: expected the widths {list(self.block_out_channels)} "
@@ -282,7 +272,14 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.",
             hint="Start from the example in docs/lbm.md.",
         )
-    refuse_training(data, where)
+    # Two of the keys that every training needs tell one apart from a slip.
+    present = [key for key in TRAINING_NEEDS if key in data]
+    if len(present) > 1:
+        raise ConfigError(
+            f"{where}: is a configuration for training ({', '.join(present)}), and a model's is wanted here.",
+            hint="Train with it: sigmascope lbm train --path_config FILE. For a model, give a file with the model's "
+            "own keys alone, or leave it out where one lies beside the model.",
+        )
     try:
         return LbmConfig.model_validate(dict(data))
     except ValidationError as error:
@@ -292,24 +289,16 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
 def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
     """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
 
+    Where there is none of these, it is the full-size default.
+
     Raises:
         ConfigError: The config is not valid.
         CheckpointError: The system refuses to look at `path`.
     """
-    if config is None:
-        return config_for(path)
-    return config if isinstance(config, LbmConfig) else load_config(config)
-
-
-def config_for(checkpoint: str | Path) -> LbmConfig:
-    """Read the config that lies beside a checkpoint; without one, the full-size default.
-
-    Raises:
-        ConfigError: The file found there does not describe an LBM model.
-        CheckpointError: The system refuses to look at the path.
-    """
-    path = find_config(checkpoint)
-    return LbmConfig() if path is None else load_config(path)
+    if isinstance(config, LbmConfig):
+        return config
+    file = find_config(path) if config is None else config
+    return LbmConfig() if file is None else load_config(file)
 
 
 def find_config(checkpoint: str | Path) -> Path | None:
@@ -323,29 +312,22 @@ def find_config(checkpoint: str | Path) -> Path | None:
         CheckpointError: The system refuses to look at the path.
     """
     from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in  # it loads torch
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    def stem(name: str) -> str:
+        return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
 
     checkpoint = Path(checkpoint)
     if is_folder(checkpoint):
-        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
-        stems = [checkpoint.absolute().name, *map(_stem, weights)]
+        suffixes = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
+        weights = [stem(name) for name in names_in(checkpoint) if name.endswith(suffixes)]
+        folder, stems = checkpoint, [checkpoint.absolute().name, *weights]
     else:
-        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
+        folder, stems = checkpoint.parent, [stem(checkpoint.name)]
     for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
         if is_regular_file(folder / name):
             return folder / name
     return None
-
-
-def _is_weights(name: str) -> bool:
-    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
-
-    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
-
-
-def _stem(name: str) -> str:
-    from sigmascope.checkpoints.reader import INDEX_SUFFIX
-
-    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
 
 
 _MOST_YAML_BYTES = 1 << 20
@@ -445,44 +427,6 @@ class _OnceLoader(yaml.SafeLoader):
         return node
 
 
-def refuse_training(data: Mapping[str, Any], where: str) -> None:
-    """Refuse the YAML of a training where a model's is wanted.
-
-    Args:
-        data: What was given; two of the keys that every training needs tell it apart from a slip.
-        where: The file, or what the mapping is.
-
-    Raises:
-        ConfigError: It is one; names the command that it is for.
-    """
-    present = [key for key in TRAINING_NEEDS if key in data]
-    if len(present) > 1:
-        raise ConfigError(
-            f"{where}: is a configuration for training ({', '.join(present)}), and a model's is wanted here.",
-            hint="Train with it: sigmascope lbm train --path_config FILE. For a model, give a file with the model's "
-            "own keys alone, or leave it out where one lies beside the model.",
-        )
-
-
-def refuse_model(data: Mapping[str, Any], model_keys: Collection[str], where: str) -> None:
-    """Refuse the YAML of a model where a training's is wanted.
-
-    Args:
-        data: What was given.
-        model_keys: Keys that a model's YAML may have.
-        where: The file, or what the mapping is.
-
-    Raises:
-        ConfigError: It holds keys of a model and nothing else.
-    """
-    if data and all(key in model_keys for key in data):
-        raise ConfigError(
-            f"{where}: describes a model alone, and a training is wanted here: "
-            f"{', '.join(TRAINING_NEEDS)} are required.",
-            hint="Add these keys (docs/lbm-train-config.md), or give the file to sigmascope lbm infer --config_path.",
-        )
-
-
 def config_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
     """Name every wrong key, what was expected of it, and the nearest known key.
 
@@ -519,11 +463,14 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
 def _unknown_key(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
     name = str(location[-1])
     known = _known_keys(model, location[:-1])
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     key = ".".join(str(part) for part in location)
-    if nearest:
-        return f"unknown key {key} (did you mean {nearest[0]}?)"
-    return f"unknown key {key} (known: {', '.join(sorted(known))})"
+    return f"unknown key {key}" + (did_you_mean(name, known) or f" (known: {', '.join(sorted(known))})")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A remark that names the nearest of the known names; empty where none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[str]:
@@ -539,19 +486,17 @@ def _expected(detail: ErrorDetails) -> str:
     """What was expected, without the names of Python's types."""
     match detail["type"]:
         case "too_short":
-            return f"expected at least {_count_of_values(detail['ctx']['min_length'])}"
+            fewest = detail["ctx"]["min_length"]
+            return f"expected at least {'1 value' if fewest == 1 else f'{fewest} values'}"
         case "too_long":
-            return f"expected at most {_count_of_values(detail['ctx']['max_length'])}"
+            most = detail["ctx"]["max_length"]
+            return f"expected at most {'1 value' if most == 1 else f'{most} values'}"
         case "tuple_type":
             return "expected a list of values"
         case "path_type":
             return "expected a path"
         case _:
             return detail["msg"][:1].lower() + detail["msg"][1:]
-
-
-def _count_of_values(count: int) -> str:
-    return "1 value" if count == 1 else f"{count} values"
 
 
 def _shortened(value: Any) -> str:

@@ -5,29 +5,58 @@ with the last batch, as plain numbers; passing it back continues with exactly th
 
 What cannot be used is counted, and the first few samples are named. Positions of another epoch or number of
 processes are refused, and so are epochs without one good sample.
+
+A sample is decoded from bytes to pictures and masks of one size, all cut alike (`SampleDecoder`). `prefetch` does such
+work on background threads and gives the results in the order of the inputs.
 """
 
+import io
 import logging
-from collections.abc import Generator, Mapping, Sequence
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, DataError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.images import Size, scaled_buckets
-from sigmascope.lbm.samples import Crop, Sample, SampleDecoder, prefetch
-from sigmascope.lbm.shards import EpochOrder, ProcessShare, RawSample, expand_shards
+from sigmascope.lbm.images import (
+    DECODER_ERRORS,
+    Size,
+    mask_levels,
+    nearest_bucket,
+    open_picture,
+    scaled_buckets,
+    to_rgb,
+)
+from sigmascope.lbm.shards import (
+    EpochOrder,
+    RawSample,
+    expand_shards,
+    find_member,
+    wanted_members,
+)
 
 __all__ = ["DataOptions", "DataPosition", "SkippedSample", "SkippedSamples", "TrainingData"]
 
 _log = logging.getLogger(__name__)
 
+Pixels = NDArray[np.uint8]
+Crop = Literal["center", "random"]
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+"""What is decoded. Pillow knows formats that hand their content to other programs; shards may be anybody's."""
 FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
 """Smallest value of each number among the options."""
 VALID = 128
@@ -69,6 +98,25 @@ class DataOptions:
     process: int = 0
     processes: int = 1
     workers: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A decoded sample; every picture has `size`.
+
+    Attributes:
+        number: In its epoch's stream.
+        key: In its shard.
+        size: (width, height).
+        pictures: (height, width, 3) for each key of the config that means a picture.
+        masks: (height, width) for each key that means a mask; without the `mask_key` of a sample that has none.
+    """
+
+    number: int
+    key: str
+    size: Size
+    pictures: Mapping[str, Pixels]
+    masks: Mapping[str, Pixels]
 
 
 @dataclass(frozen=True)
@@ -127,22 +175,17 @@ class DataPosition:
             ConfigError: It is something else.
         """
         try:
-            numbers = [data["epoch"], data["samples"], *data["pending"]]
-        except (KeyError, TypeError) as error:
-            raise _no_position(data) from error
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise _no_position(data)
-        epoch, samples, *pending = numbers
-        if any(number >= samples for number in pending):
-            raise _no_position(data)
+            epoch, samples, *pending = numbers = [data["epoch"], data["samples"], *data["pending"]]
+            if any(type(number) is not int or number < 0 for number in numbers):
+                raise ValueError("no counts")
+            if any(number >= samples for number in pending):
+                raise ValueError("samples that were not dealt with")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data position: expected epoch, samples and pending (numbers below samples), got {data!r:.200}.",
+                hint="Take it from a checkpoint of this version, or begin the epoch anew.",
+            ) from error
         return cls(epoch, samples, tuple(pending))
-
-
-def _no_position(data: object) -> ConfigError:
-    return ConfigError(
-        f"data position: expected epoch, samples and pending (numbers below samples), got {data!r:.200}.",
-        hint="Take it from a checkpoint of this version, or begin the epoch anew.",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +199,6 @@ class SkippedSample:
     def __str__(self) -> str:
         place = self.shard if self.key is None else f"{self.shard}, sample {self.key}"
         return f"{place}: {self.reason}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"shard": self.shard, "key": self.key, "reason": self.reason}
 
 
 class TrainingData:
@@ -202,16 +241,51 @@ class TrainingData:
             DataError: Not one sample of the epoch can be used, or the stream ends before the position.
             FileError: A shard cannot be opened.
         """
-        start = position or DataPosition(epoch, 0)
-        check_position(start, epoch, self._options)
+        start, options = position or DataPosition(epoch, 0), self._options
+        if start.epoch != epoch:
+            raise ConfigError(
+                f"data position: it is of epoch {start.epoch}, not {epoch}.",
+                hint="Continue that epoch first.",
+            )
+        if any(number % options.processes != options.process for number in start.pending):
+            raise ConfigError(
+                f"data position: it is not of process {options.process} of {options.processes}.",
+                hint="Continue with as many processes as before, or begin the epoch anew.",
+            )
         return self._batches(start)
 
     def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
-        epoch, buckets = start.epoch, SizeBuckets(self._options.batch_size)
-        share = ProcessShare(self._order(), self._options.process, self._options.processes)
-        good = broken = 0
-        seen = start.samples
-        with closing(self._decoded(share, start)) as outcomes:
+        epoch, options = start.epoch, self._options
+        buckets = SizeBuckets(options.batch_size)
+        order = EpochOrder(
+            self.shards,
+            self._decoder.keys,
+            options.seed,
+            options.shuffle,
+            options.shuffle_buffer,
+            max_member=options.max_member,
+        )
+        good = broken = passed = 0
+        waiting = frozenset(start.pending)
+
+        def of_this_process() -> Iterator[tuple[int, RawSample]]:
+            """The pending samples with their numbers, then those from the start on."""
+            nonlocal passed
+            for number, raw in enumerate(order.samples(epoch)):
+                passed = number + 1
+                mine = number % options.processes == options.process
+                if (mine and number >= start.samples) or number in waiting:
+                    yield number, raw
+
+        def decode(item: tuple[int, RawSample]) -> tuple[int, Sample | SkippedSample]:
+            number, raw = item
+            try:
+                return number, self._decoder.decode(raw, epoch, number)
+            except DataError as error:
+                return number, SkippedSample(raw.shard, raw.key, error.message)
+
+        seen, ahead = start.samples, options.batch_size + options.workers
+        with closing(prefetch(decode, of_this_process(), workers=options.workers, ahead=ahead)) as outcomes:
             for number, outcome in outcomes:
                 seen = max(seen, number + 1)
                 if isinstance(outcome, SkippedSample):
@@ -222,9 +296,9 @@ class TrainingData:
                 self._say_unmasked(outcome)
                 if full := buckets.add(outcome):
                     yield collate(full, self._config, epoch), DataPosition(epoch, seen, buckets.pending)
-        check_epoch(good, broken, share.passed, start, self.skipped, share.processes)
+        check_epoch(good, broken, passed, start, self.skipped, options.processes)
         while rest := buckets.take_rest():
-            yield collate(rest, self._config, epoch), DataPosition(epoch, share.passed, buckets.pending)
+            yield collate(rest, self._config, epoch), DataPosition(epoch, passed, buckets.pending)
 
     def _say_unmasked(self, sample: Sample) -> None:
         """Say once that samples lack the mask: a slip in its name would pass for that."""
@@ -234,31 +308,6 @@ class TrainingData:
             _log.warning(
                 "Sample %s has no member for mask_key: %s, so all of it is valid; said once.", sample.key, key
             )
-
-    def _order(self) -> EpochOrder:
-        options = self._options
-        return EpochOrder(
-            self.shards,
-            self._decoder.keys,
-            options.seed,
-            options.shuffle,
-            options.shuffle_buffer,
-            max_member=options.max_member,
-        )
-
-    def _decoded(
-        self, share: ProcessShare, start: DataPosition
-    ) -> Generator[tuple[int, Sample | SkippedSample], None, None]:
-        def decode(item: tuple[int, RawSample]) -> tuple[int, Sample | SkippedSample]:
-            number, raw = item
-            try:
-                return number, self._decoder.decode(raw, start.epoch, number)
-            except DataError as error:
-                return number, SkippedSample(raw.shard, raw.key, error.message)
-
-        samples = share.samples(start.epoch, start.samples, start.pending)
-        workers = self._options.workers
-        return prefetch(decode, samples, workers=workers, ahead=self._options.batch_size + workers)
 
 
 def check_options(options: DataOptions, config: LbmConfig) -> None:
@@ -277,10 +326,7 @@ def check_options(options: DataOptions, config: LbmConfig) -> None:
         )
     if options.crop not in ("center", "random"):
         raise ConfigError(f"crop: expected center or random, got {options.crop!r}.", hint="Use center.")
-    _check_size(options.size, config)
-
-
-def _check_size(size: Size | None, config: LbmConfig) -> None:
+    size = options.size
     if size is None:
         scaled_buckets(config.resolution, config.factor)  # refuses a resolution that is too small
     elif min(size) < 1 or any(side % config.factor for side in size):
@@ -317,27 +363,6 @@ class SkippedSamples:
             _log.warning("Skipped %s", sample)
         if self.count == LOGGED:
             _log.warning("Further samples that cannot be used are counted, not named.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"count": self.count, "first": [sample.as_dict() for sample in self.first]}
-
-
-def check_position(position: DataPosition, epoch: int, options: DataOptions) -> None:
-    """Refuse a position that another epoch or another process reached.
-
-    Raises:
-        ConfigError: Says which.
-    """
-    if position.epoch != epoch:
-        raise ConfigError(
-            f"data position: it is of epoch {position.epoch}, not {epoch}.", hint="Continue that epoch first."
-        )
-    if any(number % options.processes != options.process for number in position.pending):
-        raise ConfigError(
-            f"data position: it is not of process {options.process} of {options.processes}.",
-            hint="Continue with as many processes as before, or begin the epoch anew.",
-        )
 
 
 class SizeBuckets:
@@ -421,8 +446,17 @@ def check_epoch(
         )
     if passed == 0:
         raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
+    if good == 0 and start.samples == 0 and broken == 0:
+        raise DataError(
+            f"there are {passed} samples for {processes} processes, so that one has none.",
+            hint="Use fewer processes or more data.",
+        )
     if good == 0 and start.samples == 0:
-        raise _no_usable_sample(broken, passed, skipped, processes)
+        raise DataError(
+            f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
+            hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name "
+            "ends at its first dot, and its members follow one another in the tar file.",
+        )
     if broken > good and start.samples == 0:
         _log.warning(
             "Most of the data cannot be used: %d of %d samples of this epoch were skipped. The first: %s",
@@ -430,19 +464,6 @@ def check_epoch(
             good + broken,
             skipped.first[0],
         )
-
-
-def _no_usable_sample(broken: int, passed: int, skipped: SkippedSamples, processes: int) -> DataError:
-    if broken == 0:
-        return DataError(
-            f"there are {passed} samples for {processes} processes, so that one has none.",
-            hint="Use fewer processes or more data.",
-        )
-    return DataError(
-        f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
-        hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name ends "
-        "at its first dot, and its members follow one another in the tar file.",
-    )
 
 
 def redistribute(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
@@ -461,3 +482,215 @@ def redistribute(positions: Sequence[DataPosition], process: int, processes: int
     left.update(number for position in positions for number in position.pending)
     mine = sorted(number for number in left if number % processes == process)
     return DataPosition(positions[0].epoch, reached, tuple(mine))
+
+
+class SampleDecoder:
+    """How samples become pixels: which members, which size, which part.
+
+    Args:
+        config: Names the members, and the buckets.
+        size: (width, height) of every sample; None is each one's nearest bucket.
+        crop: Which part of a picture that has another shape.
+        seed: Random parts follow from it, the epoch and the sample's number alone.
+    """
+
+    def __init__(
+        self, config: LbmConfig, size: Size | None = None, crop: Crop = "center", seed: int = 0
+    ) -> None:
+        self.config = config
+        self.size = size
+        self.crop: Crop = crop
+        self.seed = seed
+        pictures = (config.source_key, config.target_key, *config.conditioning_images_keys)
+        masks = (*((config.mask_key,) if config.mask_key else ()), *config.conditioning_masks_keys)
+        self.picture_keys = tuple(dict.fromkeys(pictures))
+        self.mask_keys = tuple(dict.fromkeys(masks))
+        named = {key.lower() for key in (*pictures, *masks)}
+        roles = {config.source_key: "source", config.target_key: "target", config.mask_key: "mask"}
+        # What stands in where a sample has no member of a key's own name.
+        self.roles = {key: role for key, role in roles.items() if key is not None and role not in named}
+        self.keys = tuple(dict.fromkeys((*pictures, *masks, *self.roles.values())))
+
+    def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
+        """Decode a sample.
+
+        Args:
+            raw: As read.
+            epoch: Of the stream, from 0.
+            number: In the epoch's stream.
+
+        Raises:
+            DataError: Says which member is missing, damaged, or of another shape than the source.
+        """
+        if raw.fault is not None or raw.key is None:
+            raise DataError(raw.fault or "has no name")
+        pictures = {key: self._decoded(raw, key, mask=False) for key in self.picture_keys}
+        masks = {
+            key: self._decoded(raw, key, mask=True) for key in self.mask_keys if not self._may_lack(raw, key)
+        }
+        shape = pictures[self.config.source_key].size
+        for key, image in (*pictures.items(), *masks.items()):
+            if not same_shape(shape, image.size):
+                raise DataError(
+                    f"{key} has another shape ({image.width}×{image.height}) "
+                    f"than {self.config.source_key} ({shape[0]}×{shape[1]})"
+                )
+        draws = random.Random(f"{self.seed} {epoch} {number} crop")
+        size = self.size or nearest_bucket(
+            *shape, resolution=self.config.resolution, factor=self.config.factor
+        )
+        cut = choose_crop(shape, size, self.crop, draws)
+        # Whether a pixel is valid is yes or no; conditioning is resized as inference does.
+        yes_or_no = {self.config.mask_key: Image.Resampling.NEAREST}
+        smooth = Image.Resampling.BICUBIC
+        return Sample(
+            number,
+            raw.key,
+            cut.size,
+            {key: apply_crop(image, cut, smooth) for key, image in pictures.items()},
+            {key: apply_crop(image, cut, yes_or_no.get(key, smooth)) for key, image in masks.items()},
+        )
+
+    def _decoded(self, raw: RawSample, key: str, *, mask: bool) -> Image.Image:
+        """Of the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
+        role = self.roles.get(key)
+        named = role is None or wanted_members(key, raw.names) or not wanted_members(role, raw.names)
+        member = find_member(key if named or role is None else role, raw.names)
+        try:
+            return (decode_mask if mask else decode_picture)(raw.members[member])
+        except DataError as error:
+            raise DataError(f"{member} {error.message}") from error
+
+    def _may_lack(self, raw: RawSample, key: str) -> bool:
+        """Whether a sample has no mask of what is valid: all of it is, as in LBM."""
+        names = (key, self.roles.get(key, key))
+        is_validity = key == self.config.mask_key and key not in self.config.conditioning_masks_keys
+        return is_validity and not any(wanted_members(name, raw.names) for name in names)
+
+
+def decode_picture(data: bytes) -> Image.Image:
+    """Decode a picture to upright 8-bit RGB (see `sigmascope.lbm.images.to_rgb`).
+
+    Runs on any thread: no warning filter is touched.
+
+    Raises:
+        DataError: It is empty, no picture, damaged, or of more pixels than `SIGMASCOPE_MAX_PIXELS`.
+    """
+    if not data:
+        raise DataError("is empty")
+    try:
+        with open_picture(io.BytesIO(data), FORMATS) as image:
+            image.load()
+            return to_rgb(image)
+    except Image.DecompressionBombError as error:
+        raise DataError(f"is too large a picture ({error})") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
+    except DECODER_ERRORS as error:
+        raise DataError(f"cannot be decoded ({error})") from error
+
+
+def decode_mask(data: bytes) -> Image.Image:
+    """Decode a mask to 8-bit grey; values of 0 and 1 alone count as 0 and 255.
+
+    Raises:
+        DataError: As `decode_picture`.
+    """
+    return mask_levels(decode_picture(data).convert("L"))
+
+
+@dataclass(frozen=True, slots=True)
+class CropBox:
+    """The part of a picture that is used, as shares of its sides, and the size that it is brought to."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    size: Size
+
+
+def choose_crop(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> CropBox:
+    """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn.
+
+    Args:
+        image_size: (width, height) of the picture.
+        size: (width, height) that it is brought to.
+        crop: Which part.
+        draws: Gives the place of a random part.
+    """
+    width, height = image_size
+    scale = max(size[0] / width, size[1] / height)
+    part = (min(size[0] / scale, width), min(size[1] / scale, height))
+    left, top = (_crop_start(whole - used, crop, draws) for whole, used in zip(image_size, part, strict=True))
+    return CropBox(left / width, top / height, (left + part[0]) / width, (top + part[1]) / height, size)
+
+
+def _crop_start(slack: float, crop: Crop, draws: random.Random) -> float:
+    """Where the part begins: whole pixels, so that a cut without resizing copies pixels."""
+    if crop == "center":
+        return float(int(slack / 2))
+    return min(float(int(draws.random() * (slack + 1))), slack)
+
+
+def apply_crop(image: Image.Image, cut: CropBox, resample: Image.Resampling) -> Pixels:
+    """Cut and resize in one go. A picture that has the size already comes back untouched.
+
+    Returns:
+        (height, width, 3) for RGB, (height, width) for grey.
+    """
+    width, height = image.size
+    box = (
+        _edge(cut.left, width),
+        _edge(cut.top, height),
+        _edge(cut.right, width),
+        _edge(cut.bottom, height),
+    )
+    return np.array(image.resize(cut.size, resample, box=box), dtype=np.uint8)
+
+
+def _edge(share: float, side: int) -> float:
+    """A share of a side in pixels, inside the picture; rounding must not shift a whole pixel by a hair."""
+    pixels = min(max(share * side, 0.0), float(side))
+    return float(round(pixels)) if abs(pixels - round(pixels)) < 1e-6 else pixels
+
+
+def same_shape(first: Size, second: Size) -> bool:
+    """Whether two pictures show the same at different sizes: equal aspect, up to a pixel of rounding."""
+    for earlier, other in ((first, second), (second, first)):
+        if (
+            abs(earlier[0] * other[1] / earlier[1] - other[0]) <= 1
+            or abs(earlier[1] * other[0] / earlier[0] - other[1]) <= 1
+        ):
+            return True
+    return False
+
+
+def prefetch(
+    work: Callable[[In], Out], items: Iterator[In], *, workers: int, ahead: int
+) -> Generator[Out, None, None]:
+    """Map `work` over `items`, with up to `ahead` results computed before they are asked for.
+
+    When the caller stops early and closes the iterator, no thread stays behind.
+
+    Args:
+        work: Runs on a worker; what it raises is raised here, in its place.
+        items: Taken on the caller's thread.
+        workers: Threads; 0 works on the caller's.
+        ahead: Bounds the memory that results take.
+    """
+    if workers == 0:
+        for item in items:
+            yield work(item)
+        return
+    waiting: deque[Future[Out]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="sigmascope-data")
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

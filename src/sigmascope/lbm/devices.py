@@ -96,11 +96,8 @@ def explain_out_of_memory(what: str, hint: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, SigmascopeError) or not is_out_of_memory(error):
             raise
-        raise ConfigError(f"{what} does not fit into memory{_first_sentence(error)}.", hint=hint) from error
-
-
-def _first_sentence(error: Exception) -> str:
-    """The first sentence, which has the sizes; a `MemoryError` is without words."""
-    lines = str(error).splitlines()
-    sentence = lines[0].partition(". GPU ")[0].rstrip(".") if lines else ""
-    return f" ({sentence})" if sentence else ""
+        # The first sentence has the sizes; a `MemoryError` is without words.
+        lines = str(error).splitlines()
+        sentence = lines[0].partition(". GPU ")[0].rstrip(".") if lines else ""
+        words = f" ({sentence})" if sentence else ""
+        raise ConfigError(f"{what} does not fit into memory{words}.", hint=hint) from error

@@ -187,19 +187,50 @@ def validate_images(
         SigmascopeError: Whatever is wrong with the models, the LoRA or the options.
     """
     started = time.perf_counter()
-    options = options or ImageOptions()
+    run = options or ImageOptions()
     require_source_only((base, tuned), config)
     pictures, unreadable = find_images(folder)
+    total = 3 * len(pictures)
+
+    def translate(model: LbmModel, turn: int, what: str) -> Iterator[tuple[Output, Path]]:
+        """Each picture's result, and the file of the tuned model's."""
+        for index, path in enumerate(pictures):
+            progress(turn * len(pictures) + index, total, f"{what}: {path.name}")
+            latents: list[Tensor] = []
+            result = translate_image(
+                model,
+                load_image(path),
+                num_inference_steps=run.num_inference_steps,
+                seed=run.seed,
+                resolution=run.resolution,
+                on_latent=latents.append,
+            )
+            yield Output(np.asarray(result), latents[0].cpu().numpy()), Path(place) / f"{index}.npz"
+
+    def errors(model: LbmModel, turn: int, what: str) -> list[OutputError]:
+        against_tuned = []
+        for output, file in translate(model, turn, what):
+            with np.load(file) as kept:
+                against_tuned.append(output_error(output, Output(kept["pixels"], kept["latent"])))
+        return against_tuned
+
     with tempfile.TemporaryDirectory(prefix="sigmascope-") as place:
-        runs = _Runs(pictures, options, config, Path(place), progress)
-        runs.keep_tuned(tuned)
-        without, with_lora, not_applied = runs.compare(base, lora)
+        model = load_lbm(tuned, config, dtype=run.dtype, device=run.device)
+        for output, file in translate(model, 0, "tuned"):
+            np.savez(file, pixels=output.pixels, latent=output.latent)
+        del model
+        gc.collect()  # a model holds itself in cycles: the tuned one must be gone before the base comes
+        model = load_lbm(base, config, dtype=run.dtype, device=run.device)
+        without = errors(model, 1, "base")
+        with open_lora(lora) as lora_file:
+            not_applied = add_lora(model, lora_file)
+        with_lora = errors(model, 2, "base + LoRA")
     return ImageReport(
         tuple(map(ImageErrors, (path.name for path in pictures), without, with_lora)),
         tuple(unreadable),
         not_applied,
-        options.num_inference_steps,
-        options.seed,
+        run.num_inference_steps,
+        run.seed,
         time.perf_counter() - started,
     )
 
@@ -211,8 +242,8 @@ def require_source_only(checkpoints: Sequence[str | Path], config: str | Path | 
         ConfigError: A model needs more than a source picture, or its config is not valid.
     """
     for checkpoint in checkpoints:
-        known = resolve_config(checkpoint, config)
-        keys = [*known.conditioning_images_keys, *known.conditioning_masks_keys]
+        model = resolve_config(checkpoint, config)
+        keys = [*model.conditioning_images_keys, *model.conditioning_masks_keys]
         if keys:
             raise ConfigError(
                 f"--images: {checkpoint} needs more than a source picture ({', '.join(keys)}).",
@@ -226,62 +257,6 @@ class Output:
 
     pixels: NDArray[np.uint8]
     latent: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The three runs over the pictures; results of the first lie in `place`, one file a picture."""
-
-    pictures: Sequence[Path]
-    options: ImageOptions
-    config: str | Path | None
-    place: Path
-    progress: Progress
-
-    def keep_tuned(self, tuned: str | Path) -> None:
-        """Run the tuned model. It is gone from memory afterwards."""
-        for index, output in enumerate(self._outputs(self._load(tuned), "tuned")):
-            np.savez(self._kept(index), pixels=output.pixels, latent=output.latent)
-
-    def compare(
-        self, base: str | Path, lora: str | Path
-    ) -> tuple[list[OutputError], list[OutputError], tuple[str, ...]]:
-        """Run the base without and with the LoRA; also gives the LoRA's modules that fit nothing."""
-        gc.collect()  # a model holds itself in cycles: the tuned one must be gone first
-        model = self._load(base)
-        without = self._errors(model, "base")
-        with open_lora(lora) as file:
-            not_applied = add_lora(model, file)
-        return without, self._errors(model, "base + LoRA"), not_applied
-
-    def _errors(self, model: LbmModel, what: str) -> list[OutputError]:
-        errors = []
-        for index, output in enumerate(self._outputs(model, what)):
-            with np.load(self._kept(index)) as kept:
-                errors.append(output_error(output, Output(kept["pixels"], kept["latent"])))
-        return errors
-
-    def _outputs(self, model: LbmModel, what: str) -> Iterator[Output]:
-        turn = ("tuned", "base", "base + LoRA").index(what)
-        for index, path in enumerate(self.pictures):
-            done = turn * len(self.pictures) + index
-            self.progress(done, 3 * len(self.pictures), f"{what}: {path.name}")
-            latents: list[Tensor] = []
-            result = translate_image(
-                model,
-                load_image(path),
-                num_inference_steps=self.options.num_inference_steps,
-                seed=self.options.seed,
-                resolution=self.options.resolution,
-                on_latent=latents.append,
-            )
-            yield Output(np.asarray(result), latents[0].cpu().numpy())
-
-    def _load(self, path: str | Path) -> LbmModel:
-        return load_lbm(path, self.config, dtype=self.options.dtype, device=self.options.device)
-
-    def _kept(self, index: int) -> Path:
-        return self.place / f"{index}.npz"
 
 
 def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:

@@ -32,14 +32,10 @@ from sigmascope.errors import ConfigError, FileError
 
 Images = Float[Tensor, "batch 3 height width"]
 Resized = Float[Tensor, "batch 3 new_height new_width"]
-
-
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
 """Of WebP too."""
-
-
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
 PIXEL_LIMIT: Final = "SIGMASCOPE_MAX_PIXELS"
@@ -48,8 +44,6 @@ _PIXELS: Final = 89_478_485  # where Pillow begins to warn
 _TILE_SIDES: Final = (322, 323)  # TIFF's tags
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Suffixes of the files that are taken for pictures."""
-
-
 MARGIN, CAPTION_HEIGHT = 8, 22
 """Of a contact sheet, in pixels."""
 PAPER, INK = (250, 250, 248), (30, 30, 34)
@@ -80,7 +74,9 @@ def load_image(path: str | Path) -> Image.Image:
     except FileNotFoundError as error:
         raise FileError(path, "no such file.", hint="Check the path of the source image.") from error
     except UnidentifiedImageError as error:
-        raise FileError(path, _no_picture(path), hint="Pass a PNG, JPEG, WebP or TIFF file.") from error
+        empty = path.stat().st_size == 0
+        message = "the file is empty." if empty else "is no picture that Pillow can read."
+        raise FileError(path, message, hint="Pass a PNG, JPEG, WebP or TIFF file.") from error
     except (IsADirectoryError, PermissionError) as error:
         raise FileError(path, f"cannot be read ({error.strerror}).", hint="Pass a readable file.") from error
     except DECODER_ERRORS as error:
@@ -159,10 +155,6 @@ def pixel_limit() -> int:
             f"{PIXEL_LIMIT} {text} is no number of pixels.", hint="Write it as 200000000 or 2e8."
         )
     return most
-
-
-def _no_picture(path: Path) -> str:
-    return "the file is empty." if path.stat().st_size == 0 else "is no picture that Pillow can read."
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -322,7 +314,10 @@ def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int |
     if not pictures:
         raise ValueError("a contact sheet needs at least one picture")
     columns = columns or len(pictures)
-    width, height = _shown_size(pictures[0][1])
+    first = pictures[0][1]
+    longer = max(first.size)
+    scale = min(max(longer, SMALLEST_SIDE), LARGEST_SIDE) / longer
+    width, height = (max(1, round(side * scale)) for side in first.size)
     rows = -(-len(pictures) // columns)
     cell_width, cell_height = width + MARGIN, height + CAPTION_HEIGHT + MARGIN
     sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
@@ -336,20 +331,10 @@ def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int |
     return sheet
 
 
-def _shown_size(picture: Image.Image) -> tuple[int, int]:
-    longer = max(picture.size)
-    scale = min(max(longer, SMALLEST_SIDE), LARGEST_SIDE) / longer
-    return max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-
-
 Size = tuple[int, int]
 """(width, height) in pixels."""
-
-
 BASE_RESOLUTION = 1024
 """Side of the square bucket of the full-size model."""
-
-
 _PORTRAIT = ((512, 2048), (512, 1920), (640, 1536), (768, 1280), (896, 1152), (1024, 1024))
 BUCKETS: tuple[Size, ...] = _PORTRAIT + tuple((height, width) for width, height in reversed(_PORTRAIT[:-1]))
 """Every bucket as (width, height), from the tallest to the widest. Six and five transposes."""

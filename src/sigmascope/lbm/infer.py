@@ -81,8 +81,16 @@ def translate_image(
     working = working_size(*picture.size, size, resolution=resolution, factor=config.factor)
     frame = Frame(picture.size, working, pads=size == "keep")
     check_tile_size(tile_size, model)
-    seed = _checked_seed(seed)
-    noise_scale = _checked_noise_scale(config.bridge_noise_sigma if noise_scale is None else noise_scale)
+    seed = secrets.randbits(31) if seed is None else seed
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(
+            f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
+        )
+    noise_scale = config.bridge_noise_sigma if noise_scale is None else noise_scale
+    if not (math.isfinite(noise_scale) and noise_scale >= 0):
+        raise ConfigError(
+            f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
+        )
     with torch.inference_mode():
         z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
         z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
@@ -123,24 +131,6 @@ def check_tile_size(tile_size: int | None, model: LbmModel) -> None:
         )
 
 
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(31)
-    if not 0 <= seed < SEEDS:
-        raise ConfigError(
-            f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
-        )
-    return seed
-
-
-def _checked_noise_scale(noise_scale: float) -> float:
-    if not (math.isfinite(noise_scale) and noise_scale >= 0):
-        raise ConfigError(
-            f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
-        )
-    return noise_scale
-
-
 @dataclass(frozen=True)
 class Frame:
     """How a picture of `original` size is brought to the model's `working` size, and back."""
@@ -169,7 +159,7 @@ def _encode(
 ) -> tuple[Tensor, Tensor | None]:
     """Give the source latent and the conditioning, both float32."""
     with stage("latent_encoding") as recorded:
-        recorded.fact("strategy", _strategy(tile_size, "Encoding"))
+        recorded.fact("strategy", f"{'Direct' if tile_size is None else 'Tiled'} VAE Encoding")
         recorded.fact("image_size", list(frame.original))
         recorded.fact("working_size", list(frame.working))
         device = next(model.parameters()).device
@@ -179,10 +169,6 @@ def _encode(
         _require_finite(z_source, "the source latent", model)
         extra = conditioning_latents(model, frame, given, z_source, tile_size)
         return z_source, extra
-
-
-def _strategy(tile_size: int | None, what: str) -> str:
-    return f"Direct VAE {what}" if tile_size is None else f"Tiled VAE {what}"
 
 
 def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
@@ -225,7 +211,7 @@ def _denoise(
 
 def _decode(model: LbmModel, z_target: Tensor, frame: Frame, tile_size: int | None) -> Image.Image:
     with stage("latent_decoding") as recorded:
-        recorded.fact("strategy", _strategy(tile_size, "Decoding"))
+        recorded.fact("strategy", f"{'Direct' if tile_size is None else 'Tiled'} VAE Decoding")
         pixels = model.vae.decode(z_target, tile_size=tile_size).float().cpu()
         recorded.tensor("image", pixels)
         _require_finite(pixels, "the decoded picture", model)

@@ -2,26 +2,24 @@
 
 Shards appear whole or not at all, with the same bytes for the same samples.
 
-`find_pairs` says which files of a folder belong together, and which belong to nothing. `PairEncoder` looks at each
+`find_pairs` says which files of a folder belong together, and which belong to nothing. `encode_pairs` looks at each
 before it goes in. The pocket model's scenes let anyone try training without data of their own.
 """
 
-import multiprocessing
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 
 from webdataset import TarWriter
 
 from sigmascope.errors import ConfigError, DataError, FileError, WriteError
 from sigmascope.files import atomic_path, reading_hint, reason_of, writing_hint
+from sigmascope.lbm.data import decode_picture, prefetch, same_shape
 from sigmascope.lbm.images import PICTURES
-from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, begin_worker, render_pair
-from sigmascope.lbm.samples import decode_picture, prefetch, same_shape
+from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, render_pair
 from sigmascope.progress import Progress, no_progress
 
 EncodedSample = tuple[str, Mapping[str, bytes]]
@@ -30,18 +28,14 @@ EncodedSample = tuple[str, Mapping[str, bytes]]
 SHARD_SIZE = 1000
 """Samples in a shard unless the caller says."""
 WORKERS = 4
-"""Threads that look at pairs of files."""
+"""Threads that look at pairs of files, or render scenes."""
 AHEAD = 16
-"""Pairs that are looked at before they are asked for."""
+"""Samples that are made before they are asked for."""
 
 LIGHTS = {"cool": COOL, "warm": WARM}
 """Of rendered scenes, by the name that the command line gives them."""
-HELD_OUT = range(1000)
-"""Scenes that the pocket models never saw; judge by these, train on others."""
 POCKET_SHARD_SIZE = 128
 """Scenes in a shard unless the caller says: so few that a run of a few hundred has several."""
-_CHUNK = 8
-"""Scenes that a worker renders for one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +99,25 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
     written: list[WrittenShard] = []
     stream = iter(samples)
     with ExitStack() as unfinished:
-        while (first := next(stream, None)) is not None:
+        for first in stream:
             path = target.path(len(written))
             temporary = unfinished.enter_context(atomic_path(path))
-            count = _write_shard(temporary, _up_to(target.shard_size, first, stream))
-            written.append(WrittenShard(path, count, temporary.stat().st_size))
-    if written:  # without new ones the old ones stay
-        _remove_stale(set(target.existing()) - {shard.path for shard in written})
+            size = 0
+            with (
+                temporary.open("wb") as shard,
+                TarWriter(shard, user="", group="", mtime=0, encoder=False) as writer,
+            ):
+                for name, members in chain([first], islice(stream, target.shard_size - 1)):
+                    writer.write({"__key__": name, **members})
+                    size += 1
+            written.append(WrittenShard(path, size, temporary.stat().st_size))
+    stale = set(target.existing()) - {shard.path for shard in written}
+    for path in stale if written else ():  # without new ones the old ones stay
+        try:
+            path.unlink()
+        except OSError as error:
+            message = f"is of older shards and cannot be removed ({reason_of(error)})."
+            raise WriteError(path, message, hint="Remove it, or training would read it too.") from error
     return written
 
 
@@ -140,36 +146,6 @@ def _unusable(folder: Path, error: OSError | ValueError) -> WriteError:
     return WriteError(folder, f"cannot be used ({reason_of(error)}).", hint=writing_hint(error))
 
 
-def _write_shard(path: Path, samples: Iterator[EncodedSample]) -> int:
-    count = 0
-    with (
-        path.open("wb") as stream,
-        TarWriter(stream, user="", group="", mtime=0, encoder=False) as writer,
-    ):
-        for name, members in samples:
-            writer.write({"__key__": name, **members})
-            count += 1
-    return count
-
-
-def _up_to(count: int, first: EncodedSample, stream: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
-    yield first
-    for _ in range(count - 1):
-        following = next(stream, None)
-        if following is None:
-            return
-        yield following
-
-
-def _remove_stale(stale: Iterable[Path]) -> None:
-    for path in stale:
-        try:
-            path.unlink()
-        except OSError as error:
-            message = f"is of older shards and cannot be removed ({reason_of(error)})."
-            raise WriteError(path, message, hint="Remove it, or training would read it too.") from error
-
-
 def shard_pattern(written: list[WrittenShard]) -> str:
     """The pattern with braces that stands for shards, as a config names them."""
     first, last = written[0].path, written[-1].path
@@ -195,20 +171,9 @@ class SkippedFile:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FoundPairs:
-    """What a folder holds, by name.
-
-    Attributes:
-        pairs: Complete ones.
-        left_out: Every other file.
-    """
-
-    pairs: tuple[Pair, ...]
-    left_out: tuple[SkippedFile, ...]
-
-
-def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] = ()) -> FoundPairs:
+def find_pairs(
+    folder: str | Path, keys: Sequence[str], optional: Sequence[str] = ()
+) -> tuple[list[Pair], list[SkippedFile]]:
     """Find the pairs of a folder and of the folders in it.
 
     Two layouts: a subfolder for each key with files of equal names (`source/a.png`, `target/a.jpg`), or names
@@ -219,11 +184,15 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
         keys: Every sample needs a picture for each.
         optional: Pictures that are taken where they are.
 
+    Returns:
+        The complete pairs, and every other file.
+
     Raises:
         ConfigError: A key is given twice or makes no file name, or there is not one pair.
         FileError: The folder cannot be read.
     """
-    _check_keys([*keys, *optional])
+    known_keys = [*keys, *optional]
+    _check_keys(known_keys)
     root = Path(folder)
     files = _visible_files(root)
     in_subfolders = all((root / key).is_dir() for key in keys)
@@ -234,9 +203,16 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
         if file.suffix.lower() not in PICTURES:
             left_out.append(SkippedFile(str(place), f"is not named like a picture ({', '.join(PICTURES)})"))
             continue
-        candidates = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
+        candidates: tuple[str, str] | None = None
+        if not in_subfolders:
+            candidates = _by_ending(place, known_keys)
+        elif len(place.parts) > 1 and place.parts[0] in known_keys:
+            candidates = place.parts[0], Path(*place.parts[1:]).with_suffix("").as_posix()
         if candidates is None:
-            left_out.append(SkippedFile(str(place), _no_place([*keys, *optional], in_subfolders)))
+            reason = f"its name ends in none of {', '.join(f'_{key}' for key in known_keys)}"
+            if in_subfolders:
+                reason = f"lies in none of the folders {', '.join(known_keys)}"
+            left_out.append(SkippedFile(str(place), reason))
             continue
         key, name = candidates
         group = groups.setdefault(name, {})
@@ -246,8 +222,15 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
             group[key] = file
     pairs = _complete_pairs(groups, keys, root, left_out)
     if not pairs:
-        raise _no_pairs(root, keys, left_out)
-    return FoundPairs(tuple(pairs), tuple(left_out))
+        contents = "empty"
+        if left_out:
+            contents = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}"
+        raise ConfigError(
+            f"{root}: holds no pairs of pictures ({contents}).",
+            hint=f"Name files a_{keys[0]}.png and a_{keys[-1]}.png, or put them in folders {keys[0]}/ and "
+            f"{keys[-1]}/.",
+        )
+    return pairs, left_out
 
 
 def _check_keys(keys: Sequence[str]) -> None:
@@ -269,17 +252,9 @@ def _visible_files(root: Path) -> list[Path]:
         files = [path for path in root.rglob("*") if path.is_file()]
     except OSError as error:
         raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
-    return sorted(path for path in files if not _hidden(path.relative_to(root)))
-
-
-def _hidden(place: Path) -> bool:
-    return any(part.startswith(".") for part in place.parts)
-
-
-def _by_subfolder(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
-    if len(place.parts) < 2 or place.parts[0] not in keys:
-        return None
-    return place.parts[0], Path(*place.parts[1:]).with_suffix("").as_posix()
+    return sorted(
+        path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    )
 
 
 def _by_ending(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
@@ -290,12 +265,6 @@ def _by_ending(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
     key = next(key for key in keys if key.lower() == match[2].lower())
     folder = "" if place.parent == Path() else place.parent.as_posix()
     return key, "/".join(part for part in (folder, match[1]) if part)
-
-
-def _no_place(keys: Sequence[str], in_subfolders: bool) -> str:
-    if in_subfolders:
-        return f"lies in none of the folders {', '.join(keys)}"
-    return f"its name ends in none of {', '.join(f'_{key}' for key in keys)}"
 
 
 def _complete_pairs(
@@ -320,51 +289,31 @@ def _shard_name(name: str, taken: set[str]) -> str:
     """A name without dots, where WebDataset ends a sample's name, and not the one of another sample."""
     plain = name.replace(".", "_")
     plain = plain.lstrip("_") if plain.startswith("__") else plain  # those are passed over as metadata
-    for unique in _numbered(plain or "sample"):
-        if unique not in taken:
-            break
+    unique = plain = plain or "sample"
+    numbers = count(2)
+    while unique in taken:
+        unique = f"{plain}-{next(numbers)}"
     taken.add(unique)
     return unique
 
 
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name}-{number}"
-        number += 1
+def encode_pairs(
+    pairs: Sequence[Pair], left_out: list[SkippedFile], progress: Progress = no_progress
+) -> Iterator[EncodedSample]:
+    """Give the pairs' files as they are, in their order; each picture is decoded once, as a check.
 
-
-def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[SkippedFile]) -> ConfigError:
-    contents = (
-        f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
-    )
-    first, second = keys[0], keys[-1]
-    return ConfigError(
-        f"{root}: holds no pairs of pictures ({contents}).",
-        hint=f"Name files a_{first}.png and a_{second}.png, or put them in folders {first}/ and {second}/.",
-    )
-
-
-@dataclass
-class PairEncoder:
-    """Reads pairs, and leaves out those that training could not use.
-
-    Attributes:
-        left_out: Filled while the pairs are read.
+    Args:
+        pairs: Of `find_pairs`.
+        left_out: Filled with those that training could not use.
+        progress: Told after each pair.
     """
-
-    left_out: list[SkippedFile] = field(default_factory=list)
-
-    def samples(self, pairs: Sequence[Pair], progress: Progress = no_progress) -> Iterator[EncodedSample]:
-        """Give the pairs' files as they are, in their order; each picture is decoded once, as a check."""
-        outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
-        for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
-            if isinstance(outcome, str):
-                self.left_out.append(SkippedFile(pair.name, outcome))
-            else:
-                yield pair.name, outcome
-            progress(done, len(pairs), pair.name)
+    outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
+    for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
+        if isinstance(outcome, str):
+            left_out.append(SkippedFile(pair.name, outcome))
+        else:
+            yield pair.name, outcome
+        progress(done, len(pairs), pair.name)
 
 
 def _encode(pair: Pair) -> dict[str, bytes] | str:
@@ -376,7 +325,8 @@ def _encode(pair: Pair) -> dict[str, bytes] | str:
             data = file.read_bytes()
             size = decode_picture(data).size
         except (OSError, DataError) as error:
-            return f"{file.name} {_why_unusable(error)}"
+            reason = f"cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error.message
+            return f"{file.name} {reason}"
         shape = shape or size
         if not same_shape(shape, size):
             first = next(iter(pair.files.values()))
@@ -388,10 +338,6 @@ def _encode(pair: Pair) -> dict[str, bytes] | str:
     return members
 
 
-def _why_unusable(error: OSError | DataError) -> str:
-    return f"cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error.message
-
-
 def write_pocket_shards(
     folder: str | Path,
     numbers: Sequence[int],
@@ -401,7 +347,6 @@ def write_pocket_shards(
     prefix: str = "train",
     overwrite: bool = False,
     size: int = 128,
-    workers: int = 1,
     progress: Progress = no_progress,
 ) -> list[WrittenShard]:
     """Render relighting pairs into shards of `source.png` and `target.png`.
@@ -414,8 +359,6 @@ def write_pocket_shards(
         prefix: Of the shards' names.
         overwrite: Replace shards of that name.
         size: Height and width in pixels.
-        workers: Processes that render. More than 1 starts new interpreters, so a script that asks for more
-            must do so under `if __name__ == "__main__":`.
         progress: Told after each scene.
 
     Returns:
@@ -428,30 +371,13 @@ def write_pocket_shards(
     if not numbers or min(numbers) < 0 or size < 1:
         raise ConfigError("pocket scenes: expected numbers from 0 on.", hint="For example 1000-1255.")
     target = ShardTarget(Path(folder), prefix, shard_size, overwrite)
-    render = partial(render_pair, light=light, size=size)
-    return write_shards(
-        _with_progress(_render_scenes(render, numbers, workers), len(numbers), progress), target
-    )
 
+    def rendered() -> Iterator[EncodedSample]:
+        samples = prefetch(
+            lambda number: render_pair(number, light, size), iter(numbers), workers=WORKERS, ahead=AHEAD
+        )
+        for done, sample in enumerate(samples, start=1):
+            yield sample
+            progress(done, len(numbers), sample[0])
 
-def _with_progress(
-    samples: Iterator[EncodedSample], total: int, progress: Progress
-) -> Iterator[EncodedSample]:
-    for done, sample in enumerate(samples, start=1):
-        yield sample
-        progress(done, total, sample[0])
-
-
-def _render_scenes(
-    render: Callable[[int], EncodedSample], numbers: Sequence[int], workers: int
-) -> Iterator[EncodedSample]:
-    if workers == 1:
-        yield from map(render, numbers)
-        return
-    # Spawned, not forked: the parent may have torch's threads running.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, begin_worker) as pool:
-        try:
-            yield from pool.map(render, numbers, chunksize=_CHUNK)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    return write_shards(rendered(), target)

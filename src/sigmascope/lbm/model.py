@@ -7,7 +7,7 @@ A model is built on the meta device and filled from a checkpoint one tensor at a
 the error names the keys that are missing, unexpected or of another shape.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +38,11 @@ class LbmModel(nn.Module):
     def __init__(self, config: LbmConfig) -> None:
         super().__init__()
         self.config = config
-        self.denoiser = _build_denoiser(config)
+        self.denoiser = UNet2DConditionModel(
+            in_channels=config.unet_input_channels,
+            out_channels=config.vae_num_channels,
+            **config.denoiser.model_dump(),
+        )
         self.vae = LbmVae(config.vae)
         self.register_buffer("num_iterations", torch.zeros((), dtype=torch.float32))
 
@@ -99,24 +103,6 @@ def join_conditioning(
     return torch.cat(parts, dim=1) if parts else None
 
 
-def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
-    block = config.denoiser
-    return UNet2DConditionModel(
-        in_channels=config.unet_input_channels,
-        out_channels=config.vae_num_channels,
-        block_out_channels=block.block_out_channels,
-        layers_per_block=block.layers_per_block,
-        down_block_types=block.down_block_types,
-        up_block_types=block.up_block_types,
-        mid_block_type=block.mid_block_type,
-        transformer_layers_per_block=block.transformer_layers_per_block,
-        attention_head_dim=block.attention_head_dim,
-        cross_attention_dim=block.cross_attention_dim,
-        norm_num_groups=block.norm_num_groups,
-        use_linear_projection=block.use_linear_projection,
-    )
-
-
 def build_lbm(
     config: LbmConfig | None = None,
     *,
@@ -147,6 +133,10 @@ def load_lbm(
 ) -> LbmModel:
     """Load a checkpoint, one tensor at a time, so that memory peaks at about one model.
 
+    It is a stage of the current recorder, where there is one. That holds file, format ("safetensors" or "pickle"),
+    bytes of all files, parameters, dtype, device, and missing and unexpected keys, these even when loading fails over
+    them. Its duration is the load time.
+
     Under float16 the VAE stays float32 when its config says `force_upcast`: SDXL's overflows in float16.
 
     Args:
@@ -166,27 +156,6 @@ def load_lbm(
         ModelMismatchError: Names keys that are missing, unexpected or of another shape.
         NonFiniteError: Names the first tensor with NaN or Inf.
     """
-    config = resolve_config(path, config)
-    with open_checkpoint(path) as checkpoint:
-        return fill_lbm(
-            build_lbm(config, device="meta"), checkpoint, dtype=dtype, device=device, progress=progress
-        )
-
-
-def load_watched(
-    path: str | Path,
-    config: LbmConfig | str | Path | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    progress: Progress = no_progress,
-) -> LbmModel:
-    """Load a checkpoint as `load_lbm` does, as a stage of the current recorder.
-
-    The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
-    and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
-    Without a recorder nothing is kept. Arguments and errors are those of `load_lbm`.
-    """
     with stage("model_loading") as recorded:
         recorded.fact("file", str(path))
         recorded.fact("dtype", str(dtype).removeprefix("torch."))
@@ -196,14 +165,20 @@ def load_watched(
             recorded.fact("format", checkpoint.format)
             recorded.fact("file_bytes", sum(file.stat().st_size for file in checkpoint.files))
             model = build_lbm(config, device="meta")
-            missing, unexpected = compare_keys(model, checkpoint)
+            missing, unexpected = compare_keys(model.state_dict(), checkpoint)
             recorded.fact("missing_keys", missing)
             recorded.fact("unexpected_keys", unexpected)
-            fill_lbm(model, checkpoint, dtype=dtype, device=device, progress=progress)
+            upcast = dtype == torch.float16 and model.config.vae.force_upcast
+            dtypes = {
+                "denoiser": dtype,
+                "vae": torch.float32 if upcast else dtype,
+                "num_iterations": torch.float32,
+            }
+            assign_weights(model, checkpoint, dtypes, device, progress=progress)
         recorded.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
         recorded.module("denoiser", model.denoiser)
         recorded.module("vae", model.vae)
-    return model
+    return model.eval()
 
 
 class LbmVae(nn.Module):
@@ -216,16 +191,7 @@ class LbmVae(nn.Module):
         self.vae_model = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * blocks,
             up_block_types=("UpDecoderBlock2D",) * blocks,
-            block_out_channels=config.block_out_channels,
-            latent_channels=config.latent_channels,
-            layers_per_block=config.layers_per_block,
-            norm_num_groups=config.norm_num_groups,
-            mid_block_add_attention=config.mid_block_add_attention,
-            use_quant_conv=config.use_quant_conv,
-            use_post_quant_conv=config.use_post_quant_conv,
-            scaling_factor=config.scaling_factor,
-            shift_factor=config.shift_factor,
-            force_upcast=config.force_upcast,
+            **config.model_dump(),
         )
 
     @property
@@ -310,29 +276,6 @@ def _normal_like(mean: Latents, generator: torch.Generator | Sequence[torch.Gene
     return noise.to(mean)
 
 
-def fill_lbm(
-    model: LbmModel,
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    progress: Progress = no_progress,
-) -> LbmModel:
-    """Give a model on the meta device the weights of an open checkpoint; the rest is as of `load_lbm`.
-
-    Returns:
-        The same model, in evaluation mode.
-    """
-    upcast = dtype == torch.float16 and model.config.vae.force_upcast
-    dtypes = {
-        "denoiser": dtype,
-        "vae": torch.float32 if upcast else dtype,
-        "num_iterations": torch.float32,
-    }
-    assign_weights(model, checkpoint, dtypes, device, progress=progress)
-    return model.eval()
-
-
 def assign_weights(
     model: nn.Module,
     checkpoint: Checkpoint,
@@ -359,26 +302,38 @@ def assign_weights(
     _check_keys_and_shapes(expected, checkpoint)
     for done, (key, placeholder) in enumerate(expected.items(), start=1):
         tensor = checkpoint.tensor(key)
-        _check_values(tensor, key, checkpoint.path)
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                checkpoint.path,
+                f"{key} holds {tensor.dtype}, expected a floating-point dtype.",
+                hint="Convert quantised weights to bf16 first.",
+            )
+        if not is_finite(tensor):
+            raise NonFiniteError(
+                f"{checkpoint.path}: {key} holds NaN or Inf.",
+                hint="The checkpoint is damaged; fetch or save it again.",
+            )
         tensor = tensor.to(device=device, dtype=dtypes[key.partition(".")[0]])
-        _set(model, key, tensor, is_parameter=isinstance(placeholder, nn.Parameter))
+        owner, _, name = key.rpartition(".")
+        is_parameter = isinstance(placeholder, nn.Parameter)
+        setattr(model.get_submodule(owner), name, nn.Parameter(tensor) if is_parameter else tensor)
         progress(done, len(expected), key)
 
 
 def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     wrong = []
-    missing, unexpected = _compare(expected, checkpoint)
+    missing, unexpected = compare_keys(expected, checkpoint)
     if missing:
-        wrong.append(f"{len(missing)} missing: {_listed(missing)}")
+        wrong.append(f"{len(missing)} missing: {listed(missing)}")
     if unexpected:
-        wrong.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+        wrong.append(f"{len(unexpected)} unexpected: {listed(unexpected)}")
     misshaped = [
         f"{key} (expected {list(tensor.shape)}, found {list(checkpoint.info(key).shape)})"
         for key, tensor in expected.items()
         if key in checkpoint and tuple(checkpoint.info(key).shape) != tuple(tensor.shape)
     ]
     if misshaped:
-        wrong.append(f"{len(misshaped)} of another shape: {_listed(misshaped)}")
+        wrong.append(f"{len(misshaped)} of another shape: {listed(misshaped)}")
     if wrong:
         raise ModelMismatchError(
             f"{checkpoint.path}: the weights do not fit the model that the config describes; {'; '.join(wrong)}.",
@@ -386,28 +341,16 @@ def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoin
         )
 
 
-def _compare(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+def compare_keys(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Give the keys that a model's state has and a checkpoint lacks (missing), and the other way (unexpected)."""
     missing = [key for key in expected if key not in checkpoint]
     return missing, sorted(key for key in checkpoint if key not in expected)
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
-
-
-def _check_values(tensor: Tensor, key: str, path: Path) -> None:
-    if not tensor.is_floating_point():
-        raise CheckpointError(
-            path,
-            f"{key} holds {tensor.dtype}, expected a floating-point dtype.",
-            hint="Convert quantised weights to bf16 first.",
-        )
-    if not is_finite(tensor):
-        raise NonFiniteError(
-            f"{path}: {key} holds NaN or Inf.", hint="The checkpoint is damaged; fetch or save it again."
-        )
+def listed(names: Sequence[str], most: int = NAMED, separator: str = ", ") -> str:
+    """The first few names, and how many there are beyond them."""
+    shown = separator.join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -416,14 +359,3 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     lowest, highest = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
     return bool(torch.isfinite(lowest) & torch.isfinite(highest))
-
-
-def _set(model: nn.Module, key: str, tensor: Tensor, *, is_parameter: bool) -> None:
-    owner, _, name = key.rpartition(".")
-    module = model.get_submodule(owner)
-    setattr(module, name, nn.Parameter(tensor) if is_parameter else tensor)
-
-
-def compare_keys(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Give the keys that a model has and a checkpoint lacks (missing), and the other way (unexpected)."""
-    return _compare(model.state_dict(keep_vars=True), checkpoint)

@@ -67,26 +67,32 @@ def expand_shards(patterns: Iterable[str], *, allow_pipe: bool = False) -> tuple
         ConfigError: A pattern matches nothing, or is a command or an address that may not be read.
         FileError: A shard does not exist.
     """
-    shards = [shard for pattern in patterns for shard in _expand(pattern, allow_pipe)]
+    shards: list[str] = []
+    for pattern in patterns:
+        try:
+            names = expand_urls(pattern)
+        except (AssertionError, ValueError) as error:  # ${NAME} that is not set, or braces that do not close
+            raise ConfigError(
+                f"shards {pattern!r}: cannot be expanded ({error}).",
+                hint="Check the braces; ${NAME} stands for the environment variable WDS_NAME.",
+            ) from error
+        for name in names:
+            shards += _resolve(name, pattern, allow_pipe)
     if not shards:
         raise ConfigError("no shards are named.", hint="Name at least one, for example train-{000..099}.tar.")
     return tuple(shards)
 
 
-def _expand(pattern: str, allow_pipe: bool) -> list[str]:
-    try:
-        names = expand_urls(pattern)
-    except (AssertionError, ValueError) as error:  # ${NAME} that is not set, or braces that do not close
-        raise ConfigError(
-            f"shards {pattern!r}: cannot be expanded ({error}).",
-            hint="Check the braces; ${NAME} stands for the environment variable WDS_NAME.",
-        ) from error
-    return [shard for name in names for shard in _resolve(name, pattern, allow_pipe)]
-
-
 def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
+    if name.startswith(PIPE) and not allow_pipe:
+        raise ConfigError(
+            f"shards {name!r}: commands are run only when that is allowed.",
+            hint="Set allow_pipe: true in the config if you trust it; the command runs in a shell.",
+        )
+    if name.startswith(PIPE) and not name.removeprefix(PIPE).strip():
+        raise ConfigError(f"shards {name!r}: no command follows.", hint="Write pipe:cat shard.tar.")
     if name.startswith(PIPE):
-        return [_checked_pipe(name, allow_pipe)]
+        return [name]
     if (scheme := _SCHEME.match(name)) and scheme[0].lower() != "file:":
         raise ConfigError(
             f"shards {pattern!r}: {name} is no local file.",
@@ -96,34 +102,19 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
     if path.is_file() or path.is_fifo():
         return [str(path)]
     if path.is_dir():
-        return _in_folder(path, pattern)
+        files = sorted(str(file) for file in path.iterdir() if file.name.lower().endswith(SUFFIXES))
+        if not files:
+            raise ConfigError(
+                f"shards {pattern!r}: the folder {path} holds no {SUFFIXES[0]} file.",
+                hint="Make shards of pictures with: sigmascope lbm make-shards.",
+            )
+        return files
     if glob.has_magic(name):
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
         if files := [match for match in matches if not Path(match).is_dir()]:
             return files
         raise ConfigError(f"shards {pattern!r}: no file matches {name}.", hint="Check the path and the glob.")
     raise FileError(path, f"no such shard (named by {pattern!r}).", hint="Check the path and the braces.")
-
-
-def _checked_pipe(name: str, allow_pipe: bool) -> str:
-    if not allow_pipe:
-        raise ConfigError(
-            f"shards {name!r}: commands are run only when that is allowed.",
-            hint="Set allow_pipe: true in the config if you trust it; the command runs in a shell.",
-        )
-    if not name.removeprefix(PIPE).strip():
-        raise ConfigError(f"shards {name!r}: no command follows.", hint="Write pipe:cat shard.tar.")
-    return name
-
-
-def _in_folder(folder: Path, pattern: str) -> list[str]:
-    shards = sorted(str(path) for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
-    if not shards:
-        raise ConfigError(
-            f"shards {pattern!r}: the folder {folder} holds no {SUFFIXES[0]} file.",
-            hint="Make shards of pictures with: sigmascope lbm make-shards.",
-        )
-    return shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +185,10 @@ def _members(
     shard: str, stream: IO[bytes] | Pipe, keys: Collection[str], most: int
 ) -> Iterator[dict[str, Any]]:
     """Members one by one, as `group_by_keys` takes them; those that no key can mean without their bytes."""
-    room = _room_in(stream)
+    room: int | None = None  # the most bytes that it may unpack to; of a command nobody knows
+    if not isinstance(stream, Pipe):
+        facts = os.fstat(stream.fileno())
+        room = facts.st_size * _MOST_TO_ONE if stat.S_ISREG(facts.st_mode) else None
     with _CheckedTar.open(fileobj=stream, mode="r|*") as tar:
         for info in tar:
             if not info.isreg() or _META.match(info.name):
@@ -206,7 +200,8 @@ def _members(
                     f"{info.name} declares {format_size(info.size)}, more than the compressed bytes can hold"
                 )
             data = b""
-            if _may_be_wanted(info.name, keys):
+            ending = (base_plus_ext(info.name)[1] or "").lower()
+            if any(wanted_members(key, [ending]) for key in keys):
                 if info.size > most:
                     raise tarfile.ReadError(
                         f"{info.name} declares {format_size(info.size)}; {MEMBER_LIMIT} allows {format_size(most)}"
@@ -254,27 +249,17 @@ class _CheckedTar(tarfile.TarFile):
     lasting_bytes = 0
 
 
-def _room_in(stream: IO[bytes] | Pipe) -> int | None:
-    """The most bytes that a file may unpack to; None of a command, whose length nobody knows."""
-    if isinstance(stream, Pipe):
-        return None
-    facts = os.fstat(stream.fileno())
-    return facts.st_size * _MOST_TO_ONE if stat.S_ISREG(facts.st_mode) else None
-
-
-def _may_be_wanted(name: str, keys: Collection[str]) -> bool:
-    ending = (base_plus_ext(name)[1] or "").lower()
-    return any(wanted_members(key, [ending]) for key in keys)
-
-
 @contextlib.contextmanager
 def _opened(shard: str) -> Iterator[IO[bytes] | Pipe]:
     if shard.startswith(PIPE):
         pipe = gopen_pipe(shard)
         try:
             yield pipe
-        finally:
-            _end(pipe)
+        finally:  # a command that still runs, because its reader has seen enough, is stopped
+            if pipe.proc.poll() is None:
+                pipe.proc.terminate()
+            with contextlib.suppress(OSError):  # its exit status was looked at while it was read
+                pipe.close()
         return
     try:
         stream = Path(shard).open("rb")  # noqa: SIM115 - closed below
@@ -286,14 +271,6 @@ def _opened(shard: str) -> Iterator[IO[bytes] | Pipe]:
 
 def _unreadable(shard: str, error: OSError) -> FileError:
     return FileError(shard, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
-
-
-def _end(pipe: Pipe) -> None:
-    """Stop a command that still runs because its reader has seen enough, and leave no process behind."""
-    if pipe.proc.poll() is None:
-        pipe.proc.terminate()
-    with contextlib.suppress(OSError):  # its exit status was looked at while it was read
-        pipe.close()
 
 
 def _raw(shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception]) -> RawSample:
@@ -368,17 +345,14 @@ class EpochOrder:
 
     def samples(self, epoch: int) -> Iterator[RawSample]:
         """Read an epoch's samples in its order, from the first."""
-        if not self.shuffle:
-            yield from self._read(self.shards)
-            return
         shards = list(self.shards)
-        random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
+        if self.shuffle:
+            random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
+        samples = (sample for shard in shards for sample in read_shard(shard, self.keys, self.max_member))
+        if not self.shuffle:
+            return samples
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from shuffled(self._read(shards), draws, self.buffer, self.buffer_bytes)
-
-    def _read(self, shards: Sequence[str]) -> Iterator[RawSample]:
-        for shard in shards:
-            yield from read_shard(shard, self.keys, self.max_member)
+        return shuffled(samples, draws, self.buffer, self.buffer_bytes)
 
 
 def shuffled(
@@ -409,31 +383,3 @@ def _drawn(held: list[RawSample], draws: random.Random) -> RawSample:
     place = draws.randrange(len(held))
     held[place], held[-1] = held[-1], held[place]
     return held.pop()
-
-
-@dataclass
-class ProcessShare:
-    """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
-
-    Attributes:
-        order: Of all samples.
-        process: This one, from 0.
-        processes: How many share the stream.
-        passed: Samples of the stream, of all processes, that have gone by.
-    """
-
-    order: EpochOrder
-    process: int = 0
-    processes: int = 1
-    passed: int = field(default=0, init=False)
-
-    def samples(
-        self, epoch: int, start: int = 0, pending: Collection[int] = ()
-    ) -> Iterator[tuple[int, RawSample]]:
-        """Give this process's samples with their numbers: the pending ones, then those from `start` on."""
-        waiting = frozenset(pending)
-        for number, raw in enumerate(self.order.samples(epoch)):
-            self.passed = number + 1
-            mine = number % self.processes == self.process
-            if (mine and number >= start) or number in waiting:
-                yield number, raw

@@ -317,7 +317,7 @@ class Page:
             raise Refusal(429, f"{self._uploads} pictures are being sent already.", "Try again in a while.")
         self._uploads += 1  # until it is decoded: before that, what was sent is in memory
         try:
-            data = await self._body(request, self.limits.upload_bytes, lambda: too_many_bytes(self.limits))
+            data = await self._body(request, self.limits.upload_bytes, too_many_bytes(self.limits))
             async with self._decoding:
                 picture = await run_in_threadpool(self.pictures.add, data)
         finally:
@@ -339,7 +339,10 @@ class Page:
 
     async def add_job(self, request: Request) -> Response:
         """Ask for base and result."""
-        wish = read_wish(await self._body(request, WISH_BYTES, _too_long), self.limits)
+        too_long = Refusal(
+            413, f"The request is longer than {WISH_BYTES} bytes.", "Upload the picture on its own."
+        )
+        wish = read_wish(await self._body(request, WISH_BYTES, too_long), self.limits)
         picture = self.pictures.get(wish.picture)
         check_working_size(
             wish,
@@ -367,14 +370,20 @@ class Page:
         """The record of making it, as `sigmascope.load_run` reads it."""
         return Response(self._made(request).run_json, media_type="application/json")
 
-    async def _body(self, request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
+    async def _body(self, request: Request, limit: int, refusal: Refusal) -> bytes:
         """Read a body of at most `limit` bytes, whatever its headers promise and however slowly it comes."""
         promised = request.headers.get("content-length", "")
         if promised.isdecimal() and (len(promised) > 18 or int(promised) > limit):
-            raise refusal()
+            raise refusal
+        read, seconds = bytearray(), self.limits.silent_seconds
         try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                return await _read_stream(request, limit, refusal, self.limits.silent_seconds)
+            async with asyncio.timeout(self.limits.body_seconds), asyncio.timeout(seconds) as silence:
+                async for chunk in request.stream():
+                    read += chunk
+                    if len(read) > limit:
+                        raise refusal
+                    silence.reschedule(asyncio.get_running_loop().time() + seconds)
+            return bytes(read)
         except TimeoutError:
             raise Refusal(
                 408,
@@ -404,20 +413,3 @@ class Page:
 
 def _picture_answer(picture: Picture) -> JSONResponse:
     return JSONResponse({"id": picture.id, "width": picture.image.width, "height": picture.image.height}, 201)
-
-
-def _too_long() -> Refusal:
-    return Refusal(413, f"The request is longer than {WISH_BYTES} bytes.", "Upload the picture on its own.")
-
-
-async def _read_stream(
-    request: Request, limit: int, refusal: Callable[[], Refusal], silent_seconds: float
-) -> bytes:
-    read = bytearray()
-    async with asyncio.timeout(silent_seconds) as silence:
-        async for chunk in request.stream():
-            read += chunk
-            if len(read) > limit:
-                raise refusal()
-            silence.reschedule(asyncio.get_running_loop().time() + silent_seconds)
-    return bytes(read)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 State = Literal["waiting", "running", "done", "failed", "replaced"]
 Report = Callable[[str, int, int], None]
-"""(what is made, steps done, steps in all)."""
+"""(what is made: "base" or "result", steps done, steps in all); may raise `Stopped`."""
 Work = Callable[[Report], dict[str, Any]]
 """Runs in the worker thread; told how to report, which may raise `Stopped`."""
 
@@ -177,8 +177,8 @@ class JobLine:
 
     def _fail(self, job: Job, error: Exception) -> None:
         _log.error("A request failed", exc_info=error)
-        told = f"The model failed ({type(error).__name__})."
-        job.change(state="failed", error=as_error(told, "The server's own output says more."))
+        message = f"The model failed ({type(error).__name__})."
+        job.change(state="failed", error=as_error(message, "The server's own output says more."))
 
     def _remember(self, job: Job) -> None:
         self._jobs[job.id] = job

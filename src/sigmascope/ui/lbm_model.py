@@ -45,13 +45,12 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_to_json
+from sigmascope.ui.jobs import Report
 from sigmascope.ui.security import LORA_SCALES, Limits, Refusal
 from sigmascope.units import MIB
 
-Report = Callable[[str, int, int], None]
-"""Told (what is made: "base" or "result", steps done, steps in all); may raise to stop the work."""
 POCKET_RANK: Final = 8
 """Of the LoRA that is extracted from the pocket models."""
 POCKET_RESOLUTION: Final = 256
@@ -163,43 +162,35 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         device=resolve_device(options.device),
         progress=progress,
     ).requires_grad_(False)
-    _require_source_only(model, base)
-    check_tile_size(options.tile_size, model)
-    lora = _pocket_lora() if options.pocket else load_lora(options.lora_path) if options.lora_path else None
-    return ServedModel(
-        model,
-        base_name="pocket model" if options.pocket else base.name,
-        resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
-        lora=None if lora is None else attach_lora(model, lora),
-        lora_name=_lora_name(options),
-        lora_ranks=None if lora is None else dict(lora.ranks),
-        tile_size=options.tile_size,
-        load_seconds=time.perf_counter() - started,
-        pocket=options.pocket,
-    )
-
-
-def _require_source_only(model: LbmModel, base: Path) -> None:
     keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
     if keys:
         raise ConfigError(
             f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
             hint="Run it with sigmascope lbm infer and --conditioning.",
         )
-
-
-def _pocket_lora() -> LoraFile:
-    """Extract the pocket model's LoRA; the file is gone once it is read."""
-    with tempfile.TemporaryDirectory(prefix="sigmascope-") as folder:
-        path = Path(folder) / "pocket_lora.safetensors"
-        extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank=POCKET_RANK, conv_rank=POCKET_RANK))
-        return load_lora(path)
-
-
-def _lora_name(options: ModelOptions) -> str | None:
+    check_tile_size(options.tile_size, model)
+    lora: LoraFile | None = None
+    lora_name: str | None = None
     if options.pocket:
-        return f"cool light, extracted at rank {POCKET_RANK}"
-    return None if options.lora_path is None else options.lora_path.name
+        lora_name = f"cool light, extracted at rank {POCKET_RANK}"
+        with tempfile.TemporaryDirectory(prefix="sigmascope-") as folder:
+            path = Path(folder) / "pocket_lora.safetensors"
+            ranks = ExtractOptions(rank=POCKET_RANK, conv_rank=POCKET_RANK)
+            extract_lora(BASE_PATH, TUNED_PATH, path, ranks)
+            lora = load_lora(path)
+    elif options.lora_path is not None:
+        lora_name, lora = options.lora_path.name, load_lora(options.lora_path)
+    return ServedModel(
+        model,
+        base_name="pocket model" if options.pocket else base.name,
+        resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
+        lora=None if lora is None else attach_lora(model, lora),
+        lora_name=lora_name,
+        lora_ranks=None if lora is None else dict(lora.ranks),
+        tile_size=options.tile_size,
+        load_seconds=time.perf_counter() - started,
+        pocket=options.pocket,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,23 +396,26 @@ def timings(run: Run) -> dict[str, Any]:
     """
     peak = run.peak()
     device = peak.busiest_device()
+    stages = []
+    for stage in run.stages:
+        host = None if stage.peak is None else stage.peak.rss_bytes
+        on_device = None
+        if stage.peak is not None and device is not None:
+            on_device = stage.peak.accelerator(device).allocated_bytes
+        stages.append(
+            {
+                "name": stage.name,
+                "seconds": stage.seconds,
+                "steps": list(stage.steps.seconds),
+                "peak_rss_mib": mib(host),
+                "peak_gpu_mib": mib(on_device),
+            }
+        )
     return {
         "seconds": run.seconds,
         "peak_rss_mib": mib(peak.rss_bytes),
         "peak_gpu_mib": None if device is None else mib(peak.accelerator(device).allocated_bytes),
-        "stages": [_stage_timings(stage, device) for stage in run.stages],
-    }
-
-
-def _stage_timings(stage: Stage, device: str | None) -> dict[str, Any]:
-    peak = stage.peak
-    on_device = None if peak is None or device is None else peak.accelerator(device).allocated_bytes
-    return {
-        "name": stage.name,
-        "seconds": stage.seconds,
-        "steps": list(stage.steps.seconds),
-        "peak_rss_mib": None if peak is None else mib(peak.rss_bytes),
-        "peak_gpu_mib": mib(on_device),
+        "stages": stages,
     }
 
 
@@ -440,19 +434,15 @@ def read_wish(body: bytes, limits: Limits) -> Wish:
     try:
         wish = Wish.model_validate_json(body)
     except ValidationError as error:
-        raise _as_refusal(error) from error
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise Refusal(400, f"The request is not JSON: {first['msg']}.", "Send an object.") from error
+        where = ".".join(map(str, first["loc"])) or "request"
+        raise Refusal(422, f"{where}: {first['msg']}.", "Change this value.") from error
     if wish.steps > limits.steps:
         raise Refusal(422, f"steps: expected 1 to {limits.steps}, got {wish.steps}.", "LBM needs 1 to 4.")
     wished_size(wish)
     return wish
-
-
-def _as_refusal(error: ValidationError) -> Refusal:
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"The request is not JSON: {first['msg']}.", "Send an object.")
-    where = ".".join(map(str, first["loc"])) or "request"
-    return Refusal(422, f"{where}: {first['msg']}.", "Change this value.")
 
 
 def wished_size(wish: Wish) -> str | Size:
@@ -538,7 +528,8 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
         raise Refusal(415, "The file is empty.", f"Choose a picture ({NAMED}).")
     try:
         with open_picture(io.BytesIO(data), FORMATS) as image:
-            _check_pixels(image, limits)
+            if image.width * image.height > limits.picture_pixels:
+                raise _too_many_pixels(limits, f" ({image.width}×{image.height})")
             image.load()
             return to_rgb(image)
     except Image.DecompressionBombError as error:
@@ -549,11 +540,6 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
         raise Refusal(
             415, "The picture is damaged and cannot be decoded.", "Save or fetch it again."
         ) from error
-
-
-def _check_pixels(image: Image.Image, limits: Limits) -> None:
-    if image.width * image.height > limits.picture_pixels:
-        raise _too_many_pixels(limits, f" ({image.width}×{image.height})")
 
 
 def _too_many_pixels(limits: Limits, size: str = "") -> Refusal:

@@ -184,8 +184,8 @@ async def answer_sigmascope_error(request: Request, error: Exception) -> Respons
 
 async def answer_fault(request: Request, error: Exception) -> Response:
     """Starlette's handler of everything else, which it then raises again for the server's own output."""
-    told = f"The server failed ({type(error).__name__})."
-    return Refusal(500, told, "The server's own output says more.").response
+    message = f"The server failed ({type(error).__name__})."
+    return Refusal(500, message, "The server's own output says more.").response
 
 
 @dataclass(frozen=True, slots=True)

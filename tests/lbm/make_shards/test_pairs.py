@@ -18,7 +18,7 @@ def make(folder: Path, *names: str) -> Path:
 def found(folder: Path, keys: tuple[str, ...] = KEYS, optional: tuple[str, ...] = ()) -> dict[str, list[str]]:
     return {
         pair.name: [f"{key}={file.relative_to(folder)}" for key, file in pair.files.items()]
-        for pair in find_pairs(folder, keys, optional).pairs
+        for pair in find_pairs(folder, keys, optional)[0]
     }
 
 
@@ -63,7 +63,7 @@ def test_every_file_that_belongs_to_no_pair_is_named(tmp_path: Path) -> None:
         *("a_source.png", "a_target.png", "a_target.jpg"),
         *("b_source.png", "notes.txt", "cover.png", ".hidden_source.png"),
     )
-    left = {item.name: item.reason for item in find_pairs(tmp_path, KEYS).left_out}
+    left = {item.name: item.reason for item in find_pairs(tmp_path, KEYS)[1]}
     assert set(left) == {"a_target.png", "b_source.png", "notes.txt", "cover.png"}
     assert left["a_target.png"] == "a_target.jpg is its target already"
     assert left["b_source.png"] == "has no target beside it"
@@ -72,7 +72,7 @@ def test_every_file_that_belongs_to_no_pair_is_named(tmp_path: Path) -> None:
 
 def test_subfolders_name_what_has_no_partner(tmp_path: Path) -> None:
     make(tmp_path, "source/a.png", "target/a.png", "target/c.png", "other/a.png")
-    left = {item.name: item.reason for item in find_pairs(tmp_path, KEYS).left_out}
+    left = {item.name: item.reason for item in find_pairs(tmp_path, KEYS)[1]}
     assert left == {
         "other/a.png": "lies in none of the folders source, target",
         "target/c.png": "has no source beside it",

@@ -9,7 +9,7 @@ from tests.lbm.shard_files import read_tar
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.make_shards import write_pocket_shards
-from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
+from sigmascope.lbm.pocket.scenes import WARM, relighting_pair
 
 
 def pixels(data: bytes) -> NDArray[np.uint8]:
@@ -37,14 +37,6 @@ def test_shards_hold_the_scenes_under_both_lights(tmp_path: Path) -> None:
     for (_, data), (_, wanted) in zip(read, expected, strict=True):
         assert np.array_equal(pixels(data), wanted)
     assert steps[-1] == (3, 3, "scene-001002")
-
-
-@pytest.mark.slow
-def test_worker_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    for name, workers in (("one", 1), ("two", 2)):
-        write_pocket_shards(tmp_path / name, range(20), COOL, size=32, workers=workers)
-    (one,), (two,) = (list((tmp_path / name).iterdir()) for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize("numbers", [range(0), range(-1, 3)])

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Stage
 
@@ -20,7 +20,7 @@ def state(tiny_model: LbmModel) -> dict[str, torch.Tensor]:
 
 def watched(path: Path, config: LbmConfig, **options: Any) -> tuple[LbmModel, Stage]:
     with Recorder(name="loading", sample_hz=None) as recorder:
-        model = load_watched(path, config, **options)
+        model = load_lbm(path, config, **options)
     (stage,) = recorder.run().stages
     return model, stage
 
@@ -80,7 +80,7 @@ def test_keys_that_stop_the_loading_are_on_record(
     state["denoiser.conv_inn.weight"] = state.pop("denoiser.conv_in.weight")
     save_file(state, tmp_path / "base.safetensors")
     with Recorder(name="loading") as recorder, pytest.raises(ModelMismatchError):
-        load_watched(tmp_path / "base.safetensors", tiny_config)
+        load_lbm(tmp_path / "base.safetensors", tiny_config)
     (stage,) = recorder.run().stages
     assert not stage.success
     assert stage.facts["missing_keys"] == ["denoiser.conv_in.weight"]
@@ -91,6 +91,6 @@ def test_without_a_recorder_it_only_loads(
     state: dict[str, torch.Tensor], tiny_config: LbmConfig, tmp_path: Path
 ) -> None:
     save_file(state, tmp_path / "base.safetensors")
-    loaded = load_watched(tmp_path / "base.safetensors", tiny_config).state_dict()
+    loaded = load_lbm(tmp_path / "base.safetensors", tiny_config).state_dict()
     expected = load_lbm(tmp_path / "base.safetensors", tiny_config).state_dict()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in expected.items())

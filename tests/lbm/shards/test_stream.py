@@ -5,7 +5,7 @@ import pytest
 from tests.lbm.shard_files import encoded as png
 from tests.lbm.shard_files import noise, pair, write_tar
 
-from sigmascope.lbm.shards import EpochOrder, ProcessShare, RawSample, shuffled
+from sigmascope.lbm.shards import EpochOrder, RawSample, shuffled
 
 KEYS = ("source", "target")
 
@@ -57,13 +57,3 @@ def test_large_samples_shrink_the_buffer(tmp_path: Path) -> None:
     assert sorted(map(str, ordered)) == names
     for place, key in enumerate(ordered):  # three samples fit, so that none comes more than three early
         assert int(key or 0) <= place + 3
-
-
-def test_a_share_is_every_nth_sample_with_what_is_pending(shards: tuple[str, ...]) -> None:
-    whole = keys(EpochOrder(shards, KEYS))
-    share = ProcessShare(EpochOrder(shards, KEYS), process=1, processes=3)
-    given = list(share.samples(0, start=30, pending=(4, 13)))
-    numbers = [4, 13, *range(31, 60, 3)]
-    assert [number for number, _ in given] == numbers
-    assert [sample.key for _, sample in given] == [whole[number] for number in numbers]
-    assert share.passed == 60

@@ -23,9 +23,9 @@ from tests.lbm.training.two_processes import Ended, run_two
 from sigmascope.lbm.training import session
 from sigmascope.lbm.training.accelerate import Prepared, prepare_step
 from sigmascope.lbm.training.checkpoints import find_checkpoints
-from sigmascope.lbm.training.metrics import Validation
+from sigmascope.lbm.training.metrics import StepLog, Validation
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.train import StepLog, train
+from sigmascope.lbm.training.train import train
 
 TIMEOUT = 240
 FULL: Final[dict[str, Any]] = {

@@ -19,6 +19,7 @@ from sigmascope.cli import options
 from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
+from sigmascope.records.memory import mib
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from sigmascope.lbm.model import LbmModel
     from sigmascope.lora.apply import AttachedLora, MergedLora
     from sigmascope.monitor.recorder import Recorder
-    from sigmascope.records.run import Run, Stage
+    from sigmascope.records.run import Run
     from sigmascope.ui.app import Address
     from sigmascope.ui.lbm_model import ModelOptions, ServedModel
 
@@ -35,20 +36,11 @@ EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
     "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
 )
-
-
 FILES, MODEL = "Files", "How to run"
 OUTPUT = "What to show"
-
-
 LORA_SCALES = (0.0, 2.0)
 """Range of --lora_scale."""
-
-
 _log = logging.getLogger(__name__)
-
-
-MIB = 1024**2
 NAMED = 3
 """How many modules a warning names."""
 
@@ -144,9 +136,15 @@ def infer(options: InferOptions) -> None:
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
     with needs_extra("lbm"):
-        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, explain_out_of_memory
-        from sigmascope.lbm.images import load_image, save_image
-        from sigmascope.lbm.model import load_watched  # noqa: F401 - refused now if a package is missing
+        from sigmascope.lbm.devices import (
+            LESS_FOR_INFERENCE,
+            explain_out_of_memory,
+            resolve_device,
+            resolve_dtype,
+        )
+        from sigmascope.lbm.images import load_image, parse_size, save_image
+        from sigmascope.lbm.infer import translate_image
+        from sigmascope.lbm.model import load_lbm
         from sigmascope.monitor.recorder import Recorder
 
     conditioning_paths = conditioning_paths_of(options.conditioning or [])
@@ -157,9 +155,27 @@ def infer(options: InferOptions) -> None:
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
         with explain_out_of_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
-            model = _load_model(options)
+            with progress_bar("Loading") as progress:
+                model = load_lbm(
+                    options.base_model_path,
+                    options.config_path,
+                    dtype=resolve_dtype(options.torch_dtype),
+                    device=resolve_device(options.device),
+                    progress=progress,
+                )
             applied = _apply_lora(options, model, recorder)
-            result = _translate(options, model, picture, conditioning)
+            with progress_bar("Translating") as progress:
+                result = translate_image(
+                    model,
+                    picture,
+                    num_inference_steps=options.num_inference_steps,
+                    seed=options.seed,
+                    size=parse_size(options.size),
+                    resolution=options.resolution,
+                    tile_size=options.tile_size,
+                    conditioning=conditioning,
+                    progress=progress,
+                )
             save_image(result, options.output_path)
     except BaseException:
         _save_failed_run(recorder, options.run_path)
@@ -187,20 +203,6 @@ def conditioning_paths_of(entries: list[str]) -> dict[str, Path]:
     return paths
 
 
-def _load_model(options: InferOptions) -> "LbmModel":
-    from sigmascope.lbm.devices import resolve_device, resolve_dtype
-    from sigmascope.lbm.model import load_watched
-
-    with progress_bar("Loading") as progress:
-        return load_watched(
-            options.base_model_path,
-            options.config_path,
-            dtype=resolve_dtype(options.torch_dtype),
-            device=resolve_device(options.device),
-            progress=progress,
-        )
-
-
 def _apply_lora(
     options: InferOptions, model: "LbmModel", recorder: "Recorder"
 ) -> "AttachedLora | MergedLora | None":
@@ -220,26 +222,6 @@ def _apply_lora(
         applied = apply(model, lora, options.lora_scale)
         stage.fact("applied_modules", len(applied.applied))
     return applied
-
-
-def _translate(
-    options: InferOptions, model: "LbmModel", picture: "Image.Image", conditioning: "dict[str, Image.Image]"
-) -> "Image.Image":
-    from sigmascope.lbm.images import parse_size
-    from sigmascope.lbm.infer import translate_image
-
-    with progress_bar("Translating") as progress:
-        return translate_image(
-            model,
-            picture,
-            num_inference_steps=options.num_inference_steps,
-            seed=options.seed,
-            size=parse_size(options.size),
-            resolution=options.resolution,
-            tile_size=options.tile_size,
-            conditioning=conditioning,
-            progress=progress,
-        )
 
 
 def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
@@ -300,23 +282,32 @@ def check_options(options: InferOptions) -> None:
 
 
 def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
-    """Refuse to write over anything that is read, before anything is read."""
+    """Refuse to write over anything that is read, or where nothing can be written, before anything is read.
+
+    Raises:
+        ConfigError: A target is an input or the other target; names both flags.
+        WriteError: The target is no regular file, it or its folder is write-protected, or the folder cannot be made.
+    """
     from sigmascope.lbm.config import find_config
 
-    inputs = {
-        "--base_model_path": model_files(options.base_model_path),
-        "--source_image": [options.source_image],
-        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
-    }
+    taken = [("--base_model_path", path) for path in model_files(options.base_model_path)]
+    taken.append(("--source_image", options.source_image))
+    taken += [(f"--conditioning {key}", path) for key, path in conditioning.items()]
     if options.lora_path is not None:
-        inputs["--lora_path"] = [options.lora_path]
+        taken.append(("--lora_path", options.lora_path))
     config = options.config_path or find_config(options.base_model_path)
     if config is not None:
-        inputs["--config_path" if options.config_path else "the model's config"] = [config]
-    targets = {"--output_path": options.output_path}
-    if options.run_path is not None:
-        targets["--run_path"] = options.run_path
-    check_targets(inputs, targets)
+        taken.append(("--config_path" if options.config_path else "the model's config", config))
+    for flag, target in (("--output_path", options.output_path), ("--run_path", options.run_path)):
+        if target is None:
+            continue
+        for name, path in taken:
+            if _same_file(target, path):
+                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
+        require_writable(target)
+        if not os.access(target.resolve().parent, os.W_OK):
+            raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
+        taken.append((flag, target))
 
 
 def model_files(checkpoint: Path) -> list[Path]:
@@ -336,26 +327,6 @@ def model_files(checkpoint: Path) -> list[Path]:
         return [checkpoint]
 
 
-def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path]) -> None:
-    """Refuse targets that are inputs or each other, and those that cannot be written.
-
-    Args:
-        inputs: The files that are read, by what the user called them.
-        targets: The files to write, by flag.
-
-    Raises:
-        ConfigError: Names both flags.
-        WriteError: The target is no regular file, it or its folder is write-protected, or the folder cannot be made.
-    """
-    taken = {name: list(paths) for name, paths in inputs.items()}
-    for flag, target in targets.items():
-        for name, paths in taken.items():
-            if any(_same_file(target, path) for path in paths):
-                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
-        _check_writable(target)
-        taken[flag] = [target]
-
-
 def _same_file(first: Path, second: Path) -> bool:
     try:
         return first.resolve() == second.resolve() or first.samefile(second)
@@ -363,16 +334,20 @@ def _same_file(first: Path, second: Path) -> bool:
         return False
 
 
-def _check_writable(target: Path) -> None:
-    require_writable(target)
-    if not os.access(target.resolve().parent, os.W_OK):
-        raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
-
-
 def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bool) -> None:
     """Print the outcome: JSON on stdout, or a line on stdout and, if verbose, the stages on stderr."""
     if as_json:
-        print_json({**summary, **_measured(run)})
+        stages = [
+            {
+                "name": stage.name,
+                "seconds": stage.seconds,
+                "step_seconds": list(stage.steps.seconds),
+                "peak_rss_mb": None if stage.peak is None else mib(stage.peak.rss_bytes),
+                "facts": dict(stage.facts),
+            }
+            for stage in run.walk()
+        ]
+        print_json({**summary, "seconds": run.seconds, "stages": stages})
         return
     console = Console(stderr=True)
     if verbose:
@@ -389,28 +364,10 @@ def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bo
     say(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
 
 
-def _measured(run: "Run") -> dict[str, Any]:
-    """Seconds of the run and of every stage, with peaks in MiB, steps, and each stage's own facts."""
-    return {"seconds": run.seconds, "stages": [_stage(stage) for stage in run.walk()]}
-
-
-def _stage(stage: "Stage") -> dict[str, Any]:
-    peak = None if stage.peak is None else stage.peak.rss_bytes
-    return {
-        "name": stage.name,
-        "seconds": stage.seconds,
-        "step_seconds": list(stage.steps.seconds),
-        "peak_rss_mb": None if peak is None else peak / MIB,
-        "facts": dict(stage.facts),
-    }
-
-
 SERVE_EPILOG = (
     "Examples: sigmascope lbm serve --pocket\n\n"
     "sigmascope lbm serve --base_model_path base.safetensors --lora_path my_lora.safetensors --port 8080"
 )
-
-
 SERVED, ADDRESS = "Model", "Address"
 
 

@@ -24,17 +24,15 @@ from sigmascope.units import parse_size
 if TYPE_CHECKING:
     from sigmascope.lbm.make_shards import SkippedFile, WrittenShard
     from sigmascope.lbm.training.dry_run import DryRun
-    from sigmascope.lbm.training.metrics import Validation
+    from sigmascope.lbm.training.metrics import Listeners, StepLog, Validation
     from sigmascope.lbm.training.settings import TrainSettings
-    from sigmascope.lbm.training.train import Listeners, StepLog, TrainReport
+    from sigmascope.lbm.training.train import TrainReport
 
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
     "Several GPUs: accelerate launch -m sigmascope lbm train --path_config lora_relight.yaml"
 )
-
-
 RUNNING, OUTPUT = "How to run", "What to show"
 _MIB = 1024**2
 
@@ -200,12 +198,27 @@ def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
 @contextmanager
 def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
     """A bar on a terminal; elsewhere, in a log file say, a line now and then."""
-    from sigmascope.lbm.training.train import Listeners
+    from sigmascope.lbm.training.metrics import Listeners
 
     live = console.is_terminal if options.live is None else options.live
 
     def on_validation(validation: "Validation", sheet: Path) -> None:
-        say_validation(console, validation, sheet)
+        values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in validation.psnr.items())
+        console.print(Text(f"step {validation.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+
+    total_steps = 0
+
+    def on_progress(done: int, total: int, what: str) -> None:
+        nonlocal total_steps
+        total_steps = total
+
+    def on_log(log: "StepLog") -> None:
+        total, left = "", ""
+        if total_steps:
+            total = f"/{total_steps}"
+            left = f", {_clock(log.step_seconds * (total_steps - log.step))} left"
+        text = f"step {log.step}{total}  loss {log.loss:.4g}  lr {log.learning_rate:.3g}  "
+        console.print(Text(f"{text}{log.step_seconds:.3g} s/step{left}"))
 
     if not _is_main_process():
         yield Listeners()
@@ -213,18 +226,7 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
         with progress_bar("Training") as progress:
             yield Listeners(progress=progress, on_validation=on_validation)
     else:
-        totals: list[int] = []
-        yield Listeners(
-            progress=lambda done, total, what: totals.append(total),
-            on_log=lambda log: say_log(console, log, totals[-1] if totals else None),
-            on_validation=on_validation,
-        )
-
-
-def say_validation(console: Console, validation: "Validation", sheet: Path) -> None:
-    """One line on a validation."""
-    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in validation.psnr.items())
-    console.print(Text(f"step {validation.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+        yield Listeners(progress=on_progress, on_log=on_log, on_validation=on_validation)
 
 
 def _steps(count: int) -> str:
@@ -234,18 +236,6 @@ def _steps(count: int) -> str:
 def _is_main_process() -> bool:
     """Whether this is the process that speaks, among those that a launcher started."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def say_log(console: Console, log: "StepLog", total_steps: int | None) -> None:
-    """One line for a log file."""
-    left = "" if not total_steps else f", {_clock(log.step_seconds * (total_steps - log.step))} left"
-    total = f"/{total_steps}" if total_steps else ""
-    console.print(
-        Text(
-            f"step {log.step}{total}  loss {log.loss:.4g}  lr {log.learning_rate:.3g}  "
-            f"{log.step_seconds:.3g} s/step{left}"
-        )
-    )
 
 
 def _clock(seconds: float) -> str:
@@ -336,16 +326,9 @@ sigmascope lbm make-shards my_pairs shards --keys source,target,mask --shard_siz
 
 sigmascope lbm make-shards shards --pocket_scenes 1000-1255 --light cool
 """
-
-
 WHAT, WHERE = "What goes in", "Where it goes"
-
-
 SHOWN = 10
 """Files left out that are named on the console; --json names all."""
-
-
-MOST_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,9 +425,9 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
     with needs_extra("train"):
         from sigmascope.lbm.make_shards import (
             SHARD_SIZE,
-            PairEncoder,
             ShardTarget,
             check_target,
+            encode_pairs,
             find_pairs,
             write_shards,
         )
@@ -465,17 +448,17 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
     )
     check_target(target)
     keys, optional = _keys(options.keys)
-    folder_pairs = find_pairs(folder, keys, optional)
-    encoder = PairEncoder()
+    pairs, left_out = find_pairs(folder, keys, optional)
+    unusable: list[SkippedFile] = []
     with progress_bar("Reading pairs") as progress:
-        written = write_shards(encoder.samples(folder_pairs.pairs, progress), target)
+        written = write_shards(encode_pairs(pairs, unusable, progress), target)
     if not written:
-        first = encoder.left_out[0]
+        first = unusable[0]
         raise ConfigError(
-            f"{folder}: none of {len(folder_pairs.pairs)} pairs can be used (first {first.name}: {first.reason}).",
+            f"{folder}: none of {len(pairs)} pairs can be used (first {first.name}: {first.reason}).",
             hint="Check the pictures.",
         )
-    return Made(written, [*folder_pairs.left_out, *encoder.left_out])
+    return Made(written, [*left_out, *unusable])
 
 
 def _keys(text: str | None) -> tuple[list[str], list[str]]:
@@ -515,7 +498,6 @@ def _make_from_scenes(options: MakeShardsOptions) -> Made:
             shard_size=POCKET_SHARD_SIZE if options.shard_size is None else options.shard_size,
             prefix=options.prefix,
             overwrite=options.overwrite,
-            workers=_workers(len(numbers)),
             progress=progress,
         )
     return Made(written, [])
@@ -529,11 +511,6 @@ def _scene_numbers(text: str) -> range:
             f"--pocket_scenes: expected FIRST-LAST, got {text!r}.", hint="For example 1000-1255."
         )
     return range(first, last + 1)
-
-
-def _workers(scenes: int) -> int:
-    """Starting workers takes about as long as rendering a few dozen scenes."""
-    return 1 if scenes < 64 else min(os.cpu_count() or 1, MOST_WORKERS)
 
 
 def _print_made(made: Made) -> None:

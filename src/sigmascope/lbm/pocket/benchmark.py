@@ -1,6 +1,5 @@
-"""The pocket model as the subject of a benchmark, and how close its pictures are to the rendered truth."""
+"""The pocket model as the subject of a benchmark."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +7,10 @@ from PIL import Image
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.bridge import bridge_sigmas
-from sigmascope.lbm.images import image_to_tensor, psnr, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
-from sigmascope.lbm.pocket.scenes import COOL, Light, relighting_pair
+from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.records.performance import BenchCase, Made
 
@@ -70,33 +68,3 @@ class PocketSubject:
             size="keep",
         )
         return Made(1, result.width, result.height)
-
-
-def vae_psnr(model: LbmModel, light: Light, scenes: Iterable[int]) -> float:
-    """Mean PSNR in dB of rendered scenes that were encoded and decoded, and nothing else."""
-    values = []
-    with torch.inference_mode():
-        for number in scenes:
-            truth = Image.fromarray(relighting_pair(number, light)[1])
-            decoded = model.vae.decode(model.vae.encode(image_to_tensor(truth)))
-            values.append(psnr(tensor_to_image(decoded.clamp(-1, 1)), truth))
-    return sum(values) / len(values)
-
-
-def relighting_psnr(
-    model: LbmModel, light: Light, scenes: Iterable[int], *, num_inference_steps: int = 1
-) -> float:
-    """Mean PSNR in dB of a model's pictures against rendered ones.
-
-    Args:
-        model: Relights the scenes' source pictures.
-        light: What the truth is rendered with.
-        scenes: Numbers of scenes; those below 1000 are held out of training.
-        num_inference_steps: Of the bridge.
-    """
-    values = []
-    for number in scenes:
-        source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(number, light))
-        result = translate_image(model, source, num_inference_steps=num_inference_steps, seed=0)
-        values.append(psnr(result, truth))
-    return sum(values) / len(values)

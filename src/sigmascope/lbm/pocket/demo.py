@@ -5,7 +5,7 @@ What the documentation promises is then checked on the very pictures that were m
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from sigmascope.files import reason_of
 from sigmascope.lbm.bridge import bridge_sigmas
 from sigmascope.lbm.images import contact_sheet, load_image, psnr, save_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora, merge_lora
@@ -88,57 +88,9 @@ def run_demo(
     """
     ExtractOptions(rank, conv_rank)  # refuses what makes no sense, before anything is written
     bridge_sigmas(num_inference_steps)
-    demo = _prepare(output, source_image, num_inference_steps, seed)
-    with demo.recorder:
-        progress(0, len(PARTS), "extracting the LoRA")
-        extraction = _extract(demo, output / "pocket_lora.safetensors", rank, conv_rank)
-        with tempfile.TemporaryDirectory() as folder:
-            whole = _extract(demo, Path(folder) / "full_rank.safetensors", FULL_RANK, FULL_RANK)
-            progress(1, len(PARTS), "proving it")
-            full_rank = validate_lora(BASE_PATH, TUNED_PATH, whole.lora)
-        validation = _validate(demo, extraction.lora)
-        progress(2, len(PARTS), "relighting")
-        lora = load_lora(extraction.lora)
-        _relight_all(demo, lora)
-    progress(3, len(PARTS), "checking")
-    checks = check_promises(demo.relight, demo.pictures, lora, full_rank)
-    progress(4, len(PARTS), "saving")
-    run = demo.recorder.run()
-    files = _save(demo, run, extraction)
-    progress(len(PARTS), len(PARTS), "done")
-    truth = demo.truth
-    quality = {name: psnr(picture, truth) for name, picture in demo.pictures.items()} if truth else {}
-    return DemoResult(run, extraction, validation, full_rank, demo.pictures, quality, checks, files)
-
-
-@dataclass
-class _Demo:
-    output: Path
-    steps: int
-    seed: int
-    source: Image.Image
-    truth: Image.Image | None
-    recorder: Recorder = field(default_factory=lambda: Recorder(name="demo", sample_hz=10.0))
-    pictures: dict[str, Image.Image] = field(default_factory=dict)
-
-    def relight(self, model: LbmModel) -> Image.Image:
-        return translate_image(
-            model,
-            self.source,
-            num_inference_steps=self.steps,
-            seed=self.seed,
-            resolution=PHOTO_RESOLUTION if self.truth is None else None,
-        )
-
-    def picture(self, name: str, model: LbmModel) -> None:
-        with self.recorder.stage(name):
-            self.pictures[name] = self.relight(model)
-
-
-def _prepare(output: Path, source_image: Path | None, steps: int, seed: int) -> _Demo:
-    """Read or render the picture first, so that a wrong path leaves no folder behind."""
-    if source_image is not None:
-        source, truth = load_image(source_image), None
+    truth: Image.Image | None = None
+    if source_image is not None:  # first, so that a wrong path leaves no folder behind
+        source = load_image(source_image)
     else:
         source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(EXAMPLE_SCENE, COOL))
     try:
@@ -147,39 +99,73 @@ def _prepare(output: Path, source_image: Path | None, steps: int, seed: int) -> 
         raise WriteError(
             output, f"cannot be made a folder ({reason_of(error)}).", hint="Choose another --output."
         ) from error
-    return _Demo(output, steps, seed, source, truth)
+    recorder = Recorder(name="demo", sample_hz=10.0)
+    pictures: dict[str, Image.Image] = {}
 
+    def extract(target: Path, rank: int, conv_rank: int) -> ExtractionReport:
+        with recorder.stage("lora_extraction") as stage:
+            report = extract_lora(BASE_PATH, TUNED_PATH, target, ExtractOptions(rank, conv_rank))
+            stage.fact("rank", rank)
+            stage.fact("modules", report.total_lora_modules)
+            stage.fact("relative_error", report.relative_error)
+        return report
 
-def _extract(demo: _Demo, target: Path, rank: int, conv_rank: int) -> ExtractionReport:
-    options = ExtractOptions(rank=rank, conv_rank=conv_rank)
-    with demo.recorder.stage("lora_extraction") as stage:
-        report = extract_lora(BASE_PATH, TUNED_PATH, target, options)
-        stage.fact("rank", rank)
-        stage.fact("modules", report.total_lora_modules)
-        stage.fact("relative_error", report.relative_error)
-    return report
+    def relight(model: LbmModel) -> Image.Image:
+        return translate_image(
+            model,
+            source,
+            num_inference_steps=num_inference_steps,
+            seed=seed,
+            resolution=PHOTO_RESOLUTION if truth is None else None,
+        )
 
-
-def _validate(demo: _Demo, lora: Path) -> ValidationReport:
-    with demo.recorder.stage("lora_validation") as stage:
-        report = validate_lora(BASE_PATH, TUNED_PATH, lora)
-        stage.fact("success_rate", report.success_rate)
-        stage.fact("relative_error", report.relative_error)
-    write_layer_names(demo.output / "lora_layer_names.txt", report.layer_names)
-    return report
-
-
-def _relight_all(demo: _Demo, lora: LoraFile) -> None:
-    base = load_watched(BASE_PATH, CONFIG_PATH)
-    demo.picture("base", base)
-    for scale in SCALES:
-        with demo.recorder.stage("lora_application") as stage:
-            stage.fact("scale", scale)
-            attached = attach_lora(base, lora, scale)
-            stage.fact("applied_modules", len(attached.applied))
-        with attached:
-            demo.picture(f"base + LoRA at {scale:g}", base)
-    demo.picture("tuned", load_watched(TUNED_PATH, CONFIG_PATH))
+    with recorder:
+        progress(0, len(PARTS), "extracting the LoRA")
+        extraction = extract(output / "pocket_lora.safetensors", rank, conv_rank)
+        with tempfile.TemporaryDirectory() as folder:
+            whole = extract(Path(folder) / "full_rank.safetensors", FULL_RANK, FULL_RANK)
+            progress(1, len(PARTS), "proving it")
+            full_rank = validate_lora(BASE_PATH, TUNED_PATH, whole.lora)
+        with recorder.stage("lora_validation") as stage:
+            validation = validate_lora(BASE_PATH, TUNED_PATH, extraction.lora)
+            stage.fact("success_rate", validation.success_rate)
+            stage.fact("relative_error", validation.relative_error)
+        write_layer_names(output / "lora_layer_names.txt", validation.layer_names)
+        progress(2, len(PARTS), "relighting")
+        lora = load_lora(extraction.lora)
+        base = load_lbm(BASE_PATH, CONFIG_PATH)
+        with recorder.stage("base"):
+            pictures["base"] = relight(base)
+        for scale in SCALES:
+            name = f"base + LoRA at {scale:g}"
+            with recorder.stage("lora_application") as stage:
+                stage.fact("scale", scale)
+                attached = attach_lora(base, lora, scale)
+                stage.fact("applied_modules", len(attached.applied))
+            with attached, recorder.stage(name):
+                pictures[name] = relight(base)
+        tuned = load_lbm(TUNED_PATH, CONFIG_PATH)
+        with recorder.stage("tuned"):
+            pictures["tuned"] = relight(tuned)
+    progress(3, len(PARTS), "checking")
+    checks = check_promises(relight, pictures, lora, full_rank)
+    progress(4, len(PARTS), "saving")
+    run = recorder.run()
+    shown = [("source", source), *pictures.items()]
+    if truth is not None:
+        shown.append(("rendered truth", truth))
+    files = {
+        "sheet": output / "side_by_side.png",
+        "run": output / "run.json",
+        "lora": extraction.lora,
+        "result": output / "base_plus_lora.png",
+    }
+    save_image(contact_sheet(shown), files["sheet"])
+    save_image(pictures["base + LoRA at 1"], files["result"])
+    run.save(files["run"])
+    progress(len(PARTS), len(PARTS), "done")
+    quality = {} if truth is None else {name: psnr(picture, truth) for name, picture in pictures.items()}
+    return DemoResult(run, extraction, validation, full_rank, pictures, quality, checks, files)
 
 
 def check_promises(
@@ -223,19 +209,3 @@ def _largest_difference(first: Image.Image, second: Image.Image) -> int:
 
 def _levels(difference: int) -> str:
     return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
-
-
-def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path]:
-    shown = [("source", demo.source), *demo.pictures.items()]
-    if demo.truth is not None:
-        shown.append(("rendered truth", demo.truth))
-    files = {
-        "sheet": demo.output / "side_by_side.png",
-        "run": demo.output / "run.json",
-        "lora": extraction.lora,
-        "result": demo.output / "base_plus_lora.png",
-    }
-    save_image(contact_sheet(shown), files["sheet"])
-    save_image(demo.pictures["base + LoRA at 1"], files["result"])
-    run.save(files["run"])
-    return files

@@ -8,15 +8,10 @@ and is encoded with gamma 2.2.
 Everything follows from the scene's number: the same number gives the same pixels on every machine with
 the same NumPy.
 
-`render_pair` gives a scene as PNG files in memory. It runs in worker processes, so neither torch nor WebDataset is
-imported here.
+`render_pair` gives a scene as PNG files in memory.
 """
 
 import io
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -275,24 +270,9 @@ def render_pair(number: int, light: Light, size: int) -> tuple[str, dict[str, by
     """
     source, target = relighting_pair(number, light, size)
     members = {"source.png": source, "target.png": target}
-    return f"scene-{number:06d}", {name: _png(Image.fromarray(pixels)) for name, pixels in members.items()}
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def begin_worker() -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and do not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-
-
-def _end_with_the_parent() -> None:
-    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    files = {}
+    for name, pixels in members.items():
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, format="PNG")
+        files[name] = buffer.getvalue()
+    return f"scene-{number:06d}", files

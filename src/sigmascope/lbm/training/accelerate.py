@@ -1,17 +1,21 @@
 """Accelerate, made as the settings say and undone afterwards, so that one process can train twice.
 
 `prepare_step` lets it take over the training step: alone, copied (DDP), spread (FSDP), or given to DeepSpeed's
-engine. A backend then computes a step's gradients and brings them together. Losses and pictures are shown by
-trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
+engine. A backend then computes a step's gradients and brings them together.
+
+`Stepper` makes an optimizer step: forward and backward for each batch of its group, clipping, the change of the
+weights. When loss or gradient is NaN or Inf, the step's batches are run once more with a look at every layer, to say
+where it first appeared.
+
+Losses and pictures are shown by trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
 """
 
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -23,15 +27,20 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.optim.lr_scheduler import LRScheduler
 
-from sigmascope.errors import ConfigError
+from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import resolve_device
-from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.model import LbmModel, is_finite, listed
 from sigmascope.lbm.training.distributed import (
     EngineOptimizer,
+    Processes,
+    StepBatches,
     deepspeed_plugin,
+    full_tensor,
     launched_processes,
+    local_tensor,
     log_to_stderr,
 )
 from sigmascope.lbm.training.objective import Objective
@@ -63,6 +72,10 @@ LOGS: Final = "logs"
 RUN: Final = "lbm"
 """The run's name in trackers, without a `wandb_project`."""
 _TAKES_PICTURES: Final = ("tensorboard", "wandb")
+SKIPS_ALLOWED = 30
+"""Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
+NAMED: Final = 3
+"""How many modules or samples a message names."""
 
 
 @contextmanager
@@ -83,7 +96,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
                 # Under DeepSpeed it would turn the model itself into bfloat16.
                 mixed_precision=settings.mixed_precision if plugin is None else "no",
                 log_with=settings.tracker,
-                project_dir=project_folder(settings),
+                project_dir=settings.save_ckpt_path / LOGS,
                 deepspeed_plugin=plugin,
             )
         except NotImplementedError as error:
@@ -387,6 +400,217 @@ def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = [name for name in wished if name in present]
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, in this process.
+
+    Attributes:
+        loss: Mean over the samples of this process.
+        latent: Its latent term; None where it has no weight.
+        pixel: Its pixel term; None where it has no weight.
+        gradient_norm: Of all processes together, before clipping; None where the backend does not tell.
+        skipped: The gradient scaler met Inf and made no step.
+    """
+
+    loss: float
+    latent: float | None
+    pixel: float | None
+    gradient_norm: float | None
+    skipped: bool
+
+
+@dataclass
+class NonFiniteLayers:
+    """Names of modules in the order in which they went wrong: NaN or Inf out of finite weights and inputs."""
+
+    weights: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything was found."""
+        return bool(self.weights or self.outputs or self.gradients)
+
+    def __str__(self) -> str:
+        """As a part of a sentence."""
+        for what, names in (
+            ("the weights of", self.weights),
+            ("the output of", self.outputs),
+            ("the gradient behind", self.gradients),
+        ):
+            if names:
+                return f"first in {what} {listed(names, NAMED)}"
+        return "nowhere"
+
+
+class Stepper:
+    """Makes optimizer steps.
+
+    Args:
+        accelerator: Of the run.
+        prepared: By it.
+        schedule: Of the learning rate, not prepared: it counts optimizer steps, whatever the processes.
+        max_grad_norm: None clips nothing.
+        team: The processes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        prepared: Prepared,
+        schedule: LRScheduler,
+        max_grad_norm: float | None,
+        team: Processes,
+    ) -> None:
+        self.accelerator = accelerator
+        self.prepared = prepared
+        self.optimizer = prepared.optimizer
+        self.schedule = schedule
+        self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self._team = team
+        self._skips = 0
+
+    def make(self, group: StepBatches[Any], step: int, last_checkpoint: str | None) -> StepResult:
+        """Make one step. The gradient is the mean over all samples of all processes.
+
+        Args:
+            group: The step's batches.
+            step: Its number, for errors.
+            last_checkpoint: Likewise.
+
+        Raises:
+            NonFiniteError: Loss or gradient is NaN or Inf; the weights are as they were before the step.
+        """
+        size = self.accelerator.gradient_accumulation_steps
+        # A short group ends at the same count, so that its last batch is the one that synchronises.
+        self.accelerator.step = size - len(group.batches)
+        losses: list[Losses] = []
+        for batch in group.batches:
+            with self.accelerator.accumulate(self.prepared.synchronised):
+                # Accelerate puts autocast into a module that it wraps, but not where FSDP spreads it.
+                with self.prepared.backend.autocast():
+                    terms: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
+                # The backend divides by processes and accumulated batches, and samples count alike in all.
+                weight = len(batch) * size * self._team.size / group.samples
+                self.prepared.backend.backward(terms[0] * weight)
+                losses.append(tuple(term.detach() for term in terms))  # type: ignore[arg-type]
+        return self._finish(group, step, losses, last_checkpoint)
+
+    def _finish(
+        self, group: StepBatches[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
+    ) -> StepResult:
+        norm = self.prepared.backend.clip(self._max_norm)
+        samples = [len(batch) for batch in group.batches]
+        total, latent, pixel = (
+            sum(count * float(value) for count, value in zip(samples, term, strict=True)) / sum(samples)
+            for term in zip(*losses, strict=True)
+        )
+        gradient_norm = None if norm is None else float(full_tensor(norm))
+        # A scaler looks for its scale: a smaller one may help against an infinite gradient.
+        scales = self.accelerator.scaler is not None and self._skips < SKIPS_ALLOWED
+        bad_gradient = gradient_norm is not None and not math.isfinite(gradient_norm) and not scales
+        if self._team.any(not math.isfinite(total) or bad_gradient):
+            raise self._nonfinite(group, step, total, last_checkpoint)
+        self.optimizer.step()
+        skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
+        self._skips = self._skips + 1 if skipped else 0
+        if not skipped:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        latent_or_none, pixel_or_none = (None if math.isnan(term) else term for term in (latent, pixel))
+        return StepResult(total, latent_or_none, pixel_or_none, gradient_norm, skipped)
+
+    def _nonfinite(
+        self, group: StepBatches[Any], step: int, loss: float, last_checkpoint: str | None
+    ) -> NonFiniteError:
+        keys = [key for batch in group.batches for key in batch.keys]
+        culprits = None
+        self.prepared.backend.release()
+        for batch in group.batches:
+            layers = self._culprits(batch)
+            if layers and culprits is None:
+                culprits, keys = layers, list(batch.keys)
+            if layers and not self.prepared.sharded:  # where it is, all processes run all of their batches
+                break
+        what = f"the loss is {loss:g}" if not math.isfinite(loss) else "the gradient is not finite"
+        # None: no layer showed it again, or it was another process's batch.
+        where = "in no layer of this process when it was run again" if culprits is None else str(culprits)
+        intact = f"{last_checkpoint} is intact; lower" if last_checkpoint else "Lower"
+        return NonFiniteError(
+            f"step {step}: {what}, {where} (samples {listed(keys, NAMED)}). "
+            "Training has stopped before the weights took it up.",
+            hint=f"{intact} learning_rate, use mixed_precision bf16 or no, or leave the samples out.",
+        )
+
+    def _culprits(self, batch: Batch) -> NonFiniteLayers:
+        inner = self.accelerator.unwrap_model(self.prepared.module)
+        inner.zero_grad()
+
+        def backward() -> float:
+            with self.prepared.backend.autocast():
+                again = inner(to_device(batch, self.accelerator.device))[0]
+            again.backward()
+            return float(again.detach())
+
+        return find_culprits(inner.model, backward)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its pictures on a device."""
+    return replace(
+        batch,
+        source=batch.source.to(device),
+        target=batch.target.to(device),
+        mask=None if batch.mask is None else batch.mask.to(device),
+        conditioning_images={key: image.to(device) for key, image in batch.conditioning_images.items()},
+        conditioning_masks={key: mask.to(device) for key, mask in batch.conditioning_masks.items()},
+    )
+
+
+def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:
+    """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
+
+    Args:
+        model: Whose layers are looked at; it has no hook more afterwards.
+        backward: Computes the loss and its gradients.
+    """
+    culprits = NonFiniteLayers()
+    for name, module in model.named_modules():
+        if any(not is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False)):
+            culprits.weights.append(name)
+    handles = [
+        module.register_forward_hook(_watch(name, culprits))
+        for name, module in model.named_modules()
+        if not any(module.children())
+    ]
+    try:
+        loss = backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if math.isfinite(loss) and not culprits.gradients:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad)):
+                culprits.gradients.append(name)
+    return culprits
+
+
+def _watch(name: str, culprits: NonFiniteLayers) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+    def gradient(grad: Tensor) -> None:
+        if not is_finite(grad) and name not in culprits.gradients:
+            culprits.gradients.append(name)
+
+    def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if not isinstance(output, Tensor):
+            return
+        if not is_finite(output) and name not in culprits.outputs:
+            culprits.outputs.append(name)
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(gradient)  # type: ignore[no-untyped-call]
+
+    return look
+
+
 def check_tracker(name: str | None) -> None:
     """Refuse a tracker whose package is not installed: Accelerate leaves it out without a word.
 
@@ -416,17 +640,13 @@ def start_trackers(accelerator: Accelerator, settings: TrainSettings, step: int)
     options: dict[str, dict[str, Any]] = {}
     if settings.tracker == "tensorboard":
         options["tensorboard"] = {"purge_step": step + 1 if step else None}
-    name = settings.wandb_project or RUN
-    accelerator.init_trackers(name, config=_hyperparameters(settings), init_kwargs=options)
-
-
-def _hyperparameters(settings: TrainSettings) -> dict[str, bool | int | float | str]:
-    """The settings as what every tracker takes: flat, and texts for lists and blocks."""
-    values = settings.model_dump(mode="json")
-    return {
+    # What every tracker takes: flat, and texts for lists and blocks.
+    hyperparameters = {
         key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in values.items()
+        for key, value in settings.model_dump(mode="json").items()
     }
+    name = settings.wandb_project or RUN
+    accelerator.init_trackers(name, config=hyperparameters, init_kwargs=options)
 
 
 def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step: int) -> None:
@@ -436,8 +656,3 @@ def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step
         if tracker.name in _TAKES_PICTURES:
             shape = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
             tracker.log_images({name: pixels}, step=step, **shape)
-
-
-def project_folder(settings: TrainSettings) -> Path:
-    """Where trackers that write files do so."""
-    return settings.save_ckpt_path / LOGS

@@ -18,7 +18,6 @@ The random generators are all that a process has: Python's, NumPy's, PyTorch's a
 
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.files import atomic_path, parse_json, reason_of, temporary_name, writing_hint
+from sigmascope.files import atomic_path, flush_folder, parse_json, reason_of, temporary_name, writing_hint
 from sigmascope.lora.journal import open_own
 
 T = TypeVar("T")
@@ -122,10 +121,6 @@ class CheckpointFolder:
             with lock, suppress(OSError):  # before the lock goes, or a second run could hold it
                 (self.path / LOCK).unlink(missing_ok=True)
 
-    def all(self) -> list[Path]:
-        """Every checkpoint there is, the newest first."""
-        return find_checkpoints(self.path)
-
     def save(self, state: TrainingState, add_files: Callable[[Path], object] | None = None) -> Path:
         """Write a checkpoint, then remove those beyond the number to keep.
 
@@ -141,7 +136,7 @@ class CheckpointFolder:
 
     def remove_older(self, than: Path) -> None:
         """Remove those before a good checkpoint that are beyond the number to keep; it is one of them."""
-        checkpoints = self.all()
+        checkpoints = find_checkpoints(self.path)
         for old in checkpoints[checkpoints.index(than) + self._keep :]:
             self._remove(old)
 
@@ -159,7 +154,7 @@ class CheckpointFolder:
         Returns:
             That folder; None when there was nothing to move.
         """
-        checkpoints = self.all()
+        checkpoints = find_checkpoints(self.path)
         if not checkpoints:
             return None
         number = 1
@@ -255,8 +250,14 @@ def write_state(
         _write_files(hidden, state)
         if add_files is not None:
             add_files(hidden)
-        _flush_folder(hidden)
-        _replace_folder(hidden, target)
+        flush_folder(hidden)
+        aside = None
+        if target.exists():  # it moves aside first, and goes when the new one is in its place
+            aside = target.with_name(temporary_name(target))
+            target.rename(aside)
+        hidden.rename(target)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         message = f"the checkpoint cannot be written ({reason_of(error)})."
         raise WriteError(target, message, hint=writing_hint(error)) from error
@@ -265,7 +266,7 @@ def write_state(
         raise WriteError(target, message, hint=error.hint) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    _flush_folder(target.parent)
+    flush_folder(target.parent)
 
 
 def _write_files(folder: Path, state: TrainingState) -> None:
@@ -289,27 +290,6 @@ def _write_files(folder: Path, state: TrainingState) -> None:
         temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
-def _flush_folder(folder: Path) -> None:
-    """Make names durable; where folders cannot be flushed, the files are in place nevertheless."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _replace_folder(hidden: Path, target: Path) -> None:
-    """Give the hidden folder its name; one that is there moves aside first and then goes."""
-    aside = None
-    if target.exists():
-        aside = target.with_name(temporary_name(target))
-        target.rename(aside)
-    hidden.rename(target)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def read_state(folder: Path) -> TrainingState:
     """Read a checkpoint, and compare every file with its checksum.
 
@@ -318,44 +298,37 @@ def read_state(folder: Path) -> TrainingState:
     """
     facts = read_facts(folder)
     for name, expected in facts["files"].items():
-        _check_file(folder / name, expected)
-    tensors = _read_tensors(folder / STATE)
+        path = folder / name
+        try:
+            written = file_facts(path)
+        except OSError as error:
+            raise CheckpointError(
+                path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
+            ) from error
+        if written != expected:
+            raise CheckpointError(
+                path,
+                f"is damaged: {written['bytes']} bytes with another checksum than the {expected['bytes']} written.",
+                hint="Remove the damaged checkpoint.",
+            )
+    tensors, weights = _read_tensors(folder / STATE), _read_tensors(folder / WEIGHTS)
+    if missing := [name for name in facts["parameters"] if name not in weights]:
+        raise CheckpointError(folder / WEIGHTS, f"lacks {missing[0]}.", hint="Remove the damaged checkpoint.")
     where = str(folder / FACTS)
     return TrainingState(
         step=facts["step"],
         epoch=facts["epoch"],
         identity=facts["identity"],
-        weights=_in_order(_read_tensors(folder / WEIGHTS), facts["parameters"], folder / WEIGHTS),
+        weights={name: weights[name] for name in facts["parameters"]},
         average=_read_tensors(folder / AVERAGE) if AVERAGE in facts["files"] else None,
         progress=unpack(facts["progress"], tensors, where),
         processes=tuple(unpack(facts["processes"], tensors, where)),
     )
 
 
-def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
-    try:
-        facts = file_facts(path)
-    except OSError as error:
-        raise CheckpointError(
-            path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
-        ) from error
-    if facts != expected:
-        raise CheckpointError(
-            path,
-            f"is damaged: {facts['bytes']} bytes with another checksum than the {expected['bytes']} written.",
-            hint="Remove the damaged checkpoint.",
-        )
-
-
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     with open_checkpoint(path) as checkpoint:
         return {name: checkpoint.tensor(name) for name in checkpoint.keys()}  # noqa: SIM118 - no mapping
-
-
-def _in_order(tensors: dict[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
-    if missing := [name for name in names if name not in tensors]:
-        raise CheckpointError(path, f"lacks {missing[0]}.", hint="Remove the damaged checkpoint.")
-    return {name: tensors[name] for name in names}
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -433,7 +406,11 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
     kind, content = next(iter(packed.items()), (None, None))
     match kind, content:
         case "tensor" | "array", str():
-            return _unpacked_tensor(kind, content, tensors, file)
+            if content not in tensors:
+                raise CheckpointError(
+                    file, f"the tensor {content} is missing.", hint="Resume from another checkpoint."
+                )
+            return tensors[content] if kind == "tensor" else tensors[content].numpy()
         case "dict", list():
             return {key: unpack(item, tensors, file) for key, item in content}
         case "list", list():
@@ -443,12 +420,6 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
     raise CheckpointError(
         file, f"holds state of an unknown kind {kind!r}.", hint="Resume from another checkpoint."
     )
-
-
-def _unpacked_tensor(kind: str, name: str, tensors: Mapping[str, Tensor], file: str) -> Any:
-    if name not in tensors:
-        raise CheckpointError(file, f"the tensor {name} is missing.", hint="Resume from another checkpoint.")
-    return tensors[name] if kind == "tensor" else tensors[name].numpy()
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -37,8 +37,6 @@ from sigmascope.lbm.training.settings import TrainSettings
 Position = TypeVar("Position")
 State = dict[str, Any]
 """An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
-
-
 _FAILED: Final = -1
 """Stands for a batch's length where there is none because of an error."""
 _LOST: Final = ("gloo", "nccl", "connection", "socket")
@@ -79,34 +77,31 @@ class Processes:
             OtherProcessError: It failed in another process; says what that one said.
         """
         failure: Exception | None = None
+        words: str | None = None
         try:
             yield
         except Exception as error:
             if self.size == 1:
                 raise
             failure = error
-        if self.size > 1:
-            self._end_together(failure)
-
-    def _end_together(self, failure: Exception | None) -> None:
-        """Raise in every process where there is a failure in any. All call this together."""
+            known = isinstance(error, SigmascopeError)
+            words = str(error) if known else f"{type(error).__name__}: {error}."
+        if self.size == 1:
+            return
         try:
-            failures = self.objects(None if failure is None else _failure_text(failure))
+            failures = self.objects(words)
         except Exception:
             if failure is not None:
                 raise failure from None  # the others are gone, so this is the news
             raise
         if failure is not None:
             raise failure
-        if first := next(((number, words) for number, words in enumerate(failures) if words), None):
-            raise OtherProcessError(
-                f"process {first[0]} of {self.size} failed: {first[1]}",
-                hint="The checkpoints written before are intact; see what that process says.",
-            )
-
-
-def _failure_text(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, SigmascopeError) else f"{type(failure).__name__}: {failure}."
+        for number, words in enumerate(failures):
+            if words:
+                raise OtherProcessError(
+                    f"process {number} of {self.size} failed: {words}",
+                    hint="The checkpoints written before are intact; see what that process says.",
+                )
 
 
 @dataclass(frozen=True)
@@ -143,37 +138,28 @@ def step_batches(
     """
     rest = iter(stream)
     while True:
-        taken, failure = _taken(rest, size)
+        taken: list[tuple[Batch, Position]] = []
+        failure: SigmascopeError | None = None
+        try:
+            taken = list(islice(rest, size))
+        except SigmascopeError as error:
+            failure = error
         lengths = [len(batch) for batch, _ in taken]
         rows = team.gather([_FAILED] * size if failure else lengths + [0] * (size - len(lengths)))
         if any(_FAILED in row for row in rows):
-            raise _agreed_failure(failure, team)
+            failures = team.objects(None if failure is None else str(failure))
+            if failure is not None:
+                raise failure
+            number, words = next((number, words) for number, words in enumerate(failures) if words)
+            raise DataError(
+                f"the data of process {number} of {team.size} failed: {words}",
+                hint="See what that process says.",
+            )
         count = min(sum(1 for length in row if length) for row in rows)
         if count == 0:
             return
         samples = sum(sum(row[:count]) for row in rows)
         yield StepBatches(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
-
-
-def _taken(
-    rest: Iterator[tuple[Batch, Position]], size: int
-) -> tuple[list[tuple[Batch, Position]], SigmascopeError | None]:
-    """The next batches, or why there are none."""
-    try:
-        return list(islice(rest, size)), None
-    except SigmascopeError as error:
-        return [], error
-
-
-def _agreed_failure(own: SigmascopeError | None, team: Processes) -> SigmascopeError:
-    """What this process raises. All call this together."""
-    failures = team.objects(None if own is None else str(own))
-    if own is not None:
-        return own
-    number, words = next((number, words) for number, words in enumerate(failures) if words)
-    return DataError(
-        f"the data of process {number} of {team.size} failed: {words}", hint="See what that process says."
-    )
 
 
 @contextmanager
@@ -186,21 +172,16 @@ def naming_lost_processes(team: Processes) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if team.size == 1 or not _is_of_connection(error):
+        words = str(error)
+        is_lost = isinstance(error, DistError) or any(word in words.lower() for word in _LOST)
+        if team.size == 1 or not is_lost:
             raise
+        # The first sentence, without the place in gloo's source.
+        reason = re.sub(r"^\[\S+\]\s*", "", words).splitlines()[0].partition(". ")[0]
         raise OtherProcessError(
-            f"another of the {team.size} processes of this training has ended ({_connection_reason(error)}).",
+            f"another of the {team.size} processes of this training has ended ({reason}).",
             hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
         ) from error
-
-
-def _is_of_connection(error: RuntimeError) -> bool:
-    return isinstance(error, DistError) or any(word in str(error).lower() for word in _LOST)
-
-
-def _connection_reason(error: RuntimeError) -> str:
-    """The first sentence, without the place in gloo's source."""
-    return re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0].partition(". ")[0]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -264,21 +245,14 @@ def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State
         state: `state_dict()` with whole tensors.
         parameters: In the optimizer's order.
     """
-    return {
-        **state,
-        "state": {
-            number: {name: _like(value, parameters[number]) for name, value in values.items()}
-            for number, values in state["state"].items()
-        },
-    }
-
-
-def _like(value: Any, parameter: nn.Parameter) -> Any:
-    return (
-        shard_like(value, parameter)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-    )
+    spread: State = {}
+    for number, values in state["state"].items():
+        parameter = parameters[number]
+        spread[number] = {
+            name: shard_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
+            for name, value in values.items()
+        }
+    return {**state, "state": spread}
 
 
 def reshard(model: nn.Module) -> None:
@@ -368,15 +342,9 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
                 f"accelerate: DeepSpeed's configuration has {key}, which the YAML chooses.",
                 hint=f"Take {key} out of DeepSpeed's configuration.",
             )
-    for key, wanted in _agreed(settings, processes).items():
-        _require(asked, key, wanted)
-
-
-def _agreed(settings: TrainSettings, processes: int) -> dict[str, Any]:
-    """Keys of DeepSpeed that say what the settings say."""
     steps, batch = settings.gradient_accumulation_steps, settings.batch_size
     bf16 = settings.mixed_precision == "bf16"
-    return {
+    agreed = {
         "gradient_accumulation_steps": steps,
         "gradient_clipping": settings.max_grad_norm or 0.0,
         "train_micro_batch_size_per_gpu": batch,
@@ -388,16 +356,14 @@ def _agreed(settings: TrainSettings, processes: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "managed_gradient_accumulation": True,
     }
-
-
-def _require(asked: Mapping[str, Any], key: str, wanted: Any) -> None:
-    section, _, name = key.rpartition(".")
-    value = (asked.get(section) or {} if section else asked).get(name, "auto")
-    if value not in ("auto", wanted):
-        raise ConfigError(
-            f"accelerate: {key} is {value} in DeepSpeed's configuration, and {wanted} by the YAML.",
-            hint=f'Leave {key} out of DeepSpeed\'s configuration, or set it to "auto".',
-        )
+    for key, wanted in agreed.items():
+        section, _, name = key.rpartition(".")
+        value = (asked.get(section) or {} if section else asked).get(name, "auto")
+        if value not in ("auto", wanted):
+            raise ConfigError(
+                f"accelerate: {key} is {value} in DeepSpeed's configuration, and {wanted} by the YAML.",
+                hint=f'Leave {key} out of DeepSpeed\'s configuration, or set it to "auto".',
+            )
 
 
 def fit(config: dict[str, Any], settings: TrainSettings) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import DataError, ModelMismatchError, WriteError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
-from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
+from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys, listed
 from sigmascope.lbm.training.accelerate import check_tracker
 from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
 from sigmascope.lbm.training.lora_layers import PlanRow, make_trainable, plan_training
@@ -26,18 +25,12 @@ from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
 from sigmascope.lbm.training.session import (
     count_samples,
-    follows_length,
     open_data,
     planned_steps,
     require_same_settings,
     resume_identity,
 )
 from sigmascope.lbm.training.settings import TrainSettings
-
-_NAMED = 3
-"""How many problems of the base an error names."""
-COMPUTE_DTYPES: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By `mixed_precision`."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +110,32 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     batch = first[0]
     height, width = batch.source.shape[-2:]
     steps = planned_steps(settings, data.shards, 1)
-    _check_schedule(settings, steps)
+    nothing = make_optimizer("SGD", [nn.Parameter(torch.zeros(1))], settings.learning_rate, {})
+    make_schedule(
+        settings.lr_scheduler,
+        nothing,
+        steps=steps,
+        warmup_steps=settings.warmup_steps,
+        kwargs=settings.lr_scheduler_kwargs,
+    )
     if settings.pixel_loss_weight > 0 and settings.pixel_loss_type == "lpips":
         lpips_package()
-    _check_folder(settings.save_ckpt_path)
+    # Whether checkpoints can be written there, without making the folder.
+    path = settings.save_ckpt_path
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise WriteError(
+            path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise WriteError(
+            path, f"cannot be written to: {there} is read-only.", hint="Choose another save_ckpt_path."
+        )
+    resumes = None
+    if resume and (newest := newest_readable(path, read_facts)) is not None:
+        resumes, facts = newest
+        now = resume_identity(settings, data.shards, 1, steps)
+        require_same_settings(facts["identity"], now, resumes)
     return DryRun(
         rows=plan.rows,
         trained_parameters=plan.trained_parameters,
@@ -131,15 +146,16 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         validation_samples=len(read_samples(settings)),
         total_steps=steps,
         memory=estimate_memory(settings, batch),
-        resumes=_resumed(settings, data.shards, steps) if resume else None,
+        resumes=resumes,
     )
 
 
 def _check_base(path: Path, model: LbmModel) -> None:
     """Compare keys and shapes, which are in the file's header."""
     with open_checkpoint(path) as checkpoint:
-        missing, _ = compare_keys(model, checkpoint)
-        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        missing, _ = compare_keys(state, checkpoint)
+        shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
         wrong = [
             f"{key} is {list(checkpoint.info(key).shape)} and should be {list(shape)}"
             for key, shape in shapes.items()
@@ -147,35 +163,9 @@ def _check_base(path: Path, model: LbmModel) -> None:
         ]
     if missing or wrong:
         problems = [f"{key} is missing" for key in missing] + wrong
-        more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise ModelMismatchError(
-            f"{path}: is no such model as the YAML describes: {'; '.join(problems[:_NAMED])}{more}.",
+            f"{path}: is no such model as the YAML describes: {listed(problems, 3, '; ')}.",
             hint="Correct base_model_path, or the model's keys in the YAML.",
-        )
-
-
-def _check_schedule(settings: TrainSettings, steps: int | None) -> None:
-    """Make it, for an optimizer that changes nothing."""
-    nothing = make_optimizer("SGD", [nn.Parameter(torch.zeros(1))], settings.learning_rate, {})
-    make_schedule(
-        settings.lr_scheduler,
-        nothing,
-        steps=steps,
-        warmup_steps=settings.warmup_steps,
-        kwargs=settings.lr_scheduler_kwargs,
-    )
-
-
-def _check_folder(path: Path) -> None:
-    """Look whether checkpoints can be written there, without making it."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise WriteError(
-            path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise WriteError(
-            path, f"cannot be written to: {there} is read-only.", hint="Choose another save_ckpt_path."
         )
 
 
@@ -186,7 +176,7 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         settings: Of the run.
         batch: Only its shape counts.
     """
-    stored = build_lbm(settings.lbm, device="meta", dtype=weight_dtype(settings))
+    stored = build_lbm(settings.lbm, device="meta", dtype=settings.weight_dtype)
     trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
     return MemoryEstimate(
@@ -196,11 +186,6 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         average=trained_bytes if settings.ema_decay is not None else 0,
         activations=_saved_bytes(settings, batch),
     )
-
-
-def weight_dtype(settings: TrainSettings) -> torch.dtype:
-    """Of the base while training: what is trained itself stays float32."""
-    return torch.float32 if settings.full_finetune else COMPUTE_DTYPES[settings.mixed_precision]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -221,7 +206,7 @@ def _state_share(settings: TrainSettings) -> float:
 
 def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
     """Bytes that autograd keeps of a forward pass, counted on tensors without storage."""
-    model = build_lbm(settings.lbm, device="meta", dtype=COMPUTE_DTYPES[settings.mixed_precision])
+    model = build_lbm(settings.lbm, device="meta", dtype=settings.compute_dtype)
     make_trainable(model, settings)
     model.denoiser.train()
     if settings.gradient_checkpointing:
@@ -252,13 +237,3 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
         part = slice(None) if side is None else slice(max(1, side // model.vae.factor))
         return model.vae.decode(result[..., part, part])
     return result
-
-
-def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
-    newest = newest_readable(settings.save_ckpt_path, read_facts)
-    if newest is None:
-        return None
-    folder, facts = newest
-    now = resume_identity(settings, shards, 1, steps if follows_length(settings) else None)
-    require_same_settings(facts["identity"], now, folder)
-    return folder

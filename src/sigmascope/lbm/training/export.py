@@ -15,19 +15,18 @@ from torch import Tensor
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, open_checkpoint
 from sigmascope.errors import NonFiniteError, SigmascopeError
+from sigmascope.lbm.devices import DTYPES
 from sigmascope.lbm.model import is_finite
 from sigmascope.lbm.training.checkpoints import TrainingState
 from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora
 from sigmascope.lbm.training.session import Session, trained_weights
-from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
+from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile, as_text, kept_metadata
 from sigmascope.lora.writer import save_lora, stored_factors
 
 _log = logging.getLogger(__name__)
 
-DTYPES: Final = {"float32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""By `save_precision`."""
 _OF_AN_EXTRACTION: Final = "sigmascope_"
 """Keys of a continued file's header that begin so are dropped: they tell how that file was made."""
 _ITERATIONS: Final = "num_iterations"
@@ -117,7 +116,8 @@ def write_trained(
     stem = name or f"lora-step{step:06d}"
     paths = []
     for output_format in settings.output_formats:
-        path = folder / f"{stem}{_format_suffix(output_format)}.safetensors"
+        suffix = "" if output_format == "native" else f"-{output_format}"
+        path = folder / f"{stem}{suffix}.safetensors"
         save_lora(path, lora, metadata, format=output_format)
         paths.append(path)
     return paths
@@ -138,10 +138,6 @@ def _write_checkpoint(
             writer.write(key, stored)
     with atomic_path(path.with_suffix(".yaml")) as temporary:
         temporary.write_text(settings.lbm.to_yaml(), encoding="utf-8")
-
-
-def _format_suffix(output_format: OutputFormat) -> str:
-    return "" if output_format == "native" else f"-{output_format}"
 
 
 def stored_lora(

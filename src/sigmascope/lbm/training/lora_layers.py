@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,15 +33,9 @@ from sigmascope.lora.reader import load_lora
 NamedParameters = list[tuple[str, nn.Parameter]]
 PeftLayer = Any
 """peft.tuners.lora.LoraLayer, which has no types of its own."""
-
-
 ADAPTER = "default"
 """PEFT's name for the factors of a layer."""
-
-
 DENOISER = "denoiser."
-
-
 _KINDS = (
     ("attn1", "self-attention"),
     ("attn2", "cross-attention"),
@@ -51,8 +45,6 @@ _KINDS = (
     ("time_emb", "time embedding"),
 )
 """Of Linear layers, by a part of the name."""
-
-
 KEY = "trainable_lora_modules"
 _NAMED = 5
 """How many modules an error names."""
@@ -82,7 +74,7 @@ class PlannedModule:
         return self.rank * sum(matrix_shape(self.weight_shape))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanRow:
     """One line of the table.
 
@@ -98,11 +90,11 @@ class PlanRow:
 
     block: str
     kind: str
-    modules: int
-    trained_modules: int
-    ranks: tuple[int, ...]
-    trained_parameters: int
-    frozen_parameters: int
+    modules: int = 0
+    trained_modules: int = 0
+    ranks: tuple[int, ...] = ()
+    trained_parameters: int = 0
+    frozen_parameters: int = 0
 
     @property
     def rank_text(self) -> str:
@@ -179,20 +171,26 @@ class TrainableLora:
             weights: By the names of `parameters`, in place of what the model holds now.
         """
         trained = dict(self.parameters()) if weights is None else weights
-        return LoraFile({name: self._state_of(name, trained) for name in self.plan.modules})
+        modules = {}
+        for name, module in self.plan.modules.items():
+            if not module.trained:
+                modules[name] = self.plan.factors[name]
+                continue
+            factors = (trained[f"{name}.lora_{kind}.weight"] for kind in ("down", "up"))
+            down, up = (factor.detach().flatten(1).cpu().clone() for factor in factors)
+            modules[name] = LoraFactors(up, down, module.alpha, module.weight_shape)
+        return LoraFile(modules)
 
     def remove(self) -> None:
         """Take the factors out: the model has its own layers and keys again. A second call does nothing."""
-        eject_layers(self._model.denoiser, self._layers)
+        denoiser = self._model.denoiser
+        for name, layer in self._layers.items():
+            owner, _, child = name.removeprefix(DENOISER).rpartition(".")
+            setattr(denoiser.get_submodule(owner), child, layer.base_layer)
+        if hasattr(denoiser, "peft_config"):
+            del denoiser.peft_config
+        denoiser.requires_grad_(False)
         self._layers = {}
-
-    def _state_of(self, name: str, trained: Mapping[str, Tensor]) -> LoraFactors:
-        module = self.plan.modules[name]
-        if not module.trained:
-            return self.plan.factors[name]
-        factors = (trained[f"{name}.lora_{kind}.weight"] for kind in ("down", "up"))
-        down, up = (factor.detach().flatten(1).cpu().clone() for factor in factors)
-        return LoraFactors(up, down, module.alpha, module.weight_shape)
 
 
 class TrainableFull:
@@ -257,20 +255,16 @@ def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
     for name, module in plan.modules.items():
         down, up = _peft_factors(layers[name])
         stored = plan.factors.get(name)
-        if stored is None:
-            _fill(down, fresh_down(tuple(down.shape), settings.seed, name))
-            _fill(up, torch.zeros(up.shape))
-        else:
-            _fill(down, stored.down.reshape(down.shape))
-            _fill(up, stored.up.reshape(up.shape))
+        with torch.no_grad():
+            if stored is None:
+                down.copy_(fresh_down(tuple(down.shape), settings.seed, name))
+                up.zero_()
+            else:
+                down.copy_(stored.down.reshape(down.shape))
+                up.copy_(stored.up.reshape(up.shape))
         down.requires_grad_(module.trained)
         up.requires_grad_(module.trained)
     return TrainableLora(model, plan, layers)
-
-
-def _fill(parameter: nn.Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(values.to(parameter))
 
 
 def fresh_down(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
@@ -309,69 +303,42 @@ def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict
         ConfigError: The installed PEFT does not give each layer the rank and alpha asked for.
     """
     paths = {module.name: module.name.removeprefix(DENOISER) for module in modules}
-    config = _peft_config(modules, paths)
-    inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    layers = {name: denoiser.get_submodule(path) for name, path in paths.items()}
-    for module in modules:
-        _materialise(layers[module.name])
-        _require_as_planned(layers[module.name], module)
-    return layers
-
-
-def _peft_config(modules: Iterable[PlannedModule], paths: Mapping[str, str]) -> Any:
-    """PEFT tries every pattern on every layer, so layers of one rank share a pattern."""
+    # PEFT tries every pattern on every layer, so layers of one rank share a pattern.
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     by_alpha: defaultdict[float, list[str]] = defaultdict(list)
     for module in modules:
         by_rank[module.rank].append(paths[module.name])
         by_alpha[module.alpha].append(paths[module.name])
-    rank = Counter({key: len(names) for key, names in by_rank.items()}).most_common(1)[0][0]
-    return LoraConfig(
+    rank = max(by_rank, key=lambda rank: len(by_rank[rank]))
+    config = LoraConfig(
         r=rank,
         lora_alpha=rank,
-        target_modules=_any_of(list(paths.values())),
+        target_modules=_any_of(paths.values()),
         rank_pattern={_any_of(names): own for own, names in by_rank.items() if own != rank},
         alpha_pattern={_any_of(names): own for own, names in by_alpha.items() if own != rank},
         init_lora_weights=False,
     )
+    inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    layers: dict[str, PeftLayer] = {name: denoiser.get_submodule(path) for name, path in paths.items()}
+    for module in modules:
+        layer = layers[module.name]
+        # PEFT's factors come without storage, in the base's dtype; ours are float32 beside the base.
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            device = layer.base_layer.weight.device
+            empty = torch.empty(factor.weight.shape, dtype=torch.float32, device=device)
+            factor.weight = nn.Parameter(empty)
+        layer_rank, scaling = layer.r.get(ADAPTER), layer.scaling.get(ADAPTER)
+        if layer_rank != module.rank or scaling != module.alpha / module.rank:
+            raise ConfigError(
+                f"{module.name}: PEFT gave it rank {layer_rank} and strength {scaling}, "
+                f"expected {module.rank} and {module.alpha / module.rank}.",
+                hint="Update PEFT: pip install -U peft.",
+            )
+    return layers
 
 
-def _any_of(paths: Sequence[str]) -> str:
+def _any_of(paths: Iterable[str]) -> str:
     return f"(?:{'|'.join(map(re.escape, paths))})"
-
-
-def _materialise(layer: PeftLayer) -> None:
-    """PEFT's factors come without storage, in the base's dtype; ours are float32 beside the base."""
-    device = layer.base_layer.weight.device
-    for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
-        empty = torch.empty(factor.weight.shape, dtype=torch.float32, device=device)
-        factor.weight = nn.Parameter(empty)
-
-
-def _require_as_planned(layer: PeftLayer, module: PlannedModule) -> None:
-    rank, scaling = layer.r.get(ADAPTER), layer.scaling.get(ADAPTER)
-    if rank != module.rank or scaling != module.alpha / module.rank:
-        raise ConfigError(
-            f"{module.name}: PEFT gave it rank {rank} and strength {scaling}, "
-            f"expected {module.rank} and {module.alpha / module.rank}.",
-            hint="Update PEFT: pip install -U peft.",
-        )
-
-
-def eject_layers(denoiser: nn.Module, layers: Mapping[str, PeftLayer]) -> None:
-    """Put the model's own layers back where PEFT's are; everything is frozen then.
-
-    Args:
-        denoiser: As `inject_layers` left it.
-        layers: As `inject_layers` gave them.
-    """
-    for name, layer in layers.items():
-        path = name.removeprefix(DENOISER)
-        owner, _, child = path.rpartition(".")
-        setattr(denoiser.get_submodule(owner), child, layer.base_layer)
-    if hasattr(denoiser, "peft_config"):
-        del denoiser.peft_config
-    denoiser.requires_grad_(False)
 
 
 def plan_training(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
@@ -434,30 +401,29 @@ def plan_continued_lora(model: LbmModel, lora: LoraFile, patterns: Sequence[str]
             module to train has alpha 0, whose factors get no gradient.
         ConfigError: Names each partial name that means none of the file's modules.
     """
-    _require_whole(lora)
+    if lora.unused_keys:  # the file that is written has to hold all of it
+        raise LoraFormatError(
+            f"{lora}: {len(lora.unused_keys)} keys belong to no module: {', '.join(lora.unused_keys[:_NAMED])}.",
+            hint="Make the file again with sigmascope lora convert, which leaves them out.",
+        )
     factors = _factors_by_layer(model, lora)
     everything = denoiser_layers(model)
     names = [name for name in everything if name in factors]
     others = [name for name in everything if name not in factors]
     chosen = set(select_layers(names, patterns, others=others, where=str(lora)))
-    modules = {
-        name: PlannedModule(
-            name, lora_factors.weight_shape, lora_factors.rank, _alpha(lora_factors), trained=name in chosen
-        )
-        for name, lora_factors in ((name, factors[name]) for name in names)
-    }
-    _require_strength(lora, [module for module in modules.values() if module.trained])
-    return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
-
-
-def _require_whole(lora: LoraFile) -> None:
-    """Refuse keys that would be lost, because the file that is written has to hold all of it."""
-    if lora.unused_keys:
-        named = ", ".join(lora.unused_keys[:_NAMED])
+    modules = {}
+    for name in names:
+        layer = factors[name]
+        # "Rank 9999" files have a strength of 1, whatever alpha they say.
+        alpha = float(layer.rank) if layer.scale == 1.0 else layer.alpha
+        modules[name] = PlannedModule(name, layer.weight_shape, layer.rank, alpha, trained=name in chosen)
+    still = [module.name for module in modules.values() if module.trained and module.alpha == 0]
+    if still:
         raise LoraFormatError(
-            f"{lora}: {len(lora.unused_keys)} keys belong to no module: {named}.",
-            hint="Make the file again with sigmascope lora convert, which leaves them out.",
+            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
+            hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
         )
+    return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
 
 
 def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]:
@@ -477,21 +443,6 @@ def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]
             hint="Only the denoiser is trained: take these modules out of the file.",
         )
     return factors
-
-
-def _alpha(factors: LoraFactors) -> float:
-    """The file's alpha; for "rank 9999" files, which have a strength of 1 whatever they say, the rank."""
-    return float(factors.rank) if factors.scale == 1.0 else factors.alpha
-
-
-def _require_strength(lora: LoraFile, trained: Sequence[PlannedModule]) -> None:
-    """Refuse to train what could not change, without a word and for as long as it runs."""
-    still = [module.name for module in trained if module.alpha == 0]
-    if still:
-        raise LoraFormatError(
-            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
-            hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
-        )
 
 
 def plan_full(model: LbmModel) -> TrainablePlan:
@@ -533,29 +484,25 @@ def select_layers(
     for pattern in patterns:
         matching = [layer for layer in layers if matches(pattern, layer)]
         chosen.update(matching)
-        if not matching:
-            wrong.append(_not_found(pattern, layers, others))
+        if matching:
+            continue
+        if elsewhere := sum(matches(pattern, layer) for layer in others):
+            wrong.append(
+                f"{pattern!r} means {elsewhere} layers of the model, none of which the LoRA file has"
+            )
+            continue
+        # Every run of as many parts between dots as the pattern has.
+        parts, length = [layer.split(".") for layer in layers], pattern.count(".") + 1
+        runs = {".".join(words[i : i + length]) for words in parts for i in range(len(words) - length + 1)}
+        near = difflib.get_close_matches(pattern, sorted(runs), n=2, cutoff=0.5)
+        guess = f" (near: {', '.join(near)})" if near else ""
+        wrong.append(f"{pattern!r} is part of no layer's name{guess}")
     if wrong:
         raise ConfigError(
             f"{KEY}: {'; '.join(wrong)}.",
             hint=f"{where} has {len(layers)} modules, such as {', '.join(list(layers)[:2])}.",
         )
     return tuple(layer for layer in layers if layer in chosen)
-
-
-def _not_found(pattern: str, layers: Sequence[str], others: Collection[str]) -> str:
-    elsewhere = sum(matches(pattern, layer) for layer in others)
-    if elsewhere:
-        return f"{pattern!r} means {elsewhere} layers of the model, none of which the LoRA file has"
-    near = difflib.get_close_matches(pattern, sorted(_runs(layers, pattern.count(".") + 1)), n=2, cutoff=0.5)
-    guess = f" (near: {', '.join(near)})" if near else ""
-    return f"{pattern!r} is part of no layer's name{guess}"
-
-
-def _runs(layers: Iterable[str], length: int) -> set[str]:
-    """Every run of so many parts between dots."""
-    parts = [layer.split(".") for layer in layers]
-    return {".".join(words[i : i + length]) for words in parts for i in range(len(words) - length + 1)}
 
 
 def matches(pattern: str, layer: str) -> bool:
@@ -577,40 +524,34 @@ def plan_rows(
         planned: Its layers with a LoRA.
         full: Whether the denoiser's own parameters are trained.
     """
-    sums: defaultdict[tuple[str, str], _Sums] = defaultdict(_Sums)
+    rows: dict[tuple[str, str], PlanRow] = {}
+
+    def row_of(path: str, module: nn.Module) -> PlanRow:
+        in_vae = path.startswith("vae")
+        place = ("vae", "all") if in_vae else (block_of_module(path), _kind_of_layer(path, module))
+        return rows.setdefault(place, PlanRow(*place))
+
     for path, module in model.named_modules():
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:
-            row = sums[_block_and_kind(path, module)]
-            trained = full and path.startswith("denoiser.")
+            row = row_of(path, module)
             row.modules += 1
-            row.trained_modules += trained
-            row.trained += own if trained else 0
-            row.frozen += 0 if trained else own
+            if full and path.startswith(DENOISER):
+                row.trained_modules += 1
+                row.trained_parameters += own
+            else:
+                row.frozen_parameters += own
     for planned_module in planned:
-        row = sums[_block_and_kind(planned_module.name, model.get_submodule(planned_module.name))]
+        row = row_of(planned_module.name, model.get_submodule(planned_module.name))
         if planned_module.trained:
             row.trained_modules += 1
-            row.trained += planned_module.parameters
-            row.ranks.add(planned_module.rank)
+            row.trained_parameters += planned_module.parameters
+            row.ranks = tuple(sorted({*row.ranks, planned_module.rank}))
         else:
-            row.frozen += planned_module.parameters
-    return tuple(_plan_row(block, kind, sums[block, kind]) for block, kind in sorted(sums, key=_row_order))
-
-
-@dataclass
-class _Sums:
-    modules: int = 0
-    trained_modules: int = 0
-    ranks: set[int] = field(default_factory=set)
-    trained: int = 0
-    frozen: int = 0
-
-
-def _block_and_kind(path: str, module: nn.Module) -> tuple[str, str]:
-    if path.startswith("vae"):
-        return "vae", "all"
-    return block_of_module(path), _kind_of_layer(path, module)
+            row.frozen_parameters += planned_module.parameters
+    return tuple(
+        sorted(rows.values(), key=lambda row: (row.block == "vae", block_position(row.block), row.kind))
+    )
 
 
 def _kind_of_layer(path: str, module: nn.Module) -> str:
@@ -619,13 +560,3 @@ def _kind_of_layer(path: str, module: nn.Module) -> str:
     if not isinstance(module, nn.Linear):
         return "norm"
     return next((kind for part, kind in _KINDS if part in path), "linear")
-
-
-def _plan_row(block: str, kind: str, sums: _Sums) -> PlanRow:
-    ranks = tuple(sorted(sums.ranks))
-    return PlanRow(block, kind, sums.modules, sums.trained_modules, ranks, sums.trained, sums.frozen)
-
-
-def _row_order(place: tuple[str, str]) -> tuple[bool, tuple[int, str, int], str]:
-    block, kind = place
-    return block == "vae", block_position(block), kind

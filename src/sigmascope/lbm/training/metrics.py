@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +20,11 @@ from sigmascope.lbm.bridge import sample_bridge
 from sigmascope.lbm.data import Batch, DataOptions, TrainingData
 from sigmascope.lbm.images import contact_sheet, psnr, save_image, tensor_to_image
 from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.accelerate import StepResult
 from sigmascope.lbm.training.checkpoints import untouched_random_state
 from sigmascope.lbm.training.objective import encoded, vae_alone
 from sigmascope.lbm.training.session import Session
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.step import StepResult
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, Run
@@ -157,8 +157,8 @@ class MetricsLogger:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    computed = [value for value in values if value is not None]
+    return sum(computed) / len(computed) if computed else None
 
 
 @dataclass
@@ -223,7 +223,14 @@ class TrainingRecord:
             step: That this session begins at.
             aside: Where the earlier checkpoints went, when it begins anew.
         """
-        _keep_earlier_record(folder, step, aside)
+        path = folder / RUN_FILE
+        if path.is_file() and aside is not None:
+            path.replace(aside / RUN_FILE)
+        elif path.is_file():
+            earlier, number = folder / f"run-until-{step:06d}.json", 2
+            while earlier.exists():
+                earlier, number = folder / f"run-until-{step:06d}-{number}.json", number + 1
+            path.replace(earlier)
         self.began = True
 
     def save_last(self, folder: Path) -> None:
@@ -270,18 +277,6 @@ def time_findings(spent: TimeSpent) -> Sequence[Finding]:
     return findings
 
 
-def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return
-    if aside is not None:
-        path.replace(aside / RUN_FILE)
-        return
-    stem = f"run-until-{step:06d}"
-    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
-    path.replace(next(place for name in names if not (place := folder / name).exists()))
-
-
 def nonfinite_finding(message: str) -> Finding:
     """Training stopped on NaN or Inf."""
     return Finding(
@@ -296,11 +291,6 @@ def nonfinite_finding(message: str) -> Finding:
 
 Conditioning = Callable[[LbmModel, Batch, Tensor], Tensor | None]
 """(model, batch, source latent) -> what the denoiser sees beside the latent."""
-
-
-FOLDER: Final = "validation"
-_SEED: Final = 0
-"""Of the bridge noise, the same in every validation."""
 
 
 def validate(
@@ -332,7 +322,8 @@ def validate(
             for count in num_steps:
                 picture = tensor_to_image(_translate(model, batch, count, conditioning))
                 values[count].append(psnr(picture, truth))
-                pictures.append((f"{_steps(count)}, {values[count][-1]:.1f} dB", picture))
+                steps = "1 step" if count == 1 else f"{count} steps"
+                pictures.append((f"{steps}, {values[count][-1]:.1f} dB", picture))
             pictures.append(("target", truth))
     sheet = contact_sheet(pictures, columns=len(num_steps) + 2)
     return Validation(
@@ -361,15 +352,10 @@ def _translate(model: LbmModel, batch: Batch, num_steps: int, conditioning: Cond
         prediction: Tensor = model(x_t, sigma, extra)
         return prediction
 
-    noise = model.config.bridge_noise_sigma
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    z_target = sample_bridge(denoise, z_source, num_steps, noise, generator)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same noise in every validation
+    z_target = sample_bridge(denoise, z_source, num_steps, model.config.bridge_noise_sigma, generator)
     with vae_alone(model):
         return model.vae.decode(z_target).float()
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
@@ -401,6 +387,6 @@ def save_sheet(validation: Validation, folder: Path) -> Path:
     Raises:
         WriteError: The disk is full or refuses.
     """
-    path = folder / FOLDER / f"step-{validation.step:06d}.png"
+    path = folder / "validation" / f"step-{validation.step:06d}.png"
     save_image(validation.sheet, path)
     return path

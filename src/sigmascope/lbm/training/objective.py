@@ -19,11 +19,11 @@ of batch b then see exactly what one process of batch 2b sees, and a resumed run
 import hashlib
 import importlib
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, predict_target
-from sigmascope.lbm.config import LatentLoss, LbmConfig, MaskReduction
+from sigmascope.lbm.config import LbmConfig, MaskReduction
 from sigmascope.lbm.config import PixelLoss as PixelLossKind
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel, LbmVae, join_conditioning
@@ -42,8 +42,6 @@ Latents = Float[Tensor, "batch channels height width"]
 Conditioning = Float[Tensor, "batch extra height width"]
 Pixels = Float[Tensor, "batch 3 height width"]
 PixelMask = Float[Tensor, "batch 1 height width"]
-Denoise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x_t, sigma, conditioning) -> prediction; a model that Accelerate has wrapped, for one."""
 Purpose = Literal["posterior", "bridge", "crop"]
 """What random numbers are for. Each has a stream of its own: whether a crop is drawn does not change the noise."""
 
@@ -65,16 +63,6 @@ class LossTerms:
     latent: Float[Tensor, ""] | None
     pixel: Float[Tensor, ""] | None
     sigmas: Float[Tensor, " batch"]
-
-    @property
-    def samples(self) -> int:
-        """How many `total` is the mean of: batches of different size are weighted with it."""
-        return int(self.sigmas.shape[0])
-
-    @property
-    def sum(self) -> Float[Tensor, ""]:
-        """The sum over the samples, with gradient."""
-        return self.total * self.samples
 
 
 @dataclass(frozen=True)
@@ -118,13 +106,12 @@ class Objective:
             else None
         )
 
-    def loss(self, model: LbmModel, batch: Batch, denoise: Denoise | None = None) -> LossTerms:
+    def loss(self, model: LbmModel, batch: Batch) -> LossTerms:
         """The loss of a batch; its random draws follow from the seed and the batch's epoch and numbers.
 
         Args:
             model: On the device to compute on. Its VAE runs in its own dtype, whatever autocast says.
             batch: On any device.
-            denoise: Called in place of the model; the model itself when left out.
 
         Raises:
             ConfigError: The batch lacks a conditioning picture that the config names.
@@ -132,9 +119,17 @@ class Objective:
         point = self.bridge_point(model, batch)
         device = point.x_t.device
         sigmas = point.sigmas.to(device)
-        prediction = (denoise or model)(point.x_t, sigmas, point.conditioning).float()
-        latent = self._latent_terms(prediction, point, batch)
-        pixel = self._pixel_terms(model, prediction, point, batch)
+        prediction = model(point.x_t, sigmas, point.conditioning).float()
+        latent = pixel = None
+        if self.settings.latent_loss_weight > 0:
+            values = differences(prediction, point.velocity, self.settings.latent_loss_type)
+            mask = None if batch.mask is None else latent_mask(batch.mask, *values.shape[-2:]).to(device)
+            latent = sample_means(values, mask, self.settings.mask_reduction)
+        if self._pixel_loss is not None:
+            z_target = predict_target(point.x_t, prediction, point.sigmas)
+            generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "crop")
+            with torch.autocast(device.type, enabled=False):
+                pixel = self._pixel_loss(model.vae, z_target, batch.target, batch.mask, generators)
         per_sample = torch.zeros(len(batch), device=device)
         if latent is not None:
             per_sample = per_sample + self.settings.latent_loss_weight * latent
@@ -184,41 +179,15 @@ class Objective:
         Raises:
             ConfigError: The batch lacks one that the config names.
         """
-        images = _named(batch.conditioning_images, self.config.conditioning_images_keys)
-        masks = _named(batch.conditioning_masks, self.config.conditioning_masks_keys)
-        return join_conditioning(masks, [encoded(model, image, posterior) for image in images], like)
-
-    def _latent_terms(
-        self, prediction: Latents, point: BridgePoint, batch: Batch
-    ) -> Float[Tensor, " batch"] | None:
-        if self.settings.latent_loss_weight == 0:
-            return None
-        values = differences(prediction, point.velocity, self.settings.latent_loss_type)
-        mask = None if batch.mask is None else latent_mask(batch.mask, *values.shape[-2:]).to(values.device)
-        return sample_means(values, mask, self.settings.mask_reduction)
-
-    def _pixel_terms(
-        self, model: LbmModel, prediction: Latents, point: BridgePoint, batch: Batch
-    ) -> Float[Tensor, " batch"] | None:
-        if self._pixel_loss is None:
-            return None
-        z_target = predict_target(point.x_t, prediction, point.sigmas)
-        generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "crop")
-        with _no_autocast(z_target.device):
-            return self._pixel_loss(model.vae, z_target, batch.target, batch.mask, generators)
-
-
-def _named(given: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tensor]:
-    if missing := [key for key in keys if key not in given]:
-        raise ConfigError(
-            f"conditioning: the batch has no {', '.join(missing)}.",
-            hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
-        )
-    return [given[key] for key in keys]
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, enabled=False)
+        given = {**batch.conditioning_images, **batch.conditioning_masks}
+        image_keys, mask_keys = self.config.conditioning_images_keys, self.config.conditioning_masks_keys
+        if missing := [key for key in (*image_keys, *mask_keys) if key not in given]:
+            raise ConfigError(
+                f"conditioning: the batch has no {', '.join(missing)}.",
+                hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
+            )
+        images = [encoded(model, batch.conditioning_images[key], posterior) for key in image_keys]
+        return join_conditioning([batch.conditioning_masks[key] for key in mask_keys], images, like)
 
 
 def encoded(
@@ -240,7 +209,8 @@ def encoded(
 @contextmanager
 def vae_alone(model: LbmModel) -> Iterator[None]:
     """Run the VAE without gradient and in its own dtype: under float16 autocast SDXL's would overflow."""
-    with torch.no_grad(), _no_autocast(next(model.vae.parameters()).device):
+    device = next(model.vae.parameters()).device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
@@ -292,19 +262,17 @@ def sample_sigmas(
 
 
 def generators_for(seed: int, epoch: int, numbers: Sequence[int], purpose: Purpose) -> list[torch.Generator]:
-    """One for each sample; see `generator_for`."""
-    return [generator_for(seed, epoch, number, purpose) for number in numbers]
-
-
-def generator_for(seed: int, epoch: int, number: int, purpose: Purpose) -> torch.Generator:
-    """A CPU generator for one sample and purpose.
+    """CPU generators for a purpose, one for each sample.
 
     The numbers are hashed (BLAKE2b), because PyTorch's Mersenne Twister gives related streams for related seeds and
     uses 32 bits of them.
     """
-    message = struct.pack("<QQQ", seed, epoch, number) + purpose.encode()
-    digest = hashlib.blake2b(message, digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    generators = []
+    for number in numbers:
+        message = struct.pack("<QQQ", seed, epoch, number) + purpose.encode()
+        digest = hashlib.blake2b(message, digest_size=8).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest, "little")))
+    return generators
 
 
 class PixelLoss:
@@ -337,7 +305,9 @@ class PixelLoss:
         self.reduction: MaskReduction = reduction
         self._lpips: nn.Module | None = None
         if kind == "lpips":
-            self._lpips = _perceptual(lpips_package(), spatial=reduction == "valid")
+            # Spatial: a distance for each pixel, so that a mask can be applied.
+            network: nn.Module = lpips_package().LPIPS(net="vgg", spatial=reduction == "valid", verbose=False)
+            self._lpips = network.eval().requires_grad_(False)
 
     def __call__(
         self,
@@ -380,12 +350,6 @@ class PixelLoss:
             decoded, target = decoded * mask, target * mask
         distances: Tensor = network.to(decoded.device)(decoded, target)
         return distances
-
-
-def _perceptual(package: Any, *, spatial: bool) -> nn.Module:
-    """LPIPS with frozen weights; `spatial` gives a distance for each pixel, so that a mask can be applied."""
-    network: nn.Module = package.LPIPS(net="vgg", spatial=spatial, verbose=False)
-    return network.eval().requires_grad_(False)
 
 
 def lpips_package() -> ModuleType:
@@ -483,29 +447,3 @@ def latent_mask(
     """Bring an image-resolution validity mask to the latent's: an element is valid if all its pixels are."""
     invalid = functional.adaptive_max_pool2d(1.0 - mask, (height, width))
     return (invalid <= 0.0).to(mask.dtype)
-
-
-def latent_loss(
-    prediction: Float[Tensor, "batch channels height width"],
-    target: Float[Tensor, "batch channels height width"],
-    kind: LatentLoss,
-    mask: Float[Tensor, "batch 1 height width"] | None = None,
-    reduction: MaskReduction = "all",
-) -> Float[Tensor, ""]:
-    """Mean |d| (l1) or d² (l2) of d = prediction − target, under a mask.
-
-    Args:
-        prediction: Of the denoiser.
-        target: z_source − z_target.
-        kind: "l1" or "l2".
-        mask: 1 where the latent is valid, 0 elsewhere. A batch with no valid element has loss 0.
-        reduction: The mean over "all" elements, or over the "valid" ones of the batch.
-    """
-    difference = prediction - target
-    values = difference.abs() if kind == "l1" else difference.square()
-    if mask is None:
-        return values.mean()
-    weights = mask.expand_as(values)
-    if reduction == "all":
-        return (values * weights).mean()
-    return (values * weights).sum() / weights.sum().clamp_min(1.0)

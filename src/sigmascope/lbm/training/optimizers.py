@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sigmascope.errors import ConfigError
+from sigmascope.lbm.config import did_you_mean
 
-SET_ELSEWHERE = {"lr": "learning_rate"}
-"""Arguments of optimizers that have a key of their own."""
 NOT_FOR_THIS_LOOP = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
 """The base class, the one that calls the model itself, and the one for sparse gradients."""
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -32,8 +31,6 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 """diffusers' schedules and the arguments of each."""
 NO_WARMUP = frozenset({"constant", "piecewise_constant"})
 """Schedules that take no `warmup_steps`."""
-_ANY_RATE = 1e-3
-"""A learning rate to make an optimizer with, for a check."""
 
 
 def make_optimizer(
@@ -50,13 +47,6 @@ def make_optimizer(
     Raises:
         ConfigError: There is no such optimizer, or it refuses an argument or its value.
     """
-    check_optimizer(name, kwargs)
-    return _build_optimizer(name, parameters, learning_rate, kwargs)
-
-
-def _build_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
-) -> torch.optim.Optimizer:
     make: Any = optimizer_class(name)  # each class has arguments of its own
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
     try:
@@ -75,31 +65,22 @@ def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
     """
-    known = _optimizer_arguments(optimizer_class(name))
+    kind = optimizer_class(name)
+    known = [argument for argument in inspect.signature(kind).parameters if argument not in ("params", "lr")]
     for key in kwargs:
-        if key in SET_ELSEWHERE:
-            raise ConfigError(
-                f"optimizer_kwargs.{key}: is set by {SET_ELSEWHERE[key]}.", hint="Leave it out here."
-            )
-        _require_known("optimizer_kwargs", key, known, optimizer_class(name).__name__)
+        if key == "lr":
+            raise ConfigError("optimizer_kwargs.lr: is set by learning_rate.", hint="Leave it out here.")
+        _require_known("optimizer_kwargs", key, known, kind.__name__)
     # Whether a fused kernel can be had depends on where the parameters will be.
     anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
-    _build_optimizer(name, [nn.Parameter(torch.zeros(1, 1))], _ANY_RATE, anywhere)
+    make_optimizer(name, [nn.Parameter(torch.zeros(1, 1))], 1e-3, anywhere)
 
 
-def _optimizer_arguments(kind: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    names = inspect.signature(kind).parameters
-    return tuple(name for name in names if name not in {"self", "params", *SET_ELSEWHERE})
-
-
-def _require_known(where: str, key: str, known: Iterable[str], owner: str) -> None:
-    known = tuple(known)
+def _require_known(where: str, key: str, known: Sequence[str], owner: str) -> None:
     if key in known:
         return
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    guess = f" (did you mean {near[0]}?)" if near else ""
     raise ConfigError(
-        f"{where}.{key}: {owner} has no such argument{guess}.",
+        f"{where}.{key}: {owner} has no such argument{did_you_mean(key, known)}.",
         hint=f"Known: {', '.join(known) or 'none'}.",
     )
 
@@ -110,7 +91,12 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         ConfigError: There is none that the training loop can use; lists them.
     """
-    known = _optimizer_classes()
+    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    known: dict[str, type[torch.optim.Optimizer]] = {
+        kind.__name__.lower(): kind
+        for kind in candidates
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
     optimizer = known.get(name.lower())
     if optimizer is None:
         names = sorted(kind.__name__ for kind in known.values())
@@ -118,14 +104,6 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
         raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
     return optimizer
-
-
-def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
-    classes = (
-        kind for kind in candidates if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    )
-    return {kind.__name__.lower(): kind for kind in classes}
 
 
 def make_schedule(
@@ -185,10 +163,9 @@ def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> N
     """
     arguments = SCHEDULES.get(name)
     if arguments is None:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
-        guess = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"lr_scheduler: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(SCHEDULES)}."
+            f"lr_scheduler: there is no {name!r}{did_you_mean(name, SCHEDULES)}.",
+            hint=f"Use one of {', '.join(SCHEDULES)}.",
         )
     if warmup_steps and name in NO_WARMUP:
         raise ConfigError(

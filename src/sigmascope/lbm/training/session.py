@@ -6,7 +6,6 @@
 
 import hashlib
 import math
-import os
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from webdataset.tariterators import base_plus_ext
 
 from sigmascope.checkpoints import open_checkpoint
@@ -27,14 +24,13 @@ from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, redistribute
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.shards import PIPE
-from sigmascope.lbm.training.accelerate import prepare_step
+from sigmascope.lbm.training.accelerate import Stepper, prepare_step
 from sigmascope.lbm.training.checkpoints import TrainingState, random_state, restore_random_state
 from sigmascope.lbm.training.distributed import Processes, gather_state, shard_like, shard_optimizer_state
 from sigmascope.lbm.training.lora_layers import Trainable, make_trainable
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.optimizers import MovingAverage, make_optimizer, make_schedule
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.step import Stepper
 
 _NUMPY_SEEDS: Final = 2**32
 """NumPy takes seeds below this."""
@@ -133,13 +129,24 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         data = open_data(settings, accelerator.process_index, team.size)
         # For libraries that draw; training's own draws have their generators.
         set_seed(settings.seed % _NUMPY_SEEDS)
-        trainable = _trainable(model, settings)
+        trainable = make_trainable(model, settings)
+        model.denoiser.train()
+        if settings.gradient_checkpointing:
+            model.denoiser.enable_gradient_checkpointing()
         length = planned_steps(settings, data.shards, team.size)
-        optimizer, schedule = _optimizer_and_schedule(settings, trainable, length)
-        objective = Objective(settings)
-        known = resume_identity(
-            settings, data.shards, team.size, length if follows_length(settings) else None
+        parameters = [parameter for _, parameter in trainable.parameters()]
+        optimizer = make_optimizer(
+            settings.optimizer, parameters, settings.learning_rate, settings.optimizer_kwargs
         )
+        schedule = make_schedule(
+            settings.lr_scheduler,
+            optimizer,
+            steps=length,
+            warmup_steps=settings.warmup_steps,
+            kwargs=settings.lr_scheduler_kwargs,
+        )
+        objective = Objective(settings)
+        identity = resume_identity(settings, data.shards, team.size, length)
     prepared = prepare_step(accelerator, model, objective, optimizer, settings.mixed_precision)
     named = dict(trainable.parameters())
     average = None if settings.ema_decay is None else MovingAverage(list(named.values()), settings.ema_decay)
@@ -154,34 +161,9 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         objective=objective,
         stepper=Stepper(accelerator, prepared, schedule, settings.max_grad_norm, team),
         average=average,
-        identity=known,
+        identity=identity,
         total_steps=length,
     )
-
-
-def _trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
-    trainable = make_trainable(model, settings)
-    model.denoiser.train()
-    if settings.gradient_checkpointing:
-        model.denoiser.enable_gradient_checkpointing()
-    return trainable
-
-
-def _optimizer_and_schedule(
-    settings: TrainSettings, trainable: Trainable, length: int | None
-) -> tuple[Optimizer, LRScheduler]:
-    parameters = [parameter for _, parameter in trainable.parameters()]
-    optimizer = make_optimizer(
-        settings.optimizer, parameters, settings.learning_rate, settings.optimizer_kwargs
-    )
-    schedule = make_schedule(
-        settings.lr_scheduler,
-        optimizer,
-        steps=length,
-        warmup_steps=settings.warmup_steps,
-        kwargs=settings.lr_scheduler_kwargs,
-    )
-    return optimizer, schedule
 
 
 def follows_length(settings: TrainSettings) -> bool:
@@ -261,7 +243,23 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
     Raises:
         CheckpointError: It does not hold what this training needs.
     """
-    _copy_weights(session.parameters, state.weights, checkpoint)
+    weights = state.weights
+    different = [
+        name
+        for name in session.parameters.keys() | weights.keys()
+        if name not in session.parameters
+        or name not in weights
+        or session.parameters[name].shape != weights[name].shape
+    ]
+    if different:
+        raise CheckpointError(
+            checkpoint,
+            f"holds other weights than are trained here, first {min(different)}.",
+            hint="Start anew with --no_resume.",
+        )
+    with torch.no_grad():
+        for name, parameter in session.parameters.items():
+            parameter.copy_(shard_like(weights[name], parameter))
     progress, scaler = state.progress, session.accelerator.scaler
     parameters = list(session.parameters.values())
     session.stepper.optimizer.load_state_dict(shard_optimizer_state(progress["optimizer"], parameters))
@@ -272,42 +270,21 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
         shadows = [shard_like(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
-    session.position = _position_of_process(session, [process["position"] for process in state.processes])
-    index = session.accelerator.process_index
+    index, size = session.accelerator.process_index, session.team.size
+    positions = [
+        DataPosition.from_dict(process["position"])
+        for process in state.processes
+        if process["position"] is not None  # in all of them, at an epoch's beginning
+    ]
+    if positions:
+        same = len(positions) == size
+        session.position = positions[index] if same else redistribute(positions, index, size)
     if index < len(state.processes):
         restore_random_state(state.processes[index]["random"], session.accelerator.device)
 
 
-def _copy_weights(
-    parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], checkpoint: Path
-) -> None:
-    different = [
-        name
-        for name in parameters.keys() | weights.keys()
-        if name not in parameters or name not in weights or parameters[name].shape != weights[name].shape
-    ]
-    if different:
-        raise CheckpointError(
-            checkpoint,
-            f"holds other weights than are trained here, first {min(different)}.",
-            hint="Start anew with --no_resume.",
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(shard_like(weights[name], parameter))
-
-
-def _position_of_process(session: Session, stored: list[Any]) -> DataPosition | None:
-    """Where this process's data goes on; those of an epoch's beginning are None, in all processes."""
-    index, size = session.accelerator.process_index, session.team.size
-    known = [DataPosition.from_dict(position) for position in stored if position is not None]
-    if not known:
-        return None
-    return known[index] if len(known) == size else redistribute(known, index, size)
-
-
 def resume_identity(
-    settings: TrainSettings, shards: Sequence[str], processes: int, schedule_steps: int | None
+    settings: TrainSettings, shards: Sequence[str], processes: int, steps: int | None
 ) -> dict[str, Any]:
     """Describe a training by what its result follows from, as JSON values.
 
@@ -317,21 +294,19 @@ def resume_identity(
         settings: Of the run.
         shards: What `train_shards` stands for, in order.
         processes: How many share the data.
-        schedule_steps: Length of the learning-rate schedule, where it has one.
+        steps: Of the whole run; they count where the learning rate follows from them.
     """
     values = settings.model_dump(mode="json", exclude=set(FREE | _NAMES_OF_FILES))
-    values["train_shards"] = [_shard_facts(shard) for shard in shards]
+    values["train_shards"] = [
+        [Path(shard).name, Path(shard).stat().st_size] if Path(shard).is_file() else [shard, None]
+        for shard in shards
+    ]
     values["base_model_path"] = _weights_facts(settings.base_model_path)
     start = settings.lora_weights_path
     values["lora_weights_path"] = None if start is None else _weights_facts(start)
     values["processes"] = processes
-    values["schedule_steps"] = schedule_steps
+    values["schedule_steps"] = steps if follows_length(settings) else None
     return values
-
-
-def _shard_facts(shard: str) -> list[Any]:
-    path = Path(shard)
-    return [path.name, path.stat().st_size] if path.is_file() else [shard, None]
 
 
 def _weights_facts(path: Path) -> list[Any]:
@@ -340,16 +315,11 @@ def _weights_facts(path: Path) -> list[Any]:
     with open_checkpoint(path) as checkpoint:
         files = list(checkpoint.files)
         for file in files:
-            digest.update(_head_and_tail(file))
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLED_BYTES))
+                stream.seek(max(0, file.stat().st_size - _SAMPLED_BYTES))
+                digest.update(stream.read(_SAMPLED_BYTES))
     return [Path(path).name, sum(file.stat().st_size for file in files), digest.hexdigest()]
-
-
-def _head_and_tail(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        head = stream.read(_SAMPLED_BYTES)
-        stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - _SAMPLED_BYTES))
-        return head + stream.read(_SAMPLED_BYTES)
 
 
 def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
@@ -396,9 +366,11 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
     epochs = epoch_limit(settings)
     if epochs is None:
         return settings.max_steps
-    samples = _count_if_affordable(
-        shards, at_any_cost=follows_length(settings) and settings.max_steps is None
-    )
+    needed = follows_length(settings) and settings.max_steps is None
+    piped = any(shard.startswith(PIPE) for shard in shards)
+    samples = None
+    if not piped and (needed or sum(Path(shard).stat().st_size for shard in shards) <= COUNTED_BYTES):
+        samples = count_samples(shards)
     if samples is None:
         return settings.max_steps
     batches = -(-(samples // processes) // settings.batch_size)
@@ -411,14 +383,6 @@ def epoch_limit(settings: TrainSettings) -> int | None:
     if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
         return None
     return settings.max_epochs
-
-
-def _count_if_affordable(shards: Sequence[str], *, at_any_cost: bool) -> int | None:
-    if any(shard.startswith(PIPE) for shard in shards):
-        return None
-    if not at_any_cost and sum(Path(shard).stat().st_size for shard in shards) > COUNTED_BYTES:
-        return None
-    return count_samples(shards)
 
 
 def count_samples(shards: Sequence[str]) -> int | None:

@@ -4,15 +4,16 @@ What users write is brought to what the settings hold. Settings that are each ri
 refused, with one line for each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, get_args
 
+import torch
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, config_error, find_config, load_config, read_yaml, refuse_model
+from sigmascope.lbm.config import TRAINING_NEEDS, LbmConfig, config_error, find_config, load_config, read_yaml
 from sigmascope.lbm.training.optimizers import SCHEDULES, check_optimizer, check_schedule
 from sigmascope.units import parse_size
 
@@ -92,7 +93,10 @@ class TrainSettings(LbmConfig):
     )
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return as_list(value)
+        """One value in place of a list of one, as users write it; an empty one is none."""
+        if isinstance(value, str) and not value.strip():
+            return None
+        return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
     @field_validator("base_model_path", "save_ckpt_path", "lora_weights_path", mode="before")
     @classmethod
@@ -123,13 +127,8 @@ class TrainSettings(LbmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _lbm_calls_them_otherwise(cls, data: Any) -> Any:
-        return renamed(data)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_booleans_for_numbers(cls, data: Any) -> Any:
-        return numbers_are_numbers(data, cls)
+    def _as_it_is_called_here(cls, data: Any) -> Any:
+        return renamed(numbers_are_numbers(data, cls))
 
     @model_validator(mode="after")
     def _can_be_done(self) -> "TrainSettings":
@@ -147,6 +146,16 @@ class TrainSettings(LbmConfig):
         """Side of the crop that the pixel loss decodes; None: the whole picture."""
         cut = "pixel_crop" in self.model_fields_set or self.pixel_tile_size is None
         return None if self.pixel_crop == "whole" or not cut else self.pixel_crop
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What training computes in."""
+        return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the base while training: what is trained itself stays float32."""
+        return torch.float32 if self.full_finetune else self.compute_dtype
 
     @property
     def validate_every(self) -> int:
@@ -188,24 +197,25 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
         raise ConfigError(
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.", hint=EXAMPLE_HINT
         )
-    refuse_model(data, LbmConfig.model_fields, where)
-    if wrong := partial_pairs(data):
-        raise ConfigError(f"{where}: {'; '.join(wrong)}.", hint="Give both, or neither.")
+    if data and all(key in LbmConfig.model_fields for key in data):
+        raise ConfigError(
+            f"{where}: describes a model alone, and a training is wanted here: "
+            f"{', '.join(TRAINING_NEEDS)} are required.",
+            hint="Add these keys (docs/lbm-train-config.md), or give the file to sigmascope lbm infer --config_path.",
+        )
+    # As the user wrote them: a default for the missing half would go with the other by chance only.
+    for written, missing in (("selected_timesteps", "prob"), ("prob", "selected_timesteps")):
+        if data.get(written) is not None and data.get(missing) is None:
+            raise ConfigError(
+                f"{where}: {written}: needs {missing} beside it.", hint="Give both, or neither."
+            )
+    base = user_path(data.get("base_model_path"))
+    config = find_config(base) if isinstance(base, str | Path) else None
+    of_the_model = {} if config is None else load_config(config).model_dump()
     try:
-        return TrainSettings.model_validate({**_beside_the_base(data), **data})
+        return TrainSettings.model_validate({**of_the_model, **data})
     except ValidationError as error:
         raise config_error(error, TrainSettings, where) from error
-
-
-def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's keys that the config beside the base gives."""
-    base = user_path(data.get("base_model_path"))
-    if not isinstance(base, str | Path):
-        return {}
-    config = find_config(base)
-    if config is None:
-        return {}
-    return load_config(config).model_dump()
 
 
 def renamed(data: Any) -> Any:
@@ -239,14 +249,27 @@ def impossible_combinations(settings: "TrainSettings") -> list[str]:
         *_how_it_is_optimised(settings),
         *_sizes(settings),
         *_where_it_runs(settings),
-        *_what_is_written(settings),
     ]
 
 
 def _what_is_trained(settings: "TrainSettings") -> list[str]:
     ranks = [key for key in ("rank", "conv_rank", "alpha") if getattr(settings, key) is not None]
     if settings.full_finetune:
-        return _full_finetune(settings, ranks)
+        of_lora = ranks + [
+            key
+            for key in ("lora_weights_path", "trainable_lora_modules")
+            if getattr(settings, key) is not None
+        ]
+        others = [name for name in settings.output_formats if name != "native"]
+        wrong = []
+        if of_lora:
+            wrong.append(f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}")
+        if others:
+            wrong.append(
+                f"full_finetune: writes a whole checkpoint, not a LoRA; leave {', '.join(others)} out of "
+                "output_formats"
+            )
+        return wrong
     if settings.trainable_lora_modules == ():
         return ["trainable_lora_modules: an empty list trains nothing; leave it out to train every module"]
     if settings.lora_weights_path is not None:
@@ -259,22 +282,6 @@ def _what_is_trained(settings: "TrainSettings") -> list[str]:
             "rank: give a rank to start a LoRA, lora_weights_path to continue one, or full_finetune: true"
         ]
     return []
-
-
-def _full_finetune(settings: "TrainSettings", ranks: list[str]) -> list[str]:
-    of_lora = [*ranks]
-    of_lora += ["lora_weights_path"] if settings.lora_weights_path is not None else []
-    of_lora += ["trainable_lora_modules"] if settings.trainable_lora_modules is not None else []
-    wrong = []
-    if of_lora:
-        wrong.append(f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}")
-    others = [name for name in settings.output_formats if name != "native"]
-    if others:
-        wrong.append(
-            f"full_finetune: writes a whole checkpoint, not a LoRA; leave {', '.join(others)} out of "
-            "output_formats"
-        )
-    return wrong
 
 
 def _what_is_minimised(settings: "TrainSettings") -> list[str]:
@@ -293,15 +300,14 @@ def _what_is_minimised(settings: "TrainSettings") -> list[str]:
 
 def _how_it_is_optimised(settings: "TrainSettings") -> list[str]:
     wrong = []
-    checks: tuple[Callable[[], None], ...] = (
-        lambda: check_optimizer(settings.optimizer, settings.optimizer_kwargs),
-        lambda: check_schedule(settings.lr_scheduler, settings.warmup_steps, settings.lr_scheduler_kwargs),
-    )
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            wrong.append(str(error).rstrip("."))
+    try:
+        check_optimizer(settings.optimizer, settings.optimizer_kwargs)
+    except ConfigError as error:
+        wrong.append(str(error).rstrip("."))
+    try:
+        check_schedule(settings.lr_scheduler, settings.warmup_steps, settings.lr_scheduler_kwargs)
+    except ConfigError as error:
+        wrong.append(str(error).rstrip("."))
     return wrong
 
 
@@ -340,33 +346,10 @@ def _where_it_runs(settings: "TrainSettings") -> list[str]:
         wrong.append(f"num_steps: expected 1 or more, got {min(settings.num_steps)}")
     if settings.validation_interval is not None and settings.validation_shards is None:
         wrong.append("validation_interval: there are no validation_shards to validate on")
-    return wrong
-
-
-def _what_is_written(settings: "TrainSettings") -> list[str]:
     formats = settings.output_formats
-    twice = [name for name in dict.fromkeys(formats) if formats.count(name) > 1]
-    return [f"output_formats: names {', '.join(twice)} more than once; name each once"] if twice else []
-
-
-def partial_pairs(given: Mapping[str, Any]) -> list[str]:
-    """Say which half of `selected_timesteps` and `prob` is given without the other.
-
-    They are looked at as the user wrote them: a default for the missing half would go with it by chance only.
-    """
-    pair = ("selected_timesteps", "prob")
-    written = [key for key in pair if given.get(key) is not None]
-    if len(written) != 1:
-        return []
-    missing = next(key for key in pair if key not in written)
-    return [f"{written[0]}: needs {missing} beside it"]
-
-
-def as_list(value: Any) -> Any:
-    """One value in place of a list of one, as users write it; an empty one is none."""
-    if isinstance(value, str) and not value.strip():
-        return None
-    return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
+    if twice := [name for name in dict.fromkeys(formats) if formats.count(name) > 1]:
+        wrong.append(f"output_formats: names {', '.join(twice)} more than once; name each once")
+    return wrong
 
 
 def user_path(value: Any) -> Any:

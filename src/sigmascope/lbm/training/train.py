@@ -7,10 +7,9 @@ validations and checkpoints. SIGTERM and Ctrl-C end it after the step at hand, w
 import logging
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal
@@ -21,7 +20,7 @@ from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError, Writ
 from sigmascope.files import DISK_FULL, reason_of, writing_hint
 from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples
 from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
-from sigmascope.lbm.model import LbmModel, load_watched
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.training.accelerate import (
     accelerated,
     check_tracker,
@@ -29,7 +28,7 @@ from sigmascope.lbm.training.accelerate import (
     log_pictures,
     start_trackers,
 )
-from sigmascope.lbm.training.checkpoints import CheckpointFolder, TrainingState, checkpoint_name
+from sigmascope.lbm.training.checkpoints import CheckpointFolder, checkpoint_name
 from sigmascope.lbm.training.distributed import (
     Processes,
     StepBatches,
@@ -37,7 +36,6 @@ from sigmascope.lbm.training.distributed import (
     reshard,
     step_batches,
 )
-from sigmascope.lbm.training.dry_run import weight_dtype
 from sigmascope.lbm.training.export import add_lora, write_result
 from sigmascope.lbm.training.metrics import (
     TRAINING,
@@ -62,8 +60,6 @@ from sigmascope.lbm.training.session import (
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
-
-__all__ = ["Listeners", "StepLog", "TrainReport", "train"]
 
 _log = logging.getLogger(__name__)
 
@@ -151,13 +147,20 @@ def train(
                     session = make_session(settings, accelerator, model)
                     report = _train(session, folder, samples, watch, stop, listeners or Listeners(), aside)
             except OSError as error:
-                raise _full_disk(error, folder.path) from error
+                if error.errno not in DISK_FULL:
+                    raise
+                raise WriteError(
+                    folder.path, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error)
+                ) from error
             except NonFiniteError as error:
                 watch.findings.append(nonfinite_finding(error.message))
                 raise
             finally:
                 if main:
-                    _save_run(watch, folder.path)
+                    try:  # also of a failure, which is what the user must see when this fails too
+                        watch.save_last(folder.path)
+                    except SigmascopeError as error:
+                        _log.warning("The record was not saved: %s", error)
             accelerator.end_training()
     return report
 
@@ -201,10 +204,10 @@ def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progr
     Where FSDP spreads the denoiser, no device need have room for all of it.
     """
     sharded = is_sharded(accelerator)
-    model = load_watched(
+    model = load_lbm(
         settings.base_model_path,
         settings.lbm,
-        dtype=weight_dtype(settings),
+        dtype=settings.weight_dtype,
         device="cpu" if sharded else accelerator.device,
         progress=progress,
     )
@@ -229,11 +232,24 @@ def _train(
         watch=watch,
         stop=stop,
         teller=MetricsLogger(session, listeners),
-        add_files=partial(add_lora, session),
     )
+    resumed = None
     with session.team.together():
-        resumed = resume_training(loop) if aside is None else None
-    require_same_start(session)
+        newest = folder.newest() if aside is None else None
+        if newest is not None:
+            checkpoint, state = newest
+            require_same_settings(state.identity, session.identity, checkpoint)
+            restore(session, state, checkpoint)
+            loop.checkpoint, resumed = checkpoint, state.step
+            if session.accelerator.is_main_process:
+                folder.remove_older(checkpoint)  # which a killed run had no time for
+    # Processes on another machine may not see the same checkpoints.
+    steps = [row[0] for row in session.team.gather([session.step])]
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"save_ckpt_path: processes found checkpoints of different steps ({', '.join(map(str, steps))}).",
+            hint="Choose a folder that all processes share.",
+        )
     with session.team.together():
         if session.accelerator.is_main_process:
             watch.begin(folder.path, session.step, aside)
@@ -265,7 +281,6 @@ class TrainingLoop:
         watch: The record.
         stop: Asks for an early end.
         teller: Is told of every step.
-        add_files: Puts more into the folder of each checkpoint, given what it holds.
         checkpoint: The last one of this training.
         validations: All that were made in this session.
     """
@@ -276,7 +291,6 @@ class TrainingLoop:
     watch: TrainingRecord
     stop: StopSignals
     teller: MetricsLogger
-    add_files: Callable[[TrainingState, Path], object] = lambda state, folder: None
     checkpoint: Path | None = None
     validations: list[Validation] = field(default_factory=list)
     _saved_step: int | None = None
@@ -381,23 +395,18 @@ class TrainingLoop:
         with self.teller.pause(), session.team.together():
             if main or sharded:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
-                    validation = self._translated()
+                    with session.average.in_place() if session.average is not None else nullcontext():
+                        validation = validate(
+                            session.model,
+                            self.samples,
+                            session.step,
+                            session.settings.num_steps,
+                            conditioning=session.objective.conditioning,
+                            autocast=session.stepper.prepared.backend.autocast(),
+                        )
+                        reshard(session.model)
                     if main:
                         self._show(validation)
-
-    def _translated(self) -> Validation:
-        session = self.session
-        with session.average.in_place() if session.average is not None else nullcontext():
-            validation = validate(
-                session.model,
-                self.samples,
-                session.step,
-                session.settings.num_steps,
-                conditioning=session.objective.conditioning,
-                autocast=session.stepper.prepared.backend.autocast(),
-            )
-            reshard(session.model)
-        return validation
 
     def _show(self, validation: Validation) -> None:
         accelerator, step = self.session.accelerator, self.session.step
@@ -419,7 +428,7 @@ class TrainingLoop:
                 state = capture_state(session)
                 with session.team.together():
                     if main:
-                        self.folder.save(state, lambda folder: self.add_files(state, folder))
+                        self.folder.save(state, lambda folder: add_lora(session, state, folder))
             self.checkpoint = self.folder.path / checkpoint_name(session.step)
             self._saved_step = session.step
             with session.team.together():
@@ -432,41 +441,3 @@ def agreed_reason(stop: StopSignals, team: Processes) -> StopReason | None:
     code = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
     most = max(row[0] for row in team.gather([code]))
     return None if most < 0 else list(EXIT_CODES)[most]
-
-
-def resume_training(loop: TrainingLoop) -> int | None:
-    """Bring the session to where the newest good checkpoint left off."""
-    newest = loop.folder.newest()
-    if newest is None:
-        return None
-    checkpoint, state = newest
-    require_same_settings(state.identity, loop.session.identity, checkpoint)
-    restore(loop.session, state, checkpoint)
-    loop.checkpoint = checkpoint
-    if loop.session.accelerator.is_main_process:
-        loop.folder.remove_older(checkpoint)  # which a killed run had no time for
-    return state.step
-
-
-def require_same_start(session: Session) -> None:
-    """Refuse a start at different steps: processes on another machine do not see the same checkpoints."""
-    steps = [row[0] for row in session.team.gather([session.step])]
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f"save_ckpt_path: processes found checkpoints of different steps ({', '.join(map(str, steps))}).",
-            hint="Choose a folder that all processes share.",
-        )
-
-
-def _full_disk(error: OSError, folder: Path) -> Exception:
-    if error.errno not in DISK_FULL:
-        return error
-    return WriteError(folder, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error))
-
-
-def _save_run(watch: TrainingRecord, folder: Path) -> None:
-    """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
-    try:
-        watch.save_last(folder)
-    except SigmascopeError as error:
-        _log.warning("The record was not saved: %s", error)

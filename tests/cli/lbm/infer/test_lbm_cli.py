@@ -267,7 +267,7 @@ def test_write_protected_picture_is_found_before_translating(
         return not (Path(path) == target and mode == os.W_OK) and allowed(path, mode)
 
     monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr("sigmascope.lbm.model.load_watched", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("sigmascope.lbm.model.load_lbm", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(WriteError, match="is write-protected"):
         run(arguments)
     assert target.read_bytes() == b"old"

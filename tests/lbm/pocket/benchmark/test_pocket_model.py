@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from scripts.pocket.quality import relighting_psnr, vae_psnr
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
-from sigmascope.lbm.pocket.benchmark import relighting_psnr, vae_psnr
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
 from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora

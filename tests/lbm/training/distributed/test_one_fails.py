@@ -13,7 +13,8 @@ from tests.lbm.training.small_run import SmallRun
 from tests.lbm.training.two_processes import run_two
 
 from sigmascope.lbm.training.checkpoints import find_checkpoints
-from sigmascope.lbm.training.train import Listeners, StepLog, train
+from sigmascope.lbm.training.metrics import Listeners, StepLog
+from sigmascope.lbm.training.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
 

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from tests.lbm.training.tiny_run import tiny_settings
 
-from sigmascope.lbm.training.objective import draw_bridge, draw_offset, generator_for, generators_for
+from sigmascope.lbm.training.objective import draw_bridge, draw_offset, generators_for
 
 SAMPLES = 2000
 SIGNIFICANCE = 0.01
@@ -60,11 +60,11 @@ def test_noise_is_standard_normal_and_each_samples_own() -> None:
 
 def test_streams_differ_by_seed_epoch_number_and_purpose() -> None:
     streams = [
-        generator_for(0, 0, 0, "bridge"),
-        generator_for(1, 0, 0, "bridge"),
-        generator_for(0, 1, 0, "bridge"),
-        generator_for(0, 0, 1, "bridge"),
-        generator_for(0, 0, 0, "crop"),
+        *generators_for(0, 0, [0], "bridge"),
+        *generators_for(1, 0, [0], "bridge"),
+        *generators_for(0, 1, [0], "bridge"),
+        *generators_for(0, 0, [1], "bridge"),
+        *generators_for(0, 0, [0], "crop"),
     ]
     assert len({float(torch.rand((), generator=one)) for one in streams}) == len(streams)
 
@@ -74,4 +74,5 @@ def test_a_crop_begins_anywhere_alike() -> None:
     counts = np.bincount(offsets, minlength=10)
     assert len(counts) == 10
     assert stats.chisquare(counts).pvalue > SIGNIFICANCE
-    assert draw_offset(generator_for(0, 0, 0, "crop"), 8, 8) == 0
+    (generator,) = generators_for(0, 0, [0], "crop")
+    assert draw_offset(generator, 8, 8) == 0

@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 
 from sigmascope.lbm.config import LbmConfig, parse_config
-from sigmascope.lbm.training.objective import latent_loss, latent_mask, sample_sigmas
+from sigmascope.lbm.training.objective import differences, latent_mask, sample_means, sample_sigmas
 
 DRAWS = 20_000
 
@@ -64,23 +64,23 @@ def test_default_draws_the_four_timesteps() -> None:
 
 def test_losses_are_the_means_worked_by_hand() -> None:
     prediction, target = torch.tensor([1.0, 2.0, 5.0, 0.0]).reshape(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
-    assert latent_loss(prediction, target, "l1").item() == 2.0
-    assert latent_loss(prediction, target, "l2").item() == 7.5
+    assert sample_means(differences(prediction, target, "l1")).item() == 2.0
+    assert sample_means(differences(prediction, target, "l2")).item() == 7.5
 
 
 def test_a_masked_loss_is_a_mean_of_all_or_of_the_valid_elements() -> None:
     prediction = torch.tensor([1.0, 2.0, 5.0, 0.0]).reshape(1, 1, 2, 2).repeat(1, 4, 1, 1)
     mask = torch.tensor([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 2, 2)
     target = torch.zeros_like(prediction)
-    assert latent_loss(prediction, target, "l2", mask).item() == 1.25  # (1 + 4 + 0 + 0) / 4
-    assert latent_loss(prediction, target, "l1", mask).item() == 0.75
-    assert latent_loss(prediction, target, "l2", mask, "valid").item() == 2.5  # (1 + 4) / 2
-    assert latent_loss(prediction, target, "l1", mask, "valid").item() == 1.5
+    assert sample_means(differences(prediction, target, "l2"), mask).item() == 1.25  # (1 + 4 + 0 + 0) / 4
+    assert sample_means(differences(prediction, target, "l1"), mask).item() == 0.75
+    assert sample_means(differences(prediction, target, "l2"), mask, "valid").item() == 2.5  # (1 + 4) / 2
+    assert sample_means(differences(prediction, target, "l1"), mask, "valid").item() == 1.5
 
 
 def test_all_masked_gives_zero_and_not_nan() -> None:
     prediction = torch.ones(1, 4, 2, 2, requires_grad=True)
-    loss = latent_loss(prediction, torch.zeros(1, 4, 2, 2), "l2", torch.zeros(1, 1, 2, 2))
+    loss = sample_means(differences(prediction, torch.zeros(1, 4, 2, 2), "l2"), torch.zeros(1, 1, 2, 2))
     torch.autograd.backward(loss)
     assert loss.item() == 0.0
     assert not math.isnan(prediction.grad.sum().item() if prediction.grad is not None else math.nan)

@@ -13,13 +13,13 @@ from tests.lbm.training.small_run import SmallRun, weights_at, write_tar
 
 from sigmascope import load_run
 from sigmascope.errors import ConfigError, DataError, NonFiniteError
-from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.training import distributed
 from sigmascope.lbm.training.lora_layers import inject_lora
-from sigmascope.lbm.training.metrics import TimeSpent, time_findings
+from sigmascope.lbm.training.metrics import Listeners, TimeSpent, time_findings
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.session import open_data
-from sigmascope.lbm.training.train import Listeners, train
+from sigmascope.lbm.training.train import train
 from sigmascope.lora.reader import load_lora
 
 SGD: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None, "shuffle_buffer": 1}
@@ -92,11 +92,11 @@ def test_only_what_is_trained_changes(small_run: SmallRun, monkeypatch: pytest.M
     seen: list[dict[str, torch.Tensor]] = []
 
     def loaded(*args: Any, **keys: Any) -> LbmModel:
-        model = load_watched(*args, **keys)
+        model = load_lbm(*args, **keys)
         seen.append(dict(model.state_dict()))  # the very tensors that training works with
         return model
 
-    monkeypatch.setattr("sigmascope.lbm.training.train.load_watched", loaded)
+    monkeypatch.setattr("sigmascope.lbm.training.train.load_lbm", loaded)
     train(small_run.settings(max_steps=3))
     assert all(torch.equal(seen[0][key], before[key]) for key in before)
     lora = load_lora(small_run.out / "lora.safetensors")
@@ -277,14 +277,14 @@ def test_shards_without_samples_are_an_error(small_run: SmallRun, tmp_path: Path
 def test_threads_that_read_ahead_end_with_a_training_that_fails(
     small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, calls = distributed._taken, itertools.count()
+    take, calls = itertools.islice, itertools.count()
 
     def fail_later(*given: Any) -> Any:
         if next(calls):
             raise RuntimeError("planted")
-        return taken(*given)
+        return take(*given)
 
-    monkeypatch.setattr(distributed, "_taken", fail_later)
+    monkeypatch.setattr(distributed, "islice", fail_later)
     with pytest.raises(RuntimeError, match="planted") as caught:
         train(small_run.settings(batch_size=1, max_steps=3))
     assert caught.tb is not None  # which holds on to the frames of the training

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from scripts.pocket.quality import relighting_psnr
 
 from sigmascope.lbm.make_shards import write_pocket_shards
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH
-from sigmascope.lbm.pocket.benchmark import relighting_psnr
 from sigmascope.lbm.pocket.scenes import COOL
 from sigmascope.lbm.training.settings import load_train_settings
 from sigmascope.lbm.training.train import train

@@ -12,9 +12,9 @@ from tests.lbm.training.small_run import SmallRun, same, weights_at
 
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.training.checkpoints import read_state
-from sigmascope.lbm.training.metrics import TrainingRecord
+from sigmascope.lbm.training.metrics import Listeners, StepLog, TrainingRecord
 from sigmascope.lbm.training.session import require_same_settings
-from sigmascope.lbm.training.train import Listeners, StepLog, train
+from sigmascope.lbm.training.train import train
 
 PLAIN: dict[str, Any] = {}
 ELABORATE: dict[str, Any] = {

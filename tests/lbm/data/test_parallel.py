@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sigmascope.lbm.samples import prefetch
+from sigmascope.lbm.data import prefetch
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
