@@ -1,6 +1,6 @@
 """Time of merging a LoRA into a live model: `merge_lora` beside diffusers' `fuse_lora` in the same run.
 
-    python benchmarks/lora_merge.py                 # about 90 and 180 million parameters
+    python benchmarks/lora_merge.py                 # 64 and 117 million parameters
     python benchmarks/lora_merge.py --rank 128 --repeats 7
     python benchmarks/lora_merge.py --scale 0.8     # no power of two: product and sum take two passes
 
