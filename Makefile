@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos check format bench docs gpu-check pocket clean
+.PHONY: help demo test test-slow chaos check format bench docs wheel gpu-check pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ bench: $(VENV)/installed-bench ## Run the benchmarks; each prints a table with r
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict
+
+wheel: $(BIN)/python ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 gpu-check: $(VENV)/installed-test ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu

@@ -1,15 +1,16 @@
 """Attempts to encode or decode: which ones to make, what each is expected to take, and how each ended.
 
-`Tries` gives the attempts one at a time: each is planned only when the one before it has failed. `Forecast` says
-what memory an attempt is expected to take, and `why_not_fitting` whether there is room for that. `made` runs an
-attempt, watched and timed; if memory runs out or the result is not finite, nothing of it remains but its record.
+`Tries` gives the attempts one at a time, each with the memory that it is expected to take: it is planned only when the
+one before it has failed. `why_not_fitting` says whether there is room for that. `run_attempt` runs one, watched and
+timed; if memory runs out or the result is not finite, nothing of it remains but its record.
 `why_not_finite` tells what a result with NaN or Inf comes from: what went in, the weights, or half precision.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ from sigmascope.pipeline.vae_adapters import ComfyuiVae
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import attempt, describe, is_out_of_memory
 from sigmascope.records.latents import (
-    Basis,
     Direction,
     EncodingRecord,
     Strategy,
@@ -51,20 +51,13 @@ from sigmascope.records.latents import (
     TileFacts,
     attempt_stage,
 )
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Run
 
 NOT_MEASURED = "nothing watched the attempt"
-_NOBODY_ASKED = "nothing was predicted"
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Peak bytes beyond what is in use when the attempt begins; None with the reason in `unavailable`."""
-
-    nbytes: int | None = None
-    basis: Basis | None = None
-    unavailable: Mapping[str, str] = field(default_factory=lambda: {"predicted_peak_bytes": _NOBODY_ASKED})
+_NOTHING_PREDICTED = Prediction(unavailable={"bytes": "nothing was predicted"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,186 +77,127 @@ class Try:
     run: Callable[[], Outcome]
     device: torch.device
     tile: TileFacts | None = None
-    expected: Expected = field(default_factory=Expected)
+    expected: Prediction = _NOTHING_PREDICTED
     in_float32: bool = False
 
     def record(self) -> StrategyAttempt:
         """What is known before it is made: that it was not."""
+        reason = self.expected.unavailable.get("bytes")
         return StrategyAttempt(
             self.name,
             "skipped",
             device=str(self.device),
-            predicted_peak_bytes=self.expected.nbytes,
+            predicted_peak_bytes=self.expected.bytes,
             prediction_basis=self.expected.basis,
             tile=self.tile,
-            unavailable=self.expected.unavailable,
+            unavailable={} if reason is None else {"predicted_peak_bytes": reason},
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A strategy that is not even tried, and why."""
-
-    attempt: StrategyAttempt
-
-    @classmethod
-    def over(cls, one: Try, reason: str) -> "Passed":
-        """Pass over a try."""
-        return cls(replace(one.record(), outcome="skipped", reason=reason))
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Foretells attempts.
-
-    Attributes:
-        experience: What past runs took.
-        enabled: False foretells nothing.
-    """
-
-    experience: Experience
-    enabled: bool = True
-
-    def of(
-        self,
-        work: Work,
-        strategy: Strategy,
-        tiles: Tiles | None,
-        device: torch.device,
-        *,
-        together: bool = False,
-    ) -> Expected:
-        """What a strategy will take. Never raises."""
-        if not self.enabled:
-            return Expected()
-        planned = Planned(
-            tuple(work.source.shape),
-            work.direction,
-            strategy,
-            None if tiles is None else _tile_plan(work, tiles),
-            device_type=device.type,
-            batch_at_once=None if tiles is None else len(work.one_by_one()[0]),
-            moved_weights_bytes=nbytes_to_copy(work.vae.modules) if strategy == "cpu" else 0,
-            together=together,
-        )
-        found = attempt(lambda: predict_peak(work.vae.vae, planned, self.experience))
-        prediction = found.value or Prediction(unavailable={"bytes": found.reason or "it failed"})
-        reason = prediction.unavailable.get("bytes")
-        gaps = {} if reason is None else {"predicted_peak_bytes": reason}
-        return Expected(prediction.bytes, prediction.basis, gaps)
-
-
-def _tile_plan(work: Work, tiles: Tiles) -> TilePlan | None:
-    factor = work.vae.facts.spatial_factor
-    if factor is None:
-        return None
-    height, width = work.pixels
-    return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value
-
-
-def _tile_facts(work: Work, tiles: Tiles, *, by_vae: bool) -> TileFacts:
-    """As they are planned, where we cut them and know the VAE's factor."""
-    asked = tiles_asked_for(work, tiles, by_vae=by_vae)
-    cut = None if asked.by == "vae" else _tile_plan(work, tiles)
-    return asked if cut is None else cut.facts()
+    def passed_over(self, reason: str) -> StrategyAttempt:
+        """Its record where it is not even tried."""
+        return replace(self.record(), reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """All that may be tried, in the order asked for.
+    """All that may be tried, in the order asked for: each to be made, or its record where it is passed over.
 
     Args:
         work: What there is to do.
         choices: Which strategies and tiles.
-        forecast: What each is expected to take.
+        experience: What past runs took; None foretells nothing.
         dummy: Makes the stand-in, where one was asked for.
     """
 
     work: Work
     choices: Choices
-    forecast: Forecast
+    experience: Experience | None
     dummy: Callable[[], Outcome] | None = None
 
-    def __iter__(self) -> Iterator[Try | Passed]:
+    def __iter__(self) -> Iterator[Try | StrategyAttempt]:
         kinds = {"direct": self._direct, "tiled": self._tiled, "cpu": self._cpu, "dummy": self._dummy}
         for strategy in self.choices.strategies:
             yield from kinds[strategy]()
 
-    def after_not_finite(self, diagnosis: "Diagnosis") -> Iterator[Try | Passed]:
+    def after_not_finite(self, diagnosis: "Diagnosis") -> Iterator[Try | StrategyAttempt]:
         """What is left to try where a result held NaN or Inf, which smaller pieces would not mend.
 
         Args:
             diagnosis: What that came from.
         """
         if diagnosis.float32_may_help and "cpu" in self.choices.strategies:
-            one = self._cpu_in_float32()
-            reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(one)
-            yield one if reason is None else Passed.over(one, reason)
+            planned = self._cpu_in_float32()
+            reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(planned)
+            yield planned if reason is None else planned.passed_over(reason)
         if "dummy" in self.choices.strategies:
             yield from self._dummy()
 
     def _cpu_in_float32(self) -> Try:
         """Everything takes twice what it takes in half precision, and so do weights that are in RAM already."""
         work, modules = self.work, self.work.vae.modules
-        expected = self.forecast.of(work, "cpu", None, _CPU)
-        nbytes = nbytes_widened(modules)
-        if expected.nbytes is not None:
-            nbytes = 2 * expected.nbytes + nbytes - 2 * nbytes_to_copy(modules)
-            expected = replace(expected, nbytes=max(nbytes, 0))
-        return Try("cpu", lambda: on_cpu(work, in_float32=True), _CPU, None, expected, in_float32=True)
+        planned = self._try("cpu", lambda: on_cpu(work, in_float32=True), _CPU)
+        expected = planned.expected
+        if expected.bytes is not None:
+            nbytes = 2 * expected.bytes + nbytes_widened(modules) - 2 * nbytes_to_copy(modules)
+            expected = replace(expected, bytes=max(nbytes, 0))
+        return replace(planned, expected=expected, in_float32=True)
 
-    def _direct(self) -> Iterator[Try | Passed]:
+    def _direct(self) -> Iterator[Try | StrategyAttempt]:
         work = self.work
         yield self._unless_too_large(self._try("direct", lambda: direct(work), work.vae.device))
 
-    def _tiled(self) -> Iterator[Try | Passed]:
+    def _tiled(self) -> Iterator[Try | StrategyAttempt]:
         """The largest tiles that fit, or from the largest on where nothing is foretold."""
         ladder = self.choices.ladder(self.work)
         for index, tiles in enumerate(ladder):
-            one = self._unless_too_large(self._in_tiles(tiles))
-            if isinstance(one, Try) or index == len(ladder) - 1:
-                yield one
+            planned = self._unless_too_large(self._in_tiles(tiles))
+            if isinstance(planned, Try) or index == len(ladder) - 1:
+                yield planned
 
     def _in_tiles(self, tiles: Tiles) -> Try:
         """Side by side, unless those that wait have no room in the RAM that they compute in."""
         work = self.work
         together = not isinstance(work.vae, ComfyuiVae) and why_apart(work.vae.modules) is None
-        one = self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles, together=together)
-        in_ram = together and one.device.type == "cpu"
-        reason = why_not_fitting(one.expected, _CPU) if in_ram else None
+        planned = self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles, together=together)
+        in_ram = together and planned.device.type == "cpu"
+        reason = why_not_fitting(planned.expected, _CPU) if in_ram else None
         if reason is None:
-            return one
+            return planned
         return self._try("tiled", lambda: tiled(work, tiles, apart=reason), work.vae.device, tiles)
 
-    def _cpu(self) -> Iterator[Try | Passed]:
+    def _cpu(self) -> Iterator[Try | StrategyAttempt]:
         """At once if RAM can hold that, else in the largest tiles that fit."""
         work = self.work
-        one = self._try("cpu", lambda: on_cpu(work), _CPU)
-        reason = why_not_in_ram(work.vae.modules) or self._why_not_enough_ram(one)
-        if reason is not None and not why_not_in_ram(work.vae.modules):
-            cut = (self._cpu_in_tiles(tiles) for tiles in self.choices.ladder(work))
-            fitting = next((smaller for smaller in cut if self._why_not_enough_ram(smaller) is None), None)
-            one, reason = (one, reason) if fitting is None else (fitting, None)
-        yield one if reason is None else Passed.over(one, reason)
+        whole = self._try("cpu", lambda: on_cpu(work), _CPU)
+        unreadable = why_not_in_ram(work.vae.modules)
+        if unreadable is not None:
+            yield whole.passed_over(unreadable)
+            return
+        reason = self._why_not_enough_ram(whole)
+        if reason is None:
+            yield whole
+            return
+        for tiles in self.choices.ladder(work):
+            in_tiles = self._try("cpu", partial(on_cpu, work, tiles), _CPU, tiles)
+            if self._why_not_enough_ram(in_tiles) is None:
+                yield in_tiles
+                return
+        yield whole.passed_over(reason)
 
-    def _cpu_in_tiles(self, tiles: Tiles) -> Try:
-        work = self.work
-        return self._try("cpu", lambda: on_cpu(work, tiles), _CPU, tiles)
-
-    def _dummy(self) -> Iterator[Try | Passed]:
-        place = self.work.output_device or self.work.vae.home
+    def _dummy(self) -> Iterator[Try | StrategyAttempt]:
         if self.dummy is not None:
-            yield Try("dummy", self.dummy, place, expected=Expected())
+            yield Try("dummy", self.dummy, self.work.output_device or self.work.vae.home)
 
-    def _why_not_enough_ram(self, one: Try) -> str | None:
-        if one.expected.nbytes is None:
-            copies = nbytes_widened if one.in_float32 else nbytes_to_copy
+    def _why_not_enough_ram(self, planned: Try) -> str | None:
+        if planned.expected.bytes is None:
+            copies = nbytes_widened if planned.in_float32 else nbytes_to_copy
             return why_not_enough(copies(self.work.vae.modules), free_ram())
-        return why_not_fitting(one.expected, _CPU)
+        return why_not_fitting(planned.expected, _CPU)
 
-    def _unless_too_large(self, one: Try) -> Try | Passed:
-        reason = why_not_fitting(one.expected, one.device) if self.choices.only_what_fits else None
-        return one if reason is None else Passed.over(one, reason)
+    def _unless_too_large(self, planned: Try) -> Try | StrategyAttempt:
+        only_what_fits = self.choices.only_what_fits
+        reason = why_not_fitting(planned.expected, planned.device) if only_what_fits else None
+        return planned if reason is None else planned.passed_over(reason)
 
     def _try(
         self,
@@ -274,13 +208,35 @@ class Tries:
         *,
         together: bool = False,
     ) -> Try:
-        facts = None if tiles is None else _tile_facts(self.work, tiles, by_vae=name == "tiled")
-        expected = self.forecast.of(self.work, name, tiles, device, together=together)
-        return Try(name, run, device, facts, expected)
+        """An attempt, with how it will be cut and what it is expected to take. Never raises for want of either."""
+        work, factor = self.work, self.work.vae.facts.spatial_factor
+        facts: TileFacts | None = None
+        cut: TilePlan | None = None
+        if tiles is not None:
+            facts = tiles_asked_for(work, tiles, by_vae=name == "tiled")
+            if factor is not None:
+                cut = attempt(lambda: plan(*work.pixels, tiles.side, tiles.overlap, factor)).value
+            if cut is not None and facts.by != "vae":
+                facts = cut.facts()
+        if self.experience is None:
+            return Try(name, run, device, facts)
+        planned = Planned(
+            tuple(work.source.shape),
+            work.direction,
+            name,
+            cut,
+            device_type=device.type,
+            batch_at_once=None if tiles is None else len(work.one_by_one()[0]),
+            moved_weights_bytes=nbytes_to_copy(work.vae.modules) if name == "cpu" else 0,
+            together=together,
+        )
+        prediction = attempt(lambda: predict_peak(work.vae.vae, planned, self.experience))
+        failure = Prediction(unavailable={"bytes": prediction.reason or "it failed"})
+        return Try(name, run, device, facts, prediction.value or failure)
 
 
-def made(
-    one: Try, direction: Direction, generator: torch.Generator | None
+def run_attempt(
+    planned: Try, direction: Direction, generator: torch.Generator | None
 ) -> tuple[Outcome | None, StrategyAttempt]:
     """Make the attempt. Running out of memory is an outcome, and so is a result that is not finite.
 
@@ -288,21 +244,21 @@ def made(
     device are emptied, and the generator is as it was.
 
     Args:
-        one: What to try.
+        planned: What to try.
         direction: Whether it encodes or decodes.
         generator: That may be drawn from.
     """
     handled = sys.exception()
     state = None if generator is None else generator.get_state()
-    stage = monitor.stage(attempt_stage(one.name, direction))
-    record = one.record()
+    stage = monitor.stage(attempt_stage(planned.name, direction))
+    record = planned.record()
     outcome: Outcome | None = None
     began = time.perf_counter()
     try:
         with stage:
-            outcome = one.run()
-            _wait_for(one.device)
-        record = replace(record, outcome="succeeded", tile=outcome.tile or one.tile)
+            outcome = planned.run()
+            _wait_for(planned.device)
+        record = replace(record, outcome="succeeded", tile=outcome.tile or planned.tile)
     except BaseException as error:
         if not (is_out_of_memory(error) or isinstance(error, NonFiniteError)):
             raise
@@ -311,8 +267,10 @@ def made(
         let_go(error, handled)
     record = replace(record, seconds=time.perf_counter() - began)
     if outcome is None:
-        _clean_up(one.device, generator, state)
-    return outcome, _with_memory(record, stage, one.device)
+        free_memory(planned.device)
+        if generator is not None and state is not None:
+            generator.set_state(state)
+    return outcome, _with_memory(record, stage, planned.device)
 
 
 def _wait_for(device: torch.device) -> None:
@@ -326,42 +284,29 @@ def _wait_for(device: torch.device) -> None:
         synchronize(device)
 
 
-def _clean_up(device: torch.device, generator: torch.Generator | None, state: torch.Tensor | None) -> None:
-    free_memory(device)
-    if generator is not None and state is not None:
-        generator.set_state(state)
-
-
 def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
-    seen = attempt(stage.record).value if isinstance(stage, LiveStage) else None
-    if seen is None or seen.peak is None:
+    """The record with its peak, and by how much that is beyond what was in use on the device when it began."""
+    watched = attempt(stage.record).value if isinstance(stage, LiveStage) else None
+    if watched is None or watched.peak is None:
         reasons = dict.fromkeys(("peak", "measured_peak_bytes"), NOT_MEASURED)
         return replace(record, unavailable={**record.unavailable, **reasons})
-    measured = _growth(seen, device)
-    reasons = {} if measured is not None else {"measured_peak_bytes": "its memory could not be read"}
-    return replace(
-        record,
-        peak=seen.peak,
-        measured_peak_bytes=measured,
-        unavailable={**record.unavailable, **reasons},
-    )
-
-
-def _growth(stage: Stage, device: torch.device) -> int | None:
-    """Peak beyond what was in use on the device when the stage began; of the process, on the CPU."""
-    if stage.peak is None or stage.memory is None:
-        return None
-    before = stage.memory.baseline
-    if device.type == "cpu":
-        return _above(stage.peak.rss_bytes, before.process_rss_bytes)
-    name = str(device)
-    if ":" not in name:  # a device without a number is the current one
-        name = before.device_in_use() or name
-    return _above(stage.peak.accelerator(name).allocated_bytes, before.accelerator(name).allocated_bytes)
-
-
-def _above(highest: int | None, start: int | None) -> int | None:
-    return None if start is None or highest is None else max(highest - start, 0)
+    highest: int | None = None
+    start: int | None = None
+    if watched.memory is not None:
+        before = watched.memory.baseline
+        if device.type == "cpu":
+            highest, start = watched.peak.rss_bytes, before.process_rss_bytes
+        else:
+            name = str(device)
+            if ":" not in name:  # a device without a number is the current one
+                name = before.device_in_use() or name
+            highest = watched.peak.accelerator(name).allocated_bytes
+            start = before.accelerator(name).allocated_bytes
+    record = replace(record, peak=watched.peak)
+    if highest is None or start is None:
+        reasons = {"measured_peak_bytes": "its memory could not be read"}
+        return replace(record, unavailable={**record.unavailable, **reasons})
+    return replace(record, measured_peak_bytes=max(highest - start, 0))
 
 
 def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
@@ -384,11 +329,11 @@ class Diagnosis:
     float32_may_help: bool = False
 
 
-def why_not_finite(one: Try, work: Work, strategies: Iterable[str]) -> Diagnosis:
+def why_not_finite(tried: Try, work: Work, strategies: Iterable[str]) -> Diagnosis:
     """What the result of an attempt is not finite for; what went in comes first, then the weights.
 
     Args:
-        one: The attempt.
+        tried: The attempt.
         work: What it had to do; the VAE is as before by now.
         strategies: Those that may be tried.
     """
@@ -404,10 +349,10 @@ def why_not_finite(one: Try, work: Work, strategies: Iterable[str]) -> Diagnosis
             f"the VAE's weights are not finite: {weights}", "Load the VAE again, or another file."
         )
     dtype = work.vae.dtype
-    if one.in_float32 or dtype not in HALVES:
+    if tried.in_float32 or dtype not in HALVES:
         return Diagnosis(
             f"the VAE makes them of finite {what} with finite weights"
-            + (", in float32 too" if one.in_float32 else ""),
+            + (", in float32 too" if tried.in_float32 else ""),
             f"Check that the {what} are in the range that this VAE was trained on.",
         )
     name = str(dtype).removeprefix("torch.")
@@ -436,26 +381,25 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def forecast_from(past: Iterable[Run | EncodingRecord], *, enabled: bool) -> Forecast:
-    """A forecast that knows some past runs, and what the run that is being recorded has seen so far.
+def experience_from(past: Iterable[Run | EncodingRecord]) -> Experience:
+    """What some past runs took, and what the run that is being recorded has seen so far.
 
     Args:
         past: Runs or records.
-        enabled: False foretells nothing.
     """
-    known = list(past) if enabled else []
-    recorder = monitor.current_recorder() if enabled else None
-    if recorder is not None:
-        own = attempt(recorder.run).value
-        known += [] if own is None else [own]
-    return Forecast(learn(known), enabled)
+    runs = list(past)
+    recorder = monitor.current_recorder()
+    own = None if recorder is None else attempt(recorder.run).value
+    if own is not None:
+        runs.append(own)
+    return learn(runs)
 
 
-def why_not_fitting(expected: Expected, device: torch.device) -> str | None:
+def why_not_fitting(expected: Prediction, device: torch.device) -> str | None:
     """The reason with numbers, if a device cannot hold that much beside what it holds. Never raises."""
     memory = attempt(memory_snapshot).value
     if memory is None:
         return None
     memory = replace(memory, ram_available_bytes=free_ram().free_bytes)
-    fitting, words = fits(Prediction(expected.nbytes, expected.basis), memory, str(device))
+    fitting, words = fits(expected, memory, str(device))
     return None if fitting else words

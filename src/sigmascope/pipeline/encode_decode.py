@@ -10,7 +10,7 @@ nothing.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,19 +23,17 @@ from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.pipeline.attempts import (
     Diagnosis,
-    Forecast,
-    Passed,
     Tries,
     Try,
+    experience_from,
     failed,
-    forecast_from,
-    made,
+    run_attempt,
     why_not_finite,
 )
 from sigmascope.pipeline.image_preprocessing import Pictures, Values, pictures, sample_facts, unfolded
 from sigmascope.pipeline.model_state import in_turn
 from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
-from sigmascope.pipeline.strategies import Choices, Decoding, Encoding, Outcome, Work, check_tiles, checked
+from sigmascope.pipeline.strategies import Decoding, Encoding, Outcome, check_tiles, checked
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Vae, adapted
 from sigmascope.probes.reading import attempt, keeping_words, node_outputs
 from sigmascope.records.latents import (
@@ -140,16 +138,8 @@ def encode_latents(
         def stand_in() -> Outcome:
             return Outcome(dummy_latents(adapter, given, device or adapter.home))
 
-        forecast = forecast_from(past, enabled=predict)
-        engine = Engine(
-            work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING, given.findings
-        )
-        return engine.run()
-
-
-def _latent_facts(latent: Tensor) -> SampleFacts:
-    layouts: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
-    return sample_facts(latent, layouts.get(latent.ndim))
+        tries = Tries(work, choices, experience_from(past) if predict else None, stand_in)
+        return Engine(tries, given.facts, _CHANNELS_FIRST, on_event, FINDING, given.findings).run()
 
 
 def decode_latents(
@@ -202,11 +192,8 @@ def decode_latents(
         given = sample_facts(tensor, _CHANNELS_FIRST.get(tensor.ndim))
         layouts = _CHANNELS_LAST if adapter.values == "unit" else _CHANNELS_FIRST
 
-        def frame_facts(frames: Tensor) -> SampleFacts:
-            return sample_facts(frames, layouts.get(frames.ndim))
-
-        forecast = forecast_from(past, enabled=predict)
-        return Engine(work, choices, given, frame_facts, forecast, on_event).run()
+        tries = Tries(work, choices, experience_from(past) if predict else None)
+        return Engine(tries, given, layouts, on_event).run()
 
 
 def _images_of(frames: object) -> object:
@@ -254,24 +241,18 @@ class Engine:
     """One encoding or decoding from first to last.
 
     Args:
-        work: What there is to do.
-        choices: Which strategies.
+        tries: What there is to do, and the ways to try.
         given: Facts of what goes in.
-        describe: Gives the facts of what comes out.
-        forecast: What each attempt is expected to take.
+        layouts: What the axes of the result are, by their number.
         on_event: Told what happens while it goes on. What it raises is logged once.
-        dummy: Makes the stand-in for a result.
-        dummy_finding: What to say of it.
+        dummy_finding: What to say of a stand-in for a result.
         findings: What to say of what goes in.
     """
 
-    work: Work
-    choices: Choices
+    tries: Tries
     given: SampleFacts
-    describe: Callable[[Tensor], SampleFacts]
-    forecast: Forecast
+    layouts: Mapping[int, Layout]
     on_event: OnEvent | None = None
-    dummy: Callable[[], Outcome] | None = None
     dummy_finding: Finding | None = None
     findings: tuple[Finding, ...] = ()
     attempts: list[StrategyAttempt] = field(default_factory=list)
@@ -286,81 +267,77 @@ class Engine:
             NonFiniteError: The result is not finite.
         """
         recorder = monitor.current_recorder()
+        name = f"latent_{self.tries.work.direction}"
         if recorder is not None:
             with keeping_words(recorder.keeps_words):
-                return self._watched()
-        with Recorder(f"latent_{self.work.direction}"):
-            return self._watched()
+                return self._watched(monitor.stage(name))
+        with Recorder(name):
+            return self._watched(monitor.stage(name))
 
-    def _watched(self) -> tuple[Tensor, EncodingRecord]:
-        self._tell(EncodingEvent("began", self.work.direction, input=self.given))
+    def _watched(self, stage: Any) -> tuple[Tensor, EncodingRecord]:
+        direction = self.tries.work.direction
+        self._tell(EncodingEvent("began", direction, input=self.given))
         began = time.perf_counter()
         outcome: Outcome | None = None
-        stage = monitor.stage(f"latent_{self.work.direction}")
         try:
             with stage:
-                outcome = self._first_that_works()
+                outcome = self._first_of(self.tries)
+                if outcome is None and self._diagnosis is not None:
+                    outcome = self._first_of(self.tries.after_not_finite(self._diagnosis))
                 if outcome is None:
                     raise _failure(self._record(None, time.perf_counter() - began), self._diagnosis)
         finally:
             record = self._record(outcome, time.perf_counter() - began)
-            self._put_on(stage, record, outcome)
-            self._tell(EncodingEvent("ended", self.work.direction, record=record))
+            # What a monitor makes of it is no reason to lose a result.
+            self._guard.read("stage", lambda: stage.fact(RECORD_FACT, record.as_dict()))
+            if outcome is not None:
+                name, tensor = "latent" if direction == "encoding" else "frames", outcome.tensor
+                self._guard.read("stage", lambda: stage.tensor(name, tensor))
+            self._tell(EncodingEvent("ended", direction, record=record))
         return outcome.tensor, record
 
-    def _put_on(self, stage: Any, record: EncodingRecord, outcome: Outcome | None) -> None:
-        """What a monitor makes of it is no reason to lose a result."""
-        self._guard.read("stage", lambda: stage.fact(RECORD_FACT, record.as_dict()))
-        if outcome is not None:
-            name = "latent" if self.work.direction == "encoding" else "frames"
-            self._guard.read("stage", lambda: stage.tensor(name, outcome.tensor))
-
-    def _first_that_works(self) -> Outcome | None:
-        tries = Tries(self.work, self.choices, self.forecast, self.dummy)
-        outcome = self._first_of(tries)
+    def _first_of(self, tries: Iterable[Try | StrategyAttempt]) -> Outcome | None:
+        """The first result; None after all of them, or where one was not finite, which calls for other ways."""
         diagnosis = self._diagnosis
-        if outcome is None and diagnosis is not None:
-            outcome = self._first_of(tries.after_not_finite(diagnosis), after_not_finite=True)
-        return outcome
-
-    def _first_of(self, tries: Iterable[Try | Passed], *, after_not_finite: bool = False) -> Outcome | None:
-        for one in tries:
-            outcome = self._try(one)
+        for planned in tries:
+            if isinstance(planned, StrategyAttempt):
+                self._ended(planned)
+                continue
+            outcome = self._try(planned)
             if outcome is not None:
                 return outcome
-            if self._diagnosis is not None and not after_not_finite:
+            if diagnosis is None and self._diagnosis is not None:
                 return None
         return None
 
-    def _try(self, one: Try | Passed) -> Outcome | None:
-        if isinstance(one, Passed):
-            self._ended(one.attempt)
-            return None
-        self._tell(EncodingEvent("attempt_began", self.work.direction, strategy=one.name))
+    def _try(self, planned: Try) -> Outcome | None:
+        work = self.tries.work
+        self._tell(EncodingEvent("attempt_began", work.direction, strategy=planned.name))
         try:
-            outcome, record = made(one, self.work.direction, self.work.generator)
+            outcome, record = run_attempt(planned, work.direction, work.generator)
         except BaseException as error:
-            self._ended(failed(one.record(), error))
+            self._ended(failed(planned.record(), error))
             raise
         if record.error_type == NonFiniteError.__name__:
-            found = self._diagnosis = why_not_finite(one, self.work, self.choices.strategies)
-            record = replace(record, reason=f"{record.reason}: {found.cause}. {found.advice}")
+            diagnosis = self._diagnosis = why_not_finite(planned, work, self.tries.choices.strategies)
+            record = replace(record, reason=f"{record.reason}: {diagnosis.cause}. {diagnosis.advice}")
         self._ended(record)
         return outcome
 
     def _ended(self, record: StrategyAttempt) -> None:
         self.attempts.append(record)
-        self._tell(EncodingEvent("attempt_ended", self.work.direction, attempt=record))
+        self._tell(EncodingEvent("attempt_ended", self.tries.work.direction, attempt=record))
 
     def _record(self, outcome: Outcome | None, seconds: float) -> EncodingRecord:
         last = self.attempts[-1].name if self.attempts and outcome is not None else None
+        work = self.tries.work
         record = EncodingRecord(
-            direction=self.work.direction,
+            direction=work.direction,
             success=outcome is not None,
             strategy=last,
             attempts=tuple(self.attempts),
             seconds=seconds,
-            vae=self.work.vae.facts,
+            vae=work.vae.facts,
             input=self.given,
             dummy=last == "dummy",
             findings=self.findings,
@@ -369,7 +346,7 @@ class Engine:
             return replace(record, unavailable={"output": "no strategy gave a result"})
         of_dummy = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
         tensor = outcome.tensor
-        output = attempt(lambda: _known_finite(self.describe(tensor)))
+        output = attempt(lambda: _known_finite(sample_facts(tensor, self.layouts.get(tensor.ndim))))
         reasons = {} if output.reason is None else {"output": output.reason}
         findings = (*self.findings, *of_dummy)
         return replace(record, output=output.value, findings=findings, unavailable=reasons)

@@ -166,7 +166,7 @@ def direct(work: Work) -> Outcome:
     """All at once, where the VAE computes."""
     with _undisturbed(work):
         result = finite(work, work.finish(work.part(work.source, work.vae.device)))
-    return Outcome(_delivered(work, result))
+    return Outcome(copy_back(result, work.output_device or work.vae.home))
 
 
 def finite(work: Work, result: Tensor) -> Tensor:
@@ -203,10 +203,6 @@ def _undisturbed(work: Work) -> Iterator[None]:
         yield
 
 
-def _delivered(work: Work, result: Tensor) -> Tensor:
-    return copy_back(result, work.output_device or work.vae.home)
-
-
 def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
     """Take a result to where it is expected."""
     return tensor.to(device)
@@ -223,7 +219,7 @@ def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
     with _undisturbed(work):
         raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
         result = finite(work, work.finish(raw))
-    return Outcome(_delivered(work, result), facts)
+    return Outcome(copy_back(result, work.output_device or work.vae.home), facts)
 
 
 def _in_tiles(
@@ -317,7 +313,8 @@ def _one_in_tiles(
     part: Tensor, work: Work, tiles: Tiles, factor: int, device: torch.device, apart: str | None
 ) -> tuple[Tensor, TileFacts]:
     """Where a side is no multiple of the factor, VAEs differ in what they make of the rest."""
-    height, width = _pixels_of(part, work, factor)
+    scale = factor if work.direction == "decoding" else 1
+    height, width = part.shape[-2] * scale, part.shape[-1] * scale
 
     def with_rounding(rounding: Literal["down", "up"]) -> tuple[Tensor, TileFacts]:
         return in_tiles(
@@ -335,11 +332,6 @@ def _one_in_tiles(
         if height % factor == 0 and width % factor == 0:
             raise
     return with_rounding("up")
-
-
-def _pixels_of(part: Tensor, work: Work, factor: int) -> tuple[int, int]:
-    scale = factor if work.direction == "decoding" else 1
-    return part.shape[-2] * scale, part.shape[-1] * scale
 
 
 def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) -> Outcome:
@@ -369,13 +361,10 @@ def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) 
         result = finite(work, work.finish(raw))
         del raw
     if in_float32:
-        result = _narrowed(result, own_dtype)
-    return Outcome(_delivered(work, result), facts)
-
-
-def _narrowed(result: Tensor, dtype: torch.dtype) -> Tensor:
-    narrow = result.to(dtype)
-    return result if not_finite(narrow) else narrow
+        narrow = result.to(own_dtype)
+        result = result if not_finite(narrow) else narrow
+        del narrow
+    return Outcome(copy_back(result, work.output_device or work.vae.home), facts)
 
 
 @dataclass(frozen=True, slots=True)

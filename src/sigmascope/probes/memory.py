@@ -23,9 +23,12 @@ from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.memory import MemorySnapshot
 
-if sys.platform != "win32":
+try:
     import resource
-
+except ImportError:  # Windows, and builds of Python without it
+    _HAS_RESOURCE = False
+else:
+    _HAS_RESOURCE = True
 
 _STATM = "/proc/self/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
@@ -86,7 +89,7 @@ def process_peak_rss_bytes() -> int | None:
     At first it may be too large, since Linux counts what the process was before it executed this program. What it
     grows by is true: then the process has just been as large as that.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or not _HAS_RESOURCE:
         peak = getattr(psutil.Process().memory_info(), "peak_wset", None)
         return None if peak is None else int(peak)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -259,7 +259,10 @@ def without_mask(items: Sequence[object]) -> Sequence[object]:
     shapes = [tuple(getattr(item, "shape", ())) for item in items]
     mask, picture = sorted(shapes, key=len)
     beside = len(picture) == 4 and len(mask) == 3 and picture[0] == mask[0]
-    return [items[shapes.index(picture)]] if beside and picture_layout(picture) == "BHWC" else items
+    if not beside or picture_layout(picture) != "BHWC":
+        return items
+    place = shapes.index(picture)
+    return items[place : place + 1]
 
 
 @dataclass(frozen=True, slots=True)
