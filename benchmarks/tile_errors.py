@@ -1,4 +1,4 @@
-"""How far tiles are from the whole, and how long they take: ours, each by itself, and those of diffusers.
+"""How far tiles are from the whole, and how long they take: ours that meet or take an estimate, each by itself, and diffusers'.
 
     python benchmarks/tile_errors.py [--size 512] [--tile 256] [--width 64] [--repeats 1]
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
-from sigmascope.pipeline.tiling import plan, tiled_map
+from sigmascope.pipeline.tiling import in_tiles, plan, tiled_map
 
 ERROR_LIMIT, TIME_LIMIT = 1e-4, 2.0
 
@@ -92,6 +92,12 @@ def report(name: str, vae: Any, kind: str, options: argparse.Namespace) -> None:
         for who, code in (
             ("diffusers", lambda run=run, source=source: by_diffusers(vae, run, source, options.tile)),
             ("apart", lambda run=run, source=source: tiled_map(run, source, tiles)),
+            (
+                "estimated",
+                lambda run=run, source=source: in_tiles(
+                    run, source, tiles, modules=(vae,), apart="it is measured here"
+                )[0],
+            ),
             ("ours", lambda run=run, source=source: tiled_map(run, source, tiles, modules=(vae,))),
         ):
             made, seconds[who] = timed(code, options.repeats)
@@ -119,7 +125,7 @@ def main() -> None:
     )
     print("relative L2 to the whole, and seconds as a multiple of doing it at once")
     print(
-        f"{'VAE':10}{'picture':12}{'':8}{'s whole':>8}{'diffusers':>17}{'apart':>17}{'ours':>17}{'× apart':>8}"
+        f"{'VAE':10}{'picture':12}{'':8}{'s whole':>8}{'diffusers':>17}{'apart':>17}{'estimated':>17}{'ours':>17}{'× apart':>8}"
     )
     vaes = {"random": random_vae(options.width), "trained": load_lbm(BASE_PATH, CONFIG_PATH).vae.vae_model}
     for name, vae in vaes.items():
