@@ -4,10 +4,12 @@ Run as a program (`python -m tests.lora.writer.loaders diffusers PEFT LyCORIS`),
 docs/lora-files.md for these loaders; ComfyUI and kohya need a checkout each.
 """
 
+import atexit
 import importlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -136,7 +138,9 @@ def _factors(shape: tuple[int, ...], rank: int, seed: int) -> LoraFactors:
 def file_of(family: str, format: str) -> Path:
     """That LoRA in a format."""
     lora = meant(family)
-    path = Path(tempfile.mkdtemp(prefix="sigmascope-loaders-")) / f"{family}-{format}.safetensors"
+    folder = tempfile.mkdtemp(prefix="sigmascope-loaders-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # it is read until the process ends
+    path = Path(folder) / f"{family}-{format}.safetensors"
     save_lora(path, lora.lora, format=format, layout=lora.layout, model_layers=lora.keys)
     return path
 
