@@ -296,7 +296,7 @@ def test_an_estimate_of_random_weights_is_not_further_off(kind: str) -> None:
     [
         (2, "its tiles do not go through the same norms"),
         (0, "it met no group norm"),
-        (None, "the VAE does not take a copy as small as a tile: ValueError"),
+        (None, "an estimate failed: ValueError"),
     ],
 )
 def test_where_nothing_can_be_estimated_norms_see_their_tile(in_the_copy: int | None, why: str) -> None:
@@ -315,6 +315,24 @@ def test_where_nothing_can_be_estimated_norms_see_their_tile(in_the_copy: int | 
     tiled, facts = in_tiles(vae, source, tiles, modules=(vae,), apart="no room")
     assert facts.norm_statistics == "per_tile"
     assert str(facts.norm_reason).startswith(f"no room, and {why}")
+    assert torch.equal(tiled, tiled_map(vae, source, tiles))
+
+
+def test_weights_that_cannot_be_used_otherwise_are_used_as_they_are() -> None:
+    """Such as quantised ones, which take part in their own operations alone."""
+    calls = iter(range(2))
+
+    def run(vae: Small, features: Tensor) -> Tensor:
+        features = vae.norm(features)
+        if next(calls, None) == 1:  # the first tile under the copy's statistics
+            raise NotImplementedError("no such operation")
+        return features
+
+    vae, source = Small(run), like_a_photograph(24, 37)
+    tiles = plan(24, 37, 16, 8, 1)
+    tiled, facts = in_tiles(vae, source, tiles, modules=(vae,), apart="no room")
+    assert facts.norm_statistics == "per_tile"
+    assert str(facts.norm_reason).startswith("no room, and an estimate failed: NotImplementedError")
     assert torch.equal(tiled, tiled_map(vae, source, tiles))
 
 

@@ -610,19 +610,14 @@ class SmallCopy:
         copy: Every n-th place of the whole; an average over places would vary less than the whole does.
 
     Raises:
-        ApartError: The copy does not go through it, or meets no group norm.
+        ApartError: The copy does not go through it, or meets no group norm. Memory that runs out is no such reason.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], copy: Tensor) -> None:
         self._function = function
         self._known: list[_Statistics] = []
         self._seen: list[list[_Statistics]] = []
-        try:
-            self._run(copy, self._known, [])
-        except (ValueError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ApartError(f"the VAE does not take a copy as small as a tile: {describe(error)}") from error
+        self._run(copy, self._known, [])
         if not self._known:
             raise ApartError("it met no group norm")
 
@@ -630,7 +625,7 @@ class SmallCopy:
         """What a tile gives under the copy's statistics.
 
         Raises:
-            ApartError: It goes through other norms than the copy did.
+            ApartError: It goes through other norms than the copy did, or does not go through.
         """
         seen: list[_Statistics] = []
         made = self._run(part, seen, self._known)
@@ -640,8 +635,15 @@ class SmallCopy:
         return made
 
     def _run(self, part: Tensor, seen: "list[_Statistics]", known: "Sequence[_Statistics]") -> Tensor:
-        with _Norms(seen, known):
-            return self._function(part)
+        try:
+            with _Norms(seen, known):
+                return self._function(part)
+        except ApartError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ApartError(f"an estimate failed: {describe(error)}") from error
 
     def differences(self) -> Iterator[Tensor]:
         """Of each norm: relative L2 of features under the copy's statistics from those under what the tiles saw."""
