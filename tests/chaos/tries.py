@@ -5,6 +5,7 @@ process, its memory or its folder, the next one starts afresh; and a try that di
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -177,6 +178,7 @@ def _fork(kind: Kind, case: Case) -> int:
 
 
 def _be_a_child(kind: Kind, case: Case) -> None:
+    gc.freeze()  # as in the parent, with what `prepare` made
     os.setsid()  # one signal ends it with all that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(case.folder)
