@@ -189,7 +189,11 @@ def _members(
     if not isinstance(stream, Pipe):
         facts = os.fstat(stream.fileno())
         room = facts.st_size * _MOST_TO_ONE if stat.S_ISREG(facts.st_mode) else None
-    with _CheckedTar.open(fileobj=stream, mode="r|*") as tar:
+    try:
+        opened = _CheckedTar.open(fileobj=stream, mode="r|*")
+    except TypeError as error:  # tarfile's own of a gzip header that ends after its first bytes
+        raise tarfile.ReadError("its gzip header breaks off") from error
+    with opened as tar:
         for info in tar:
             if not info.isreg() or _META.match(info.name):
                 continue

@@ -1,4 +1,5 @@
 import errno
+import gzip
 import os
 import pickle
 import subprocess
@@ -59,6 +60,14 @@ def test_what_is_no_tar_file_is_one_fault(tmp_path: Path, content: bytes) -> Non
     (sample,) = read(tmp_path / "a.tar")
     assert sample.key is None
     assert "cannot be read as a tar file" in (sample.fault or "")
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_a_gzip_header_that_breaks_off_is_one_fault(length: int, tmp_path: Path) -> None:
+    shard = tmp_path / "short.tar.gz"
+    shard.write_bytes(gzip.compress(b"")[:length])
+    (sample,) = read(shard)
+    assert "cannot be read as a tar file" in str(sample.fault)
 
 
 def test_a_truncated_gzip_shard_is_one_fault(tmp_path: Path) -> None:
