@@ -264,6 +264,7 @@ class Budget:
         spectra: Mapping[str, Spectrum],
         storage: StorageCost,
         pinned: Mapping[str, int] | None = None,
+        layer_weights: Mapping[str, float] | None = None,
     ) -> Allocation:
         """Choose the rank of every layer.
 
@@ -273,14 +274,19 @@ class Budget:
             storage: What the values and modules take.
             pinned: Ranks that are set already. They count towards size and error; of a layer at full rank no
                 singular value needs to be known.
+            layer_weights: How much the squared error of each layer counts, on top of `weights`; once where it is
+                not here.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
         """
-        pinned = pinned or {}
+        pinned, beside = pinned or {}, layer_weights or {}
         storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
         contestants = [
-            self._contestant(layer, spectrum, storage, pinned) for layer, spectrum in spectra.items()
+            self._contestant(
+                layer, spectrum, storage, pinned, weight_of(layer, self.weights) * beside.get(layer, 1.0)
+            )
+            for layer, spectrum in spectra.items()
         ]
         return allocate(
             BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
@@ -332,7 +338,12 @@ class Budget:
         return max_rank(weight_shape) if cap is None else min(cap, max_rank(weight_shape))
 
     def _contestant(
-        self, layer: str, spectrum: Spectrum, storage: StorageCost, pinned: Mapping[str, int]
+        self,
+        layer: str,
+        spectrum: Spectrum,
+        storage: StorageCost,
+        pinned: Mapping[str, int],
+        weight: float,
     ) -> BudgetLayer:
         shape = spectrum.weight_shape
         if pinned.get(layer, 0) >= spectrum.largest_rank:
@@ -342,7 +353,7 @@ class Budget:
         return BudgetLayer(
             layer=layer,
             spectrum=spectrum,
-            weight=weight_of(layer, self.weights),
+            weight=weight,
             floor=cap if layer in pinned else min(self.min_rank, cap),
             cap=cap,
             rank_bytes=storage.rank_bytes(layer, shape),

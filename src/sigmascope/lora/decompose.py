@@ -36,6 +36,7 @@ from sigmascope.lora.linalg import (
     max_rank,
     symmetric_eigen,
 )
+from sigmascope.lora.statistics import LayerMetric
 
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""
@@ -63,11 +64,13 @@ class RoundedFactors:
         spectrum: The singular values found, and ‖ΔW‖². None of them at full rank, which needs no SVD.
         errors: (r + 1,), float64: ‖ΔW − up·down‖² of the rounded factors cut to their first 0 … r columns.
             At full rank only the last is known, and the others are NaN.
+        weighted: The same errors in the metric that was asked for, in which the spectrum is too; `errors` without.
     """
 
     factors: LoraFactors
     spectrum: Spectrum
     errors: Float[Tensor, " ranks"]
+    weighted: Float[Tensor, " ranks"]
 
     @property
     def error_norm(self) -> float:
@@ -80,7 +83,9 @@ class RoundedFactors:
             return self
         up, down = self.factors.up[:, :rank], self.factors.down[:rank]
         factors = LoraFactors(up, down, float(rank), self.factors.weight_shape)
-        return replace(self, factors=factors, errors=self.errors[: rank + 1])
+        return replace(
+            self, factors=factors, errors=self.errors[: rank + 1], weighted=self.weighted[: rank + 1]
+        )
 
 
 def decompose(
@@ -91,6 +96,7 @@ def decompose(
     norm: float | None = None,
     rounded: Float[Tensor, "*shape"] | None = None,
     with_spectrum: bool = False,
+    metric: LayerMetric | None = None,
     seed: int = 0,
 ) -> RoundedFactors:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
@@ -101,6 +107,8 @@ def decompose(
     Below it, up is rounded first and down is then the least-squares answer to the rounded up, which takes back
     what the first rounding cost.
 
+    In a metric, the nearest matrix of a rank is that of SᵀΔW·R, mapped back; least squares are taken there too.
+
     Args:
         delta: Change of a weight, (out, in) or (out, in, kh, kw), float32 or float64, finite.
         rank: How many singular values to keep; the layer's own limit when it is larger. Fewer are kept where
@@ -109,6 +117,7 @@ def decompose(
         norm: ‖ΔW‖ where it is known, to 10⁻⁶ of itself or better.
         rounded: ΔW in bfloat16, where it is at hand.
         with_spectrum: Decompose at full rank too, to have the singular values.
+        metric: In which the error is least; Frobenius norm without.
         seed: Of the iteration's random start.
 
     Raises:
@@ -117,7 +126,9 @@ def decompose(
     """
     shape = tuple(delta.shape)
     if rank >= max_rank(shape) and not with_spectrum:
-        return at_full_rank(delta, dtype)
+        return at_full_rank(delta, dtype, metric)
+    if metric is not None:
+        return _decompose_weighted(delta, rank, dtype, metric, norm=norm, seed=seed)
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
@@ -134,7 +145,43 @@ def decompose(
     if len(values) < min(rank, max_rank(shape)):
         values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
     spectrum = Spectrum(values, total * unit**2, shape)
-    return RoundedFactors(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
+    errors = errors.cpu() * unit**2
+    return RoundedFactors(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors, errors)
+
+
+def _decompose_weighted(
+    delta: Tensor, rank: int, dtype: torch.dtype, metric: LayerMetric, *, norm: float | None, seed: int
+) -> RoundedFactors:
+    """`decompose` in a metric."""
+    shape = tuple(delta.shape)
+    plain = delta.reshape(matrix_shape(shape))
+    work, unit = to_ordinary_scale(metric.weigh(plain))
+    total = frobenius_norm(work) ** 2
+    if total == 0.0:
+        raise NonFiniteError("its change has no weight in these statistics.")
+    left = left_directions(leading_images(work, rank, total_energy=total, seed=seed), rank)
+    # Mapped back, a direction and its image may be of any length: both get the same, which rounding needs.
+    up = metric.unweigh_up(left) * unit
+    image = metric.unweigh_down(project(work, left).least_squares.to(work.dtype))
+    lengths = torch.linalg.vector_norm(up, dim=0), torch.linalg.vector_norm(image, dim=1)
+    tiny = torch.finfo(work.dtype).tiny
+    up = (up * (lengths[1].clamp_min(tiny) / lengths[0].clamp_min(tiny)).sqrt()).to(dtype)
+    _require_storable(delta, up)
+    wide_up = up.to(work.dtype)
+    weighed_up = metric.weigh_up(wide_up) / unit
+    factors = project(work, weighed_up)
+    down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
+    _require_storable(delta, down)
+    wide_down = down.to(work.dtype)
+    weighted = stored_errors(work, StoredFactors(weighed_up, metric.weigh_down(wide_down)), factors, total)
+    energy = (frobenius_norm(plain) if norm is None else norm) ** 2
+    errors = stored_errors(plain, StoredFactors(wide_up, wide_down), project(plain, wide_up), energy)
+    values = factors.energies.sqrt() * unit
+    if len(values) < min(rank, max_rank(shape)):
+        values = torch.cat([values, values.new_zeros(1)])
+    spectrum = Spectrum(values, total * unit**2, shape)
+    stored = LoraFactors(up, down, float(up.shape[1]), shape)
+    return RoundedFactors(stored, spectrum, errors.cpu(), weighted.cpu() * unit**2)
 
 
 def _require_storable(delta: Tensor, *factors: Tensor) -> None:
@@ -145,31 +192,41 @@ def _require_storable(delta: Tensor, *factors: Tensor) -> None:
         )
 
 
-def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> RoundedFactors:
+def at_full_rank(
+    delta: Float[Tensor, "*shape"], dtype: torch.dtype, metric: LayerMetric | None = None
+) -> RoundedFactors:
     """ΔW itself beside a scaled identity, without an SVD.
 
     Args:
         delta: As for `decompose`.
         dtype: Storage dtype.
+        metric: In which its size and the error of rounding are told; Frobenius norm without.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
     """
     factors = factors_full_rank(delta).to(dtype=dtype)
     _require_storable(delta, factors.up, factors.down)
+    matrix = delta.reshape(matrix_shape(delta.shape))
+    rest = _full_rank_rest(matrix, factors)
     errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)
-    errors[-1] = _full_rank_error(delta.reshape(matrix_shape(delta.shape)), factors) ** 2
-    spectrum = Spectrum(errors.new_empty(0), frobenius_norm(delta) ** 2, tuple(delta.shape))
-    return RoundedFactors(factors, spectrum, errors)
+    errors[-1] = frobenius_norm(rest) ** 2
+    weighted, energy = errors, frobenius_norm(delta) ** 2
+    if metric is not None:
+        weighted = errors.clone()
+        weighted[-1] = frobenius_norm(metric.weigh(rest)) ** 2
+        energy = frobenius_norm(metric.weigh(matrix)) ** 2
+    spectrum = Spectrum(errors.new_empty(0), energy, tuple(delta.shape))
+    return RoundedFactors(factors, spectrum, errors, weighted)
 
 
-def _full_rank_error(matrix: Tensor, factors: LoraFactors) -> float:
-    """‖ΔW − up·down‖ where one of the two is a power of two on the diagonal, so that nothing is to multiply."""
+def _full_rank_rest(matrix: Tensor, factors: LoraFactors) -> Tensor:
+    """up·down − ΔW where one of the two is a power of two on the diagonal, so that nothing is to multiply."""
     values, diagonal = (factors.up, factors.down) if _is_tall(matrix) else (factors.down, factors.up)
     scale = float(diagonal[0, 0])
-    error = torch.empty_like(matrix)
-    torch.mul(values.to(matrix.dtype), scale, out=error)
-    return frobenius_norm(error.sub_(matrix))
+    rest = torch.empty_like(matrix)
+    torch.mul(values.to(matrix.dtype), scale, out=rest)
+    return rest.sub_(matrix)
 
 
 def _is_tall(matrix: Tensor) -> bool:

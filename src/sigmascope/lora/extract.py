@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -22,10 +23,10 @@ from typing import Final
 import torch
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import atomic_path
-from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.checkpoints import atomic_path, file_sha256
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.alignment import joined_sizes
-from sigmascope.lora.budget import Budget, StorageCost, refuse_storage, weight_of
+from sigmascope.lora.budget import Budget, StorageCost, Weights, refuse_storage, weight_of
 from sigmascope.lora.decompose import at_full_rank
 from sigmascope.lora.extraction_report import (
     ExtractedModule,
@@ -57,6 +58,7 @@ from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import RankPolicy
+from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics, require_fit
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
@@ -121,12 +123,13 @@ def extract_lora(
         options.rank_rules.check(pair.layers)
         if options.budget is not None:
             options.budget.check(pair.layers)
+        statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
         vectors = uncovered_changes(pair)
         diffs = vectors if options.biases_and_norms else {}
         lora_format = resolve_format(options, pair, diffs)
         metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
-        extraction = Extraction(pair, options, journal, device, progress)
+        extraction = Extraction(pair, options, journal, device, progress, statistics)
         if options.budget is None:
             layers = extraction.run()
         else:
@@ -134,6 +137,7 @@ def extract_lora(
             layers = extraction.run_within(options.budget, storage)
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
+        report = replace(report, weighted_error=extraction.weighted_error(layers))
         # Entered first, left last: the description only appears once the LoRA is in place.
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
         sidecar.write_text(sidecar_text(report), encoding="utf-8")
@@ -228,6 +232,12 @@ def job_identity(
         "min_diff": options.min_diff,
         "coverage": options.target_coverage,
         "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
+        "metric": None
+        if options.statistics is None
+        else [file_sha256(Path(options.statistics)), options.ridge],
+        "budget_weights": [options.budget_weights, file_weights(options, pair.layers)]
+        if options.budget is not None
+        else None,
     }
     return json.dumps(facts)
 
@@ -315,6 +325,7 @@ class Extraction:
         journal: Open.
         device: Where to compute.
         progress: Told after each layer, with the error so far.
+        statistics: In whose metric the error is least; in Frobenius norm without.
     """
 
     def __init__(
@@ -324,12 +335,16 @@ class Extraction:
         journal: Journal,
         device: torch.device,
         progress: Progress,
+        statistics: ModelStatistics | None = None,
     ) -> None:
         self._pair = pair
         self._options = options
         self._journal = journal
         self._reader = LayerReader(pair, device)
+        self._device = device
         self._progress = progress
+        self._statistics = statistics
+        self._given_weights = file_weights(options, pair.layers)
         self._done = 0
         self._total = 0
 
@@ -368,6 +383,7 @@ class Extraction:
         names = {layer: f"0:{layer}" for layer in records}
         pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
         lost = lost_outside(budget, records)
+        weights = self._layer_weights(records)
         number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {
@@ -375,7 +391,7 @@ class Extraction:
             } | lost
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
             try:
-                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
+                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0), weights)
             except ConfigError:
                 if budget.max_error is None or allowed is budget:
                     raise
@@ -389,10 +405,46 @@ class Extraction:
                 layer: DecomposedLayer(names[layer], record, min(allocation.ranks.get(layer, 0), record.rank))
                 for layer, record in records.items()
             }
-            error = true_error(chosen, budget)
+            error = true_error(chosen, budget.weights, weights)
             if budget.max_error is None or error <= budget.max_error:
                 return chosen
             allowed = tighter(allowed, budget.max_error, error)
+
+    def weighted_error(self, layers: Mapping[str, DecomposedLayer]) -> float | None:
+        """The overall error as the statistics or the budget weigh it; None where all errors count the same."""
+        budget = self._options.budget
+        if budget is None:
+            return None if self._statistics is None else true_error(layers, (), {})
+        weights = self._layer_weights({layer: decomposed.record for layer, decomposed in layers.items()})
+        if self._statistics is None and not weights and not budget.weights:
+            return None
+        return true_error(layers, budget.weights, weights)
+
+    def _layer_weights(self, records: Mapping[str, LayerRecord]) -> Mapping[str, float]:
+        """How much each layer's squared error counts under a budget; a metric has it in itself."""
+        if self._statistics is not None or self._options.budget_weights == "plain":
+            return {}
+        if self._options.budget_weights != "relative":
+            return self._given_weights
+        # A base of zeros, as of a layer that was added, is taken to be as large as its change.
+        sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
+        return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
+
+    def _metric(self, layer: str) -> LayerMetric | None:
+        """The metric of a layer's statistics; without any, its weight is that of most layers."""
+        if self._statistics is None:
+            return None
+        path = self._pair.layout.split(layer)[1]
+        known = self._statistics.get(path)
+        if known is None:
+            return LayerMetric(scale=math.sqrt(self._statistics.typical_weight))
+        require_fit(known, layer, self._pair.shape(layer))
+        try:
+            return known.metric(self._options.ridge, self._device)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
+            ) from error
 
     def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
         """Work through some layers; None as policy: the layer is excluded."""
@@ -418,6 +470,7 @@ class Extraction:
                 self._options.storage_dtype,
                 left_out=left_out,
                 min_diff=self._options.min_diff,
+                metric=self._metric(layer),
             )
             write_record(self._journal, f"{number}:{layer}", record, factors)
             return record
@@ -435,6 +488,56 @@ class Extraction:
         return {layer: decomposed[layer] for layer in wanted}
 
 
+def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
+    """Read statistics, and refuse those of another model.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        ModelMismatchError: They were made with neither of the two models.
+    """
+    statistics = load_statistics(path)
+    known = {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)}
+    met = [layer for layer in pair.layers if pair.layout.split(layer)[1] in statistics]
+    if (statistics.fingerprint and statistics.fingerprint not in known) or not met:
+        raise ModelMismatchError(
+            f"{path}: these statistics were made with another model: "
+            + (f"they know none of the {len(pair.layers)} layers." if not met else "its weights are others."),
+            hint="Make them with the base or the tuned model: sigmascope lora statistics MODEL …",
+        )
+    return statistics
+
+
+def file_weights(options: ExtractOptions, layers: Sequence[str]) -> dict[str, float]:
+    """The weights of a `--budget_weights` file; none for `relative` and `plain`.
+
+    Raises:
+        ConfigError: It is no JSON object of layers and weights.
+    """
+    if options.budget is None or options.budget_weights in ("relative", "plain"):
+        return {}
+    flag, path = "--budget_weights", Path(options.budget_weights)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{flag} {path}: {error}",
+            hint='Use relative, plain, or a JSON file such as {"denoiser.conv_in": 2.0}.',
+        ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{flag} {path} holds no object.", hint="Use a name and a weight for each layer.")
+    for layer, weight in given.items():
+        if layer not in layers:
+            near = get_close_matches(layer, layers, n=1)
+            raise ConfigError(
+                f"{flag} {path}: the model has no layer {layer!r}.",
+                hint=f"Did you mean {near[0]}?" if near else "Use the names of `sigmascope lora inspect`.",
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (is_number and math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"{flag} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more.")
+    return {layer: float(weight) for layer, weight in given.items()}
+
+
 def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
     """What layers that are left out add to the error of all, which is what a budget may limit."""
     if budget.max_error is None or all(record.reason is not None for record in records.values()):
@@ -447,13 +550,15 @@ def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str
     }
 
 
-def true_error(layers: Mapping[str, DecomposedLayer], budget: Budget) -> float:
+def true_error(
+    layers: Mapping[str, DecomposedLayer], weights: Weights, layer_weights: Mapping[str, float]
+) -> float:
     """The error that `max_error` limits, of the factors as they are stored."""
     change = lost = 0.0
     for layer, decomposed in layers.items():
-        weight = weight_of(layer, budget.weights)
-        change += weight * decomposed.record.delta_norm**2
-        lost += weight * decomposed.record.error_at(decomposed.rank) ** 2
+        weight = weight_of(layer, weights) * layer_weights.get(layer, 1.0)
+        change += weight * decomposed.record.weighted_norm**2
+        lost += weight * decomposed.record.weighted_error_at(decomposed.rank) ** 2
     return math.sqrt(lost / change) if change > 0 else 0.0
 
 

@@ -18,6 +18,7 @@ from sigmascope.lora.layer_extraction import LeftOutReason
 from sigmascope.lora.layers import Coverage, layer_order
 from sigmascope.lora.pairs import PairOptions, require_one_of
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
+from sigmascope.lora.statistics import RIDGE
 from sigmascope.lora.validation_report import (
     BlockError,
     ModuleError,
@@ -51,6 +52,11 @@ class ExtractOptions:
         format: Of the LoRA: `native`, `kohya`, `peft`, `comfyui`; `auto` is what the model's own tools read.
         pairing: Which parts of the models are compared, and what may be left out of the comparison.
         workers: Threads on the CPU, one core each; as many as cores when left out.
+        budget_weights: How much each layer's squared error counts under a budget: `relative`, as its share of the
+            layer's own ‖W‖²; `plain`, as it is; or a JSON file of layers and weights. `statistics` replace it.
+        statistics: A file of `sigmascope.lora.statistics`: the error of what the layers put out is least, in place
+            of that of their weights.
+        ridge: Weight of directions that the statistics never met, as a share of the mean.
 
     Raises:
         ConfigError: A value makes no sense; the message names the flag.
@@ -68,8 +74,13 @@ class ExtractOptions:
     format: str = "auto"
     pairing: PairOptions = field(default_factory=PairOptions)
     workers: int | None = None
+    budget_weights: str = "relative"
+    statistics: Path | None = None
+    ridge: float = RIDGE
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.ridge) and self.ridge > 0):
+            raise ConfigError(f"--ridge {self.ridge:g} is no share.", hint="Use more than 0, such as 0.001.")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers} does no work.", hint="Use 1 or more.")
         require_rank("--rank", self.rank)
@@ -96,6 +107,7 @@ class ExtractOptions:
     def as_dict(self) -> dict[str, Any]:
         """The options as JSON values; `ranks` says in one text how much rank was asked for."""
         fields = asdict(replace(self, rules=None, budget=None))
+        fields["statistics"] = None if self.statistics is None else short_path(self.statistics)
         fixed = self.fixed_rank
         fields |= {
             "rank": None if fixed is None else fixed.rank,
@@ -196,6 +208,8 @@ class ExtractionReport:
         findings: What to know before using the LoRA.
         seconds: Time of the whole extraction.
         file_bytes: Size of the LoRA file.
+        weighted_error: The overall error as the statistics or the budget weigh it, which is what `max_error`
+            limits; None where all errors count the same.
     """
 
     base: Path
@@ -212,6 +226,7 @@ class ExtractionReport:
     findings: tuple[Finding, ...]
     seconds: float
     file_bytes: int
+    weighted_error: float | None = None
 
     @property
     def total_lora_modules(self) -> int:
@@ -269,8 +284,10 @@ class ExtractionReport:
             "coverage_percentage": self.coverage_percentage,
             "relative_error": self.relative_error,
             "average_error": self.average_error,
+            "weighted_error": self.weighted_error,
         }
         fields = asdict(self) | {"options": self.options.as_dict()}
+        fields.pop("weighted_error")
         paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
         return paths | totals | fields
 

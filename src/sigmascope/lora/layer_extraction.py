@@ -19,10 +19,18 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.linalg import Spectrum, blocked_energy, fast_dtype, max_rank
+from sigmascope.lora.linalg import (
+    Spectrum,
+    blocked_energy,
+    fast_dtype,
+    frobenius_norm,
+    matrix_shape,
+    max_rank,
+)
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.parallel import ThreadScratch
 from sigmascope.lora.ranks import FixedRank, RankPolicy
+from sigmascope.lora.statistics import LayerMetric
 
 LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
 
@@ -45,6 +53,8 @@ class LayerRecord:
         whole: Kept at full rank, as ΔW itself: its factors are made again when they are written.
         values: (k,), the singular values found.
         errors: (r + 1,), squared errors of the stored factors cut to their first 0 … r columns.
+        weighted_norm: ‖SᵀΔW·R‖ in the metric of the layer's statistics, in which `values` are; ‖ΔW‖ without any.
+        weighted: `errors` in that metric.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +65,8 @@ class LayerRecord:
     whole: bool
     values: Float[Tensor, " k"]
     errors: Float[Tensor, " ranks"]
+    weighted_norm: float
+    weighted: Float[Tensor, " ranks"]
 
     @property
     def rank(self) -> int:
@@ -63,20 +75,24 @@ class LayerRecord:
 
     @property
     def spectrum(self) -> Spectrum:
-        """The singular values with ‖ΔW‖²; all zero where nothing changed."""
+        """The singular values with ‖ΔW‖², in the metric; all zero where nothing changed."""
         values = self.values if self.delta_norm > 0 else torch.zeros(1, dtype=torch.float64)
-        return Spectrum(values, self.delta_norm**2, self.shape)
+        return Spectrum(values, self.weighted_norm**2, self.shape)
 
     def kept_energy(self, rank: int) -> float:
-        """Share of ‖ΔW‖² in the first singular values, 0 to 1, before rounding."""
+        """Share of ‖ΔW‖², in the metric, in the first singular values, 0 to 1, before rounding."""
         if self.whole:
             return 1.0
         kept = float(self.values[:rank].square().sum())
-        return min(kept / self.delta_norm**2, 1.0) if self.delta_norm > 0 else 0.0
+        return min(kept / self.weighted_norm**2, 1.0) if self.delta_norm > 0 else 0.0
 
     def error_at(self, rank: int) -> float:
         """‖ΔW − up·down‖ of the stored factors cut to this rank."""
         return self.delta_norm if rank == 0 else math.sqrt(float(self.errors[rank]))
+
+    def weighted_error_at(self, rank: int) -> float:
+        """The same in the metric."""
+        return self.weighted_norm if rank == 0 else math.sqrt(float(self.weighted[rank]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +205,7 @@ def extract_layer(
     *,
     left_out: LeftOutReason | None = None,
     min_diff: float = 0.0,
+    metric: LayerMetric | None = None,
 ) -> tuple[LayerRecord, LoraFactors | None]:
     """Read a layer's change and give what is to be stored of it.
 
@@ -199,6 +216,7 @@ def extract_layer(
         dtype: Storage dtype.
         left_out: Why it is not wanted, if so; its change is measured all the same.
         min_diff: A layer whose largest change is below this is left out.
+        metric: In which its error is least.
 
     Raises:
         SigmascopeError: Naming the layer.
@@ -211,15 +229,22 @@ def extract_layer(
     elif reason is None and change.largest < min_diff:
         reason = "below_min_diff"
     if reason is not None:
-        return _record(change, None, reason), None
+        return _record(change, None, reason, _norm_in(metric, change)), None
     try:
         with _memory_errors():
-            stored = _decompose(change, policy, dtype)
+            stored = _decompose(change, policy, dtype, metric)
     except SigmascopeError as error:
         raise type(error)(f"{layer}: {error.message}", hint=error.hint) from error
     if stored is None:
-        return _record(change, None, "rank_0"), None
+        return _record(change, None, "rank_0", _norm_in(metric, change)), None
     return _record(change, stored, None), stored.factors
+
+
+def _norm_in(metric: LayerMetric | None, change: LayerDelta) -> float | None:
+    """‖SᵀΔW·R‖; None without a metric, and where the change is zero or nothing."""
+    if metric is None or change.delta_norm == 0.0:
+        return None
+    return frobenius_norm(metric.weigh(change.delta.reshape(matrix_shape(change.delta.shape))))
 
 
 @contextmanager
@@ -235,10 +260,17 @@ def _memory_errors(layer: str = "") -> Iterator[None]:
         ) from error
 
 
-def _record(change: LayerDelta, stored: RoundedFactors | None, reason: LeftOutReason | None) -> LayerRecord:
+def _record(
+    change: LayerDelta,
+    stored: RoundedFactors | None,
+    reason: LeftOutReason | None,
+    weighted_norm: float | None = None,
+) -> LayerRecord:
     nothing = torch.empty(0, dtype=torch.float64)
     shape = tuple(change.delta.shape)
     whole = stored is not None and bool(stored.errors.isnan().any())
+    if stored is not None:
+        weighted_norm = math.sqrt(stored.spectrum.total_energy)
     return LayerRecord(
         shape=shape,
         delta_norm=change.delta_norm,
@@ -248,19 +280,29 @@ def _record(change: LayerDelta, stored: RoundedFactors | None, reason: LeftOutRe
         whole=whole,
         values=nothing if stored is None else stored.spectrum.values,
         errors=nothing if stored is None else stored.errors,
+        weighted_norm=change.delta_norm if weighted_norm is None else weighted_norm,
+        weighted=nothing if stored is None else stored.weighted,
     )
 
 
-def _decompose(change: LayerDelta, policy: RankPolicy | int, dtype: torch.dtype) -> RoundedFactors | None:
+def _decompose(
+    change: LayerDelta, policy: RankPolicy | int, dtype: torch.dtype, metric: LayerMetric | None
+) -> RoundedFactors | None:
     """Compute singular values until the policy can choose, and cut to its choice; None for rank 0."""
     shape = tuple(change.delta.shape)
     full = max_rank(shape)
     if isinstance(policy, FixedRank) and policy.rank_for(shape) == full:
-        return at_full_rank(change.delta, dtype)
+        return at_full_rank(change.delta, dtype, metric)
     asked = min(policy if isinstance(policy, int) else policy.first_guess(shape), full)
     while True:
         stored = decompose(
-            change.delta, asked, dtype, norm=change.delta_norm, rounded=change.rounded, with_spectrum=True
+            change.delta,
+            asked,
+            dtype,
+            norm=change.delta_norm,
+            rounded=change.rounded,
+            with_spectrum=True,
+            metric=metric,
         )
         if isinstance(policy, int):
             return stored
@@ -269,7 +311,7 @@ def _decompose(change: LayerDelta, policy: RankPolicy | int, dtype: torch.dtype)
             break
         asked = min(2 * asked, full)
     if chosen == full:
-        return at_full_rank(change.delta, dtype)
+        return at_full_rank(change.delta, dtype, metric)
     return stored.cut(chosen) if chosen > 0 else None
 
 
@@ -280,11 +322,14 @@ def write_record(journal: Journal, name: str, record: LayerRecord, factors: Lora
         WriteError: The disk refuses.
     """
     tensors = {"values": record.values, "errors": record.errors}
+    if record.weighted.data_ptr() != record.errors.data_ptr():
+        tensors["weighted"] = record.weighted
     if factors is not None and not record.whole:
         tensors |= {"up": factors.up, "down": factors.down}
     facts = {
         "shape": list(record.shape),
         "delta_norm": record.delta_norm,
+        "weighted_norm": record.weighted_norm,
         "base_norm": record.base_norm,
         "largest": record.largest,
         "reason": record.reason,
@@ -305,6 +350,8 @@ def read_record(journal: Journal, name: str) -> LayerRecord:
         whole=facts["whole"],
         values=tensors["values"],
         errors=tensors["errors"],
+        weighted_norm=facts["weighted_norm"],
+        weighted=tensors.get("weighted", tensors["errors"]),
     )
 
 

@@ -90,8 +90,9 @@ Models = tuple[Path, Path]
 
 
 def extract(models: Models, name: str = "lora", **options: Any) -> ExtractionReport:
+    """With errors that count as they are: the optimum is then that of all layers' singular values together."""
     target = models[0].with_name(f"{name}.safetensors")
-    return extract_lora(*models, target, ExtractOptions(**options))
+    return extract_lora(*models, target, ExtractOptions(**{"budget_weights": "plain"} | options))
 
 
 def deltas(models: Models) -> dict[str, Tensor]:
@@ -469,3 +470,22 @@ def test_a_change_that_float16_cannot_hold_within_the_error_is_refused(tmp_path:
         )
     assert "--save_precision float" in str(refused.value.hint)
     assert not (tmp_path / "lora.safetensors").exists()
+
+
+def test_by_default_an_error_counts_by_the_size_of_its_layer_s_weight(models: Models) -> None:
+    base, changes = load_file(models[0]), deltas(models)
+    report = extract(models, budget_weights="relative", budget=Budget(max_bytes=60_000))
+    assert report.weighted_error is not None
+    found = ranks(report)
+    values = sorted(
+        (
+            (float(value) ** 2 / float(base[f"{layer}.weight"].double().norm()) ** 2 / cost, layer)
+            for layer, matrix in changes.items()
+            for value, cost in zip(
+                torch.linalg.svdvals(matrix), [sum(matrix.shape)] * min(matrix.shape), strict=True
+            )
+        ),
+        reverse=True,
+    )
+    taken = [layer for _, layer in values[: sum(found.values())]]
+    assert sum(abs(found.get(layer, 0) - taken.count(layer)) for layer in changes) <= 6

@@ -106,6 +106,26 @@ def extract(
             help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
         ),
     ] = False,
+    budget_weights: Annotated[
+        str,
+        typer.Option(
+            "--budget_weights",
+            help="With --max_size or --max_error. relative: an error counts by the size of its layer's weight. "
+            "plain: as it is. Or a JSON file of layers and weights.",
+        ),
+    ] = "relative",
+    statistics: Annotated[
+        Path | None,
+        typer.Option(
+            "--statistics",
+            help="File of `lora statistics`: least error of what the model puts out, not of its weights.",
+            show_default=False,
+        ),
+    ] = None,
+    ridge: Annotated[
+        float,
+        typer.Option("--ridge", help="With --statistics: the weight of directions that were never met."),
+    ] = 1e-3,
     pairing: PairFlags,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
@@ -156,6 +176,9 @@ def extract(
         pairing=pairing.options(),
         device=device,
         workers=workers,
+        budget_weights=budget_weights,
+        statistics=statistics,
+        ridge=ridge,
     )
     with progress_bar("Extracting") as progress:
         report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
@@ -230,6 +253,7 @@ def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableT
         ("Left out", left_out or "none"),
         ("Error, overall", percent(report.relative_error)),
         ("Error, average", percent(report.average_error)),
+        *([] if report.weighted_error is None else [("Error, weighted", percent(report.weighted_error))]),
         ("Precision", report.options.save_precision),
         ("Time", f"{report.seconds:.1f} s"),
     ]

@@ -1,0 +1,298 @@
+"""Run a model on a few inputs, and sum up what goes into each of its layers and what its output feels of them.
+
+The pipeline calls the model as it always does. Each call is made a second time, with gradients, and a random
+projection of its output is taken back through it: with r of standard normal values, the mean square of rᵀJ over
+probes is JᵀJ, so the gradients' second moments say how much of a layer's change arrives at the output. The result that
+the pipeline gets is that of its own call, bit for bit.
+
+Weights need no gradient, so a Linear layer keeps nothing for the way back. What memory the second call takes beside
+that is the activations of the other operations; `enable_gradient_checkpointing` of a diffusers model makes it small.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lora.linalg import matrix_shape
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, LayerStatistics, ModelStatistics, MomentSum
+from sigmascope.progress import Progress, no_progress
+
+__all__ = ["collect_statistics"]
+
+_LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
+_BASE_LAYER: Final = ".base_layer"  # PEFT's name for what it has put its own around
+
+
+def collect_statistics(
+    model: nn.Module,
+    run: Callable[[], object],
+    *,
+    probes: int = 1,
+    calls: int | None = None,
+    full_up_to: int = FULL_UP_TO,
+    rank: int = RANK,
+    seed: int = 0,
+    fingerprint: str = "",
+    progress: Progress = no_progress,
+) -> ModelStatistics:
+    """Sum up second moments for every Linear and convolution layer of a model while a pipeline runs.
+
+    Args:
+        model: The denoiser: a module whose calls give a tensor, or a tuple, dict or object with one first. Its
+            weights are not changed, and it is as it was afterwards.
+        run: Calls the model, directly or through a pipeline, any number of times.
+        probes: Random projections of each call's output.
+        calls: How many calls `run` makes, for the progress; None where it is not known.
+        full_up_to: Width up to which a layer's moments are kept whole.
+        rank: Directions that are kept of wider ones.
+        seed: Of the projections.
+        fingerprint: Of the model's weights, for the file.
+        progress: Told after each call.
+
+    Returns:
+        The statistics, by the path of the layer in the model.
+
+    Raises:
+        ConfigError: The model was not called, has no layers, or gives no tensor.
+        NonFiniteError: NaN or Inf went through a layer; the message names the first.
+        Exception: Whatever `run` raises.
+    """
+    if probes < 1:
+        raise ConfigError(f"--probes {probes} looks at nothing.", hint="Use 1 or more.")
+    sums = {
+        name.replace(_BASE_LAYER, ""): LayerSums(module, number, full_up_to, rank, seed)
+        for number, (name, module) in enumerate(_layers_of(model))
+    }
+    if not sums:
+        raise ConfigError(
+            f"{type(model).__name__} has no Linear or convolution layer.", hint="Pass the denoiser itself."
+        )
+    made = 0
+
+    def again(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
+        nonlocal made
+        _take_back(model, sums.values(), args, kwargs, probes, seed + 7919 * made)
+        made += 1
+        progress(made, calls or made, "call")
+
+    with ExitStack() as hooks:
+        for layer in sums.values():
+            hooks.callback(layer.remove)
+        handle = model.register_forward_hook(again, with_kwargs=True)
+        hooks.callback(handle.remove)
+        run()
+    if made == 0:
+        raise ConfigError(
+            f"the model ({type(model).__name__}) was not called.",
+            hint="Pass the module that the pipeline calls at each step, such as pipe.unet or pipe.transformer.",
+        )
+    facts = {"calls": made, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
+    return _finished(sums, made, probes, facts, fingerprint)
+
+
+def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, _LAYERS) and getattr(module, "groups", 1) == 1:
+            yield name, module
+
+
+def _finished(
+    sums: "Mapping[str, LayerSums]", calls: int, probes: int, facts: Mapping[str, Any], fingerprint: str
+) -> ModelStatistics:
+    layers: dict[str, LayerStatistics] = {}
+    unmet: list[str] = []
+    for name, layer in sums.items():
+        if not layer.is_met:
+            unmet.append(name)
+            continue
+        try:
+            layers[name] = layer.result(calls, probes)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"{name}: {error.message}",
+                hint="Use float32 or bfloat16 for the model, and check that its pictures are right.",
+            ) from error
+    if not layers:
+        raise ConfigError(
+            "no layer was met while the model was called.",
+            hint="A compiled model hides its layers: pass it as it was before torch.compile.",
+        )
+    return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
+
+
+class LayerSums:
+    """Sums up one layer's inputs and output gradients while it is `listening`.
+
+    Args:
+        module: The layer.
+        number: Its place in the model, for the seeds of its sketches.
+        full_up_to, rank, seed: As of `collect_statistics`.
+    """
+
+    def __init__(self, module: nn.Module, number: int, full_up_to: int, rank: int, seed: int) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self._shape = tuple(weight.shape)
+        self._module = module
+        self._sizes = matrix_shape(self._shape)
+        self._seed = seed + 2 * number
+        self._limits = (full_up_to, rank)
+        self._inputs: MomentSum | None = None
+        self._outputs: MomentSum | None = None
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def is_met(self) -> bool:
+        """Whether something went through it and came back."""
+        return self._inputs is not None and self._outputs is not None
+
+    def listen(self) -> None:
+        """Sum up inputs, and gradients of what comes out."""
+        self._handle = self._module.register_forward_hook(self._called, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def result(self, calls: int, probes: int) -> LayerStatistics:
+        """The moments.
+
+        Raises:
+            NonFiniteError: NaN or Inf was among them.
+        """
+        assert self._inputs is not None
+        assert self._outputs is not None
+        return LayerStatistics(
+            self._inputs.result(calls), self._outputs.result(self._outputs.rows), self._inputs.rows // calls
+        )
+
+    def _called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        given = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+        if not isinstance(given, Tensor):
+            return output
+        if torch.is_grad_enabled() or self._inputs is None:
+            for rows in _rows_in(module, given):
+                self._inputs = self._inputs or self._moment_sum(self._sizes[1], self._seed, rows.device)
+                self._inputs.add(rows)
+        if not output.requires_grad:
+            # Nothing before it needs a gradient, as in a time embedding. A leaf could not be changed in place.
+            output = output.detach().requires_grad_() + 0
+        output.register_hook(self._felt)  # type: ignore[no-untyped-call]
+        return output
+
+    def _felt(self, gradient: Tensor) -> None:
+        rows = _rows_out(self._module, gradient)
+        self._outputs = self._outputs or self._moment_sum(self._sizes[0], self._seed + 1, rows.device)
+        self._outputs.add(rows)
+
+    def _moment_sum(self, size: int, seed: int, device: torch.device) -> MomentSum:
+        full_up_to, rank = self._limits
+        return MomentSum(size, seed=seed, device=device, full_up_to=full_up_to, rank=rank)
+
+
+def _take_back(
+    model: nn.Module,
+    layers: "Sequence[LayerSums] | Any",
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    probes: int,
+    seed: int,
+) -> None:
+    """Call the model again with gradients, and take random projections of its output back."""
+    with torch.inference_mode(False), torch.enable_grad(), _frozen(model):
+        args, kwargs = _detached(args), _detached(kwargs)
+        with ExitStack() as hooks:
+            for layer in layers:
+                layer.listen()
+                hooks.callback(layer.remove)
+            output = _first_tensor(model.forward(*args, **kwargs))
+        if output is None:
+            raise ConfigError(
+                f"{type(model).__name__} gives no tensor.", hint="Pass the denoiser itself, not the pipeline."
+            )
+        generator = torch.Generator().manual_seed(seed)
+        for number in range(probes):
+            probe = torch.randn(output.shape, generator=generator).to(output)
+            output.backward(probe, retain_graph=number + 1 < probes)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No weight takes a gradient, which would cost as much memory as the model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _detached(value: Any) -> Any:
+    """The same arguments, with tensors that autograd may see: those of `inference_mode` it may not."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(item) for item in value)
+    return value
+
+
+def _first_tensor(output: object) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif not isinstance(output, list | tuple):
+        output = list(vars(output).values()) if hasattr(output, "__dict__") else []
+    return next((found for item in output if (found := _first_tensor(item)) is not None), None)
+
+
+def _rows_in(module: nn.Module, given: Tensor) -> Iterator[Tensor]:
+    """What the weight is multiplied with, (positions, columns of the weight's matrix), a piece at a time."""
+    given = given.detach()
+    if isinstance(module, nn.Linear):
+        yield given.reshape(-1, given.shape[-1])
+        return
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    dimensions = len(module.kernel_size)
+    batched = given if given.dim() == dimensions + 2 else given[None]
+    padding = module._reversed_padding_repeated_twice
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = nn.functional.pad(batched, padding, mode=mode)
+    patches = padded
+    for axis, (kernel, stride, dilation) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
+        reach = dilation * (kernel - 1) + 1
+        patches = patches.unfold(axis + 2, reach, stride)[..., ::dilation]
+    # (batch, channels, positions…, kernel…) to (batch, positions…, channels, kernel…)
+    order = [0, *range(2, 2 + dimensions), 1, *range(2 + dimensions, 2 + 2 * dimensions)]
+    patches = patches.permute(order)
+    columns = math.prod(patches.shape[1 + dimensions :])
+    step = max(1, _PIECE // max(1, columns * math.prod(patches.shape[2 : 1 + dimensions])))
+    for picture in patches:
+        for start in range(0, picture.shape[0], step):
+            yield picture[start : start + step].reshape(-1, columns)
+
+
+def _rows_out(module: nn.Module, gradient: Tensor) -> Tensor:
+    """(positions, rows of the weight's matrix)."""
+    if isinstance(module, nn.Linear):
+        return gradient.reshape(-1, gradient.shape[-1])
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    batched = gradient if gradient.dim() == len(module.kernel_size) + 2 else gradient[None]
+    return batched.movedim(1, -1).reshape(-1, batched.shape[1])

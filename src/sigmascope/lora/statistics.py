@@ -1,0 +1,404 @@
+"""What a model does with each layer's weight: second moments of what goes in and of what the output feels.
+
+The least change of the weights is not the least change of the picture. To first order a change E of a layer's weight
+changes the output by J·vec(E), and the Kronecker-factored approximation of its mean square (K-FAC, Martens and Grosse,
+arXiv 1503.05671; for convolutions Grosse and Martens, arXiv 1602.01407) is
+
+    ‖E‖²_{G,C} = tr(G E C Eᵀ),    C = Σ x xᵀ,    G = mean of g gᵀ,
+
+with x the layer's inputs (patches, for a convolution) summed over the positions of a call, and g the gradients of
+random projections of the model's output at the layer's outputs. With any roots G = S Sᵀ and C = R Rᵀ it is the plain
+‖SᵀER‖², so the best factors of a rank are the truncated SVD of SᵀΔW·R, mapped back (`LayerMetric`).
+
+A matrix of moments is kept whole where it is small. A large one is kept as its diagonal and the leading part of a
+Nyström sketch (Tropp, Yurtsever, Udell and Cevher, arXiv 1706.05736), which costs memory by the width and not by its
+square. `MomentSum` sums up either; `ModelStatistics` is the file.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.__about__ import __version__
+from sigmascope.checkpoints import open_checkpoint, save_safetensors
+from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError
+from sigmascope.lora.linalg import as_float64, matrix_shape, symmetric_eigen
+
+__all__ = ["LayerMetric", "LayerStatistics", "ModelStatistics", "MomentSum", "Moments", "load_statistics"]
+
+RIDGE: Final = 1e-3
+"""Added to each matrix of moments, as a share of its mean diagonal: directions never met have some weight."""
+FULL_UP_TO: Final = 1024
+"""Width up to which a matrix of moments is kept whole: 4 MiB in float32."""
+RANK: Final = 128
+"""Directions that are kept of a wider one, beside the diagonal."""
+_OVERSAMPLED: Final = 2  # columns of the sketch for each direction that is kept
+_KIND: Final = "sigmascope_statistics"
+_VERSION: Final = "1"
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """A matrix of second moments, n×n: whole, or diag(d) + U·Uᵀ.
+
+    Attributes:
+        diagonal: (n,), d ≥ 0; of a whole matrix its own diagonal.
+        full: (n, n), where it is kept whole.
+        low_rank: (n, k), U, where it is not.
+    """
+
+    diagonal: Float[Tensor, " n"]
+    full: Float[Tensor, "n n"] | None = None
+    low_rank: Float[Tensor, "n k"] | None = None
+
+    @property
+    def size(self) -> int:
+        """Its width, n."""
+        return int(self.diagonal.shape[0])
+
+    @property
+    def trace(self) -> float:
+        """The sum of the diagonal, float64."""
+        total = float(as_float64(self.diagonal).sum())
+        return total if self.low_rank is None else total + float(as_float64(self.low_rank).square().sum())
+
+    @property
+    def captured(self) -> float:
+        """Share of the trace that is kept with its directions, 0 to 1; the rest is kept as a diagonal."""
+        if self.low_rank is None:
+            return 1.0
+        whole = self.trace
+        return float(as_float64(self.low_rank).square().sum()) / whole if whole > 0 else 1.0
+
+    def root(self, ridge: float, device: torch.device, dtype: torch.dtype) -> "MomentRoot":
+        """R with R·Rᵀ = the matrix + ridge · its mean diagonal.
+
+        Raises:
+            NonFiniteError: The moments are all zero: nothing was met.
+        """
+        mean = self.trace / self.size
+        if not (math.isfinite(mean) and mean > 0):
+            raise NonFiniteError("its second moments are zero or not finite.")
+        floor = ridge * mean
+        if self.full is not None:
+            matrix = as_float64(self.full.to(device))
+            matrix.diagonal().add_(floor)
+            lower, failed = torch.linalg.cholesky_ex(matrix)
+            if int(failed):  # rounding made a matrix of low rank negative by more than the ridge
+                values, vectors = symmetric_eigen(matrix)
+                lower = torch.linalg.qr((vectors * values.clamp_min(floor).sqrt()).mT)[1].mT
+            return MomentRoot(lower.to(dtype))
+        assert self.low_rank is not None
+        diagonal = (as_float64(self.diagonal.to(device)).clamp_min(0.0) + floor).sqrt()
+        # diag(d)·(1 + W·Wᵀ)·diag(d) with W = Q·s·Vᵀ, and √(1 + W·Wᵀ) = 1 + Q·(√(1 + s²) − 1)·Qᵀ
+        scaled = as_float64(self.low_rank.to(device)) / diagonal[:, None]
+        energies, turn = symmetric_eigen(scaled.mT @ scaled)
+        kept = energies > 1e-12 * energies[0].clamp_min(torch.finfo(torch.float64).tiny)
+        directions = scaled @ (turn[:, kept] * energies[kept].rsqrt())
+        gain = (1.0 + energies[kept]).sqrt()
+        return MomentRoot(directions.to(dtype), diagonal.to(dtype), gain.to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class MomentRoot:
+    """R and its inverse, as products: lower triangular, or diag(d)·(1 + Q·(γ − 1)·Qᵀ).
+
+    Attributes:
+        matrix: (n, n), R itself, or (n, k), Q.
+        diagonal: (n,), d; None where R is triangular.
+        gain: (k,), γ; None where R is triangular.
+    """
+
+    matrix: Float[Tensor, "n k"]
+    diagonal: Float[Tensor, " n"] | None = None
+    gain: Float[Tensor, " k"] | None = None
+
+    def weigh(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """Give rows · R."""
+        if self.diagonal is None or self.gain is None:
+            return rows @ self.matrix
+        scaled = rows * self.diagonal
+        return scaled + ((scaled @ self.matrix) * (self.gain - 1.0)) @ self.matrix.mT
+
+    def unweigh(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """Give rows · R⁻¹."""
+        if self.diagonal is None or self.gain is None:
+            solved: Tensor = torch.linalg.solve_triangular(self.matrix, rows, upper=False, left=False)
+            return solved
+        turned = (rows @ self.matrix) * (1.0 / self.gain - 1.0)
+        return (rows + turned @ self.matrix.mT) / self.diagonal
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMetric:
+    """How much a change of one layer's weight matters: ‖SᵀER‖.
+
+    Attributes:
+        inputs: R, of the inputs' moments.
+        outputs: S, of the gradients'.
+        scale: Both times this: √ of the weight that the layer's squared error has beside them.
+    """
+
+    inputs: MomentRoot | None = None
+    outputs: MomentRoot | None = None
+    scale: float = 1.0
+
+    def weigh(self, change: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """SᵀER."""
+        return self.weigh_down(self.weigh_up(change))
+
+    def weigh_up(self, up: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
+        """Sᵀ·up, with the scale."""
+        weighed = up if self.outputs is None else self.outputs.weigh(up.mT).mT
+        return weighed * self.scale
+
+    def weigh_down(self, down: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        """down·R."""
+        return down if self.inputs is None else self.inputs.weigh(down)
+
+    def unweigh_up(self, up: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
+        """The up whose `weigh_up` this is."""
+        scaled = up / self.scale
+        return scaled if self.outputs is None else self.outputs.unweigh(scaled.mT).mT
+
+    def unweigh_down(self, down: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        """The down whose `weigh_down` this is."""
+        return down if self.inputs is None else self.inputs.unweigh(down)
+
+
+class MomentSum:
+    """Sums x·xᵀ over rows x, whole or as a sketch, in float32 on one device.
+
+    Args:
+        size: n, the width of the rows.
+        seed: Of the sketch's random columns.
+        device: Where the rows are.
+        full_up_to: Width up to which the sum is kept whole.
+        rank: Directions that `result` keeps of a wider one.
+    """
+
+    def __init__(
+        self, size: int, *, seed: int, device: torch.device, full_up_to: int = FULL_UP_TO, rank: int = RANK
+    ) -> None:
+        self.rows = 0
+        self._rank = min(rank, size)
+        self._columns: Tensor | None = None
+        self._diagonal: Tensor | None = None
+        width = size
+        if size > full_up_to:
+            width = min(_OVERSAMPLED * self._rank, size)
+            generator = torch.Generator().manual_seed(seed)
+            columns = torch.randn(size, width, generator=generator)
+            self._columns = torch.linalg.qr(columns)[0].contiguous().to(device)
+            self._diagonal = torch.zeros(size, device=device)
+        self._sum = torch.zeros(size, width, device=device)
+
+    def add(self, rows: Float[Tensor, "t n"]) -> None:
+        """Add the rows of one piece."""
+        rows = rows.detach().float()
+        self.rows += rows.shape[0]
+        if self._columns is None or self._diagonal is None:
+            self._sum.addmm_(rows.mT, rows)
+        else:
+            self._sum.addmm_(rows.mT, rows @ self._columns)
+            self._diagonal += rows.square().sum(dim=0)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the sum."""
+        held = (self._sum, self._columns, self._diagonal)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    def result(self, divisor: int) -> Moments:
+        """The moments, on the CPU.
+
+        Args:
+            divisor: What the sum is divided by.
+
+        Raises:
+            NonFiniteError: NaN or Inf was among the rows.
+        """
+        total = as_float64(self._sum.cpu()) / divisor
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteError("NaN or Inf went through it.")
+        if self._columns is None or self._diagonal is None:
+            full = (total + total.mT) / 2
+            return Moments(full.diagonal().float().clone(), full=full.float())
+        diagonal = as_float64(self._diagonal.cpu()) / divisor
+        low_rank = _leading_part(total, as_float64(self._columns.cpu()), self._rank)
+        rest = (diagonal - low_rank.square().sum(dim=1)).clamp_min(0.0)
+        return Moments(rest.float(), low_rank=low_rank.to(torch.bfloat16))
+
+
+def _leading_part(sketch: Tensor, columns: Tensor, rank: int) -> Tensor:
+    """U (n, k) with U·Uᵀ the best part of a rank of the Nyström approximation Y(ΩᵀY)⁻¹Yᵀ, Y = CΩ.
+
+    Shifted as in algorithm 3 of arXiv 1706.05736, so that rounding leaves ΩᵀY positive.
+    """
+    shift = torch.finfo(torch.float32).eps * float(torch.linalg.vector_norm(sketch))
+    if shift == 0.0:
+        return sketch.new_zeros(sketch.shape[0], 1)
+    shifted = sketch + shift * columns
+    core = columns.mT @ shifted
+    values, vectors = symmetric_eigen((core + core.mT) / 2)
+    kept = values > torch.finfo(torch.float32).eps * values[0]
+    half = shifted @ (vectors[:, kept] * values[kept].rsqrt())
+    energies, turn = symmetric_eigen(half.mT @ half)
+    leading = half @ turn[:, :rank]
+    # Each column has the length √λ; the shift is taken off again.
+    return leading * ((energies[:rank] - shift).clamp_min(0.0) / energies[:rank].clamp_min(shift)).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """What goes into one layer and what the output feels of it.
+
+    Attributes:
+        inputs: C, summed over the positions of a call of the model, the mean over its calls.
+        outputs: G, the mean over positions.
+        rows: How many positions were met in all.
+    """
+
+    inputs: Moments
+    outputs: Moments
+    rows: int
+
+    @property
+    def weight(self) -> float:
+        """What a squared error of 1, spread evenly over the layer's weight, changes in the output, squared."""
+        return self.inputs.trace / self.inputs.size * self.outputs.trace / self.outputs.size
+
+    def metric(
+        self, ridge: float = RIDGE, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    ) -> LayerMetric:
+        """The layer's metric, on a device."""
+        where = device or torch.device("cpu")
+        return LayerMetric(self.inputs.root(ridge, where, dtype), self.outputs.root(ridge, where, dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStatistics(Mapping[str, LayerStatistics]):
+    """The statistics of a model's layers, by the path of the module below the denoiser.
+
+    Attributes:
+        layers: By path.
+        fingerprint: Of the denoiser's weights (`denoiser_fingerprint`); empty where it is not known.
+        facts: What they were made from: calls, probes, seed.
+        unmet: Layers of the model that no call went through.
+    """
+
+    layers: dict[str, LayerStatistics]
+    fingerprint: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ()
+
+    def __getitem__(self, layer: str) -> LayerStatistics:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def typical_weight(self) -> float:
+        """The median of the layers' weights, for layers without statistics."""
+        weights = sorted(layer.weight for layer in self.layers.values())
+        return weights[len(weights) // 2] if weights else 1.0
+
+    @property
+    def captured(self) -> float:
+        """The least share of a trace that was kept with its directions, 0 to 1."""
+        return min(
+            (side.captured for layer in self.layers.values() for side in (layer.inputs, layer.outputs)),
+            default=1.0,
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            WriteError: It cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            for side, moments in (("inputs", layer.inputs), ("outputs", layer.outputs)):
+                if moments.full is not None:
+                    tensors[f"{name}.{side}.full"] = moments.full
+                elif moments.low_rank is not None:
+                    tensors[f"{name}.{side}.diagonal"] = moments.diagonal
+                    tensors[f"{name}.{side}.low_rank"] = moments.low_rank
+        metadata = {
+            _KIND: _VERSION,
+            "sigmascope_version": __version__,
+            "fingerprint": self.fingerprint,
+            "facts": json.dumps(dict(self.facts)),
+            "unmet": json.dumps(self.unmet),
+            "rows": json.dumps({name: layer.rows for name, layer in self.layers.items()}),
+        }
+        save_safetensors(Path(path), tensors, metadata)
+
+
+def load_statistics(path: str | PathLike[str]) -> ModelStatistics:
+    """Read a file of statistics.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
+    with open_checkpoint(path) as checkpoint:
+        metadata = checkpoint.metadata
+        if metadata.get(_KIND) != _VERSION:
+            raise CheckpointError(
+                Path(path),
+                "it holds no statistics of a model's layers.",
+                hint="Make them with: sigmascope lora statistics MODEL --images FOLDER --save_to FILE",
+            )
+        try:
+            rows = json.loads(metadata["rows"])
+            facts, unmet = json.loads(metadata["facts"]), tuple(json.loads(metadata["unmet"]))
+            layers = {
+                name: LayerStatistics(
+                    _read_moments(checkpoint, f"{name}.inputs"),
+                    _read_moments(checkpoint, f"{name}.outputs"),
+                    int(count),
+                )
+                for name, count in rows.items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                Path(path), f"it is no complete file of statistics: {error}", hint="Make it again."
+            ) from error
+    return ModelStatistics(layers, metadata.get("fingerprint", ""), facts, unmet)
+
+
+def _read_moments(checkpoint: Any, name: str) -> Moments:
+    if f"{name}.full" in checkpoint:
+        full = checkpoint.tensor(f"{name}.full")
+        return Moments(full.diagonal().clone(), full=full)
+    return Moments(
+        checkpoint.tensor(f"{name}.diagonal"), low_rank=checkpoint.tensor(f"{name}.low_rank").float()
+    )
+
+
+def require_fit(statistics: LayerStatistics, layer: str, shape: tuple[int, ...]) -> None:
+    """Refuse statistics of a layer of another shape.
+
+    Raises:
+        ConfigError: With the layer and both shapes.
+    """
+    rows, columns = matrix_shape(shape)
+    if (statistics.outputs.size, statistics.inputs.size) != (rows, columns):
+        raise ConfigError(
+            f"--statistics: {layer} has a weight of {rows}×{columns}, the statistics are of "
+            f"{statistics.outputs.size}×{statistics.inputs.size}.",
+            hint="Make the statistics with this model.",
+        )

@@ -1,0 +1,231 @@
+"""What goes through a model's layers, summed up while a host calls it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lora.collect_statistics import collect_statistics
+from sigmascope.lora.statistics import ModelStatistics, Moments
+
+
+def full(moments: Moments) -> Tensor:
+    assert moments.full is not None
+    return moments.full
+
+
+class Chain(nn.Module):
+    """Two linear layers and nothing else; one more that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 4, bias=False)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x))
+        return result
+
+
+def inputs(seed: int = 1) -> Tensor:
+    return torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def collected(model: nn.Module, *calls: Any, **options: Any) -> ModelStatistics:
+    def run() -> None:
+        with torch.no_grad():
+            for call in calls:
+                model(call)
+
+    return collect_statistics(model, run, **options)
+
+
+def test_inputs_are_summed_over_positions_and_averaged_over_calls() -> None:
+    model = Chain()
+    found = collected(model, inputs(1), inputs(2))
+    rows = torch.cat([inputs(1), inputs(2)]).reshape(-1, 6)
+    assert torch.allclose(full(found["first"].inputs), rows.mT @ rows / 2, rtol=1e-5, atol=1e-5)
+    assert found["first"].rows == 21
+
+
+def test_gradients_come_back_through_the_weights_that_follow() -> None:
+    model = Chain()
+    found = collected(model, inputs(), probes=3)
+    weight = model.second.weight.detach()
+    expected = weight.mT @ full(found["second"].outputs) @ weight  # of the very same probes
+    assert torch.allclose(full(found["first"].outputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_probes_of_the_output_are_of_unit_size() -> None:
+    found = collected(Chain(), *(inputs(seed) for seed in range(40)), probes=2)
+    assert torch.allclose(full(found["second"].outputs), torch.eye(4), atol=0.1)
+
+
+def test_a_layer_that_no_call_meets_is_named() -> None:
+    assert collected(Chain(), inputs()).unmet == ("spare",)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
+    one, two, other = (full(collected(Chain(), inputs(), seed=seed)["first"].outputs) for seed in (3, 3, 4))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(3, 4, 3, padding=1), (2, 3, 11)),
+        (nn.Conv2d(3, 4, 3, padding=1), (2, 3, 9, 7)),
+        (nn.Conv2d(3, 4, (3, 5), stride=2, padding=(1, 2), dilation=(2, 1)), (2, 3, 13, 12)),
+        (nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular"), (1, 3, 6, 8)),
+        (nn.Conv2d(3, 4, 1), (3, 6, 5)),
+        (nn.Conv3d(2, 4, (3, 2, 2), stride=(1, 2, 2)), (1, 2, 5, 6, 6)),
+    ],
+)
+def test_what_a_convolution_multiplies_is_what_pytorch_multiplies(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """The gradient of its weight is the sum of g·patchᵀ, which PyTorch finds without patches."""
+    torch.manual_seed(0)
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    x = torch.randn(shape)
+    seen: list[Tensor] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            seen.append(out.detach())
+            return out
+
+    found = collected(Model(), x)
+    # tr(W·C·Wᵀ) is the energy of what comes out, bias aside
+    bias = layer.bias
+    assert isinstance(bias, Tensor)
+    channels = 1 if x.dim() == weight.dim() else 0
+    out = seen[0] - bias.detach().reshape(-1, *[1] * (weight.dim() - 2))
+    flat = weight.detach().flatten(1)
+    rows = out.movedim(channels, -1).reshape(-1, flat.shape[0])
+    expected = rows.mT @ rows
+    assert torch.allclose(flat @ full(found["layer"].inputs) @ flat.mT, expected, rtol=1e-4, atol=1e-4)
+
+
+def tiny_unet() -> nn.Module:
+    torch.manual_seed(0)
+    unet: nn.Module = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=12,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    ).eval()
+    return unet
+
+
+def denoise(unet: nn.Module, wrap: Callable[[], Any] = torch.no_grad) -> Callable[[], Tensor]:
+    torch.manual_seed(5)
+    sample, text = torch.randn(2, 4, 8, 8), torch.randn(2, 3, 12)
+
+    def run() -> Tensor:
+        with wrap():
+            latent = sample
+            for timestep in (900, 300):
+                latent = latent - 0.1 * unet(latent, timestep, encoder_hidden_states=text).sample
+            return latent
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [torch.no_grad, torch.inference_mode])
+def test_the_host_gets_the_bits_that_it_gets_without_us(wrap: Callable[[], Any]) -> None:
+    unet = tiny_unet()
+    run = denoise(unet, wrap)
+    expected, results = run(), []
+    state = torch.get_rng_state()
+    found = collect_statistics(unet, lambda: results.append(run()))
+    assert torch.equal(results[0], expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.facts["calls"] == 2
+    assert found.unmet == ()  # time embedding and text projections too
+
+
+def is_as_it_was(unet: nn.Module) -> bool:
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in unet.modules()]
+    return sum(hooks) == 0 and all(
+        weight.requires_grad and weight.grad is None for weight in unet.parameters()
+    )
+
+
+def test_nothing_of_ours_stays_on_the_model() -> None:
+    unet = tiny_unet()
+    collect_statistics(unet, denoise(unet))
+    assert is_as_it_was(unet)
+
+
+def test_a_host_that_fails_in_the_middle_gets_its_own_error_and_a_clean_model() -> None:
+    unet = tiny_unet()
+
+    def run() -> None:
+        denoise(unet)()
+        raise KeyError("the host's")
+
+    with pytest.raises(KeyError, match="the host's"):
+        collect_statistics(unet, run)
+    assert is_as_it_was(unet)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    plain, checkpointed = tiny_unet(), tiny_unet()
+    checkpointed.enable_gradient_checkpointing()  # type: ignore[operator]
+    expected = collect_statistics(plain, denoise(plain))
+    found = collect_statistics(checkpointed.train(), denoise(checkpointed))
+    assert set(found) == set(expected)
+    for name, layer in expected.items():
+        assert torch.allclose(full(found[name].inputs), full(layer.inputs), rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(full(found[name].outputs), full(layer.outputs), rtol=1e-3, atol=1e-9), name
+
+
+def test_the_first_layer_that_met_nan_is_named() -> None:
+    model = Chain()
+    with torch.no_grad():
+        model.first.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^first: NaN or Inf went through it"):
+        collected(model, torch.full((1, 2, 6), torch.inf))
+
+
+def test_a_model_that_is_not_called_is_told() -> None:
+    with pytest.raises(ConfigError, match="Chain\\) was not called"):
+        collect_statistics(Chain(), lambda: None)
+
+
+def test_a_model_without_layers_is_told() -> None:
+    with pytest.raises(ConfigError, match="Identity has no Linear or convolution layer"):
+        collect_statistics(nn.Identity(), lambda: None)
+
+
+def test_names_are_those_of_the_model_without_peft() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.base_layer(x)
+            return result
+
+    model = nn.Sequential()
+    model.add_module("proj", Wrapped())
+    assert list(collected(model, inputs())) == ["proj"]
