@@ -466,13 +466,14 @@ def why_not(loader: str) -> str | None:
     return None if importlib.util.find_spec(package) else f"{package} is not installed"
 
 
-def row(loader: str, format: str) -> str:
-    """The line of the table in docs/lora-files.md."""
+def row(loader: str, format: str) -> str | None:
+    """The line of the table in docs/lora-files.md; None where the loader takes nothing of the format."""
     found = [taken(loader, format, family) for family in MODELS]
+    if not any(one is not None and one.right for one in found):
+        return None
     largest = max((one.difference for one in found if one is not None), default=0.0)
     cells = ["–" if one is None else str(one) for one in found]
     size = "0" if largest == 0 else f"{largest:.0e}".replace("e-0", "e-")
-    size = size if any(one is not None and one.right for one in found) else "–"
     return f"| {loader} | {format} | {' | '.join(cells)} | {size} |"
 
 
@@ -480,7 +481,8 @@ def main() -> None:
     """Print the table."""
     for loader in sys.argv[1:] or LOADERS:
         for format in FORMATS:
-            print(row(loader, format), flush=True)  # noqa: T201 - a program
+            if (line := row(loader, format)) is not None:
+                print(line, flush=True)  # noqa: T201 - a program
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def loaded(loader: str, format: str, family: str) -> Taken:
     return found
 
 
-def written_row(loader: str, format: str) -> str:
+def written_row(loader: str, format: str) -> str | None:
     start = f"| {loader} | {format} |"
-    return next(line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith(start))
+    lines = DOCS.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(start)), None)
 
 
 def check_row(loader: str, format: str) -> None:
@@ -36,11 +37,14 @@ def check_row(loader: str, format: str) -> None:
         warnings.simplefilter("ignore")
         found = row(loader, format)
         assert all(one is None or one.wrong == 0 for one in (taken(loader, format, name) for name in MODELS))
+    line = written_row(loader, format)
+    if found is None or line is None:
+        assert found is line
+        return
     *cells, difference = (cell.strip() for cell in found.strip("|").split("|"))
-    *written, limit = (cell.strip() for cell in written_row(loader, format).strip("|").split("|"))
+    *written, limit = (cell.strip() for cell in line.strip("|").split("|"))
     assert cells == written
-    assert (difference == "–") == (limit == "–")
-    assert difference == "–" or float(difference) <= 10 * max(float(limit), 1e-7)
+    assert float(difference) <= 10 * max(float(limit), 1e-7)
 
 
 @pytest.mark.slow
