@@ -112,7 +112,7 @@ def by_process(calls: int, options: dict[str, Any]) -> None:
     pipeline = Pipeline()
     told = {name: str(value) for name, value in options.items()}
     with tempfile.TemporaryDirectory() as folder:
-        recording = Recording(Settings(output="run.json", quiet="1", **told), folder, print)
+        recording = Recording(Settings(output="run.json", quiet="1", **told), folder)
         recording._watch._sessions[-1].watch_class(Pipeline)  # it is none of diffusers'
         levels(calls, lambda: pipeline("a fox"))
         recording.end()

@@ -40,6 +40,10 @@ from .lora.resize import RankPlan as RankPlan, resize_lora as resize_lora
 from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRules as RankRules
 from .lora.budget import Budget as Budget
 from .lora.convert import convert_lora as convert_lora
+from .lora.collect_statistics import collect_statistics as collect_statistics
+from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
+from .lbm.statistics import lbm_statistics as lbm_statistics
+from .pipeline.statistics import pipeline_statistics as pipeline_statistics
 
 # Prove and read LoRAs
 from .lora.validate import validate_lora as validate_lora

@@ -98,9 +98,15 @@ def test_a_size_is_the_files(extract: Extract) -> None:
 
 
 def test_an_error_is_the_reports(extract: Extract) -> None:
-    report = extract("--max_error", "30%")
+    report = extract("--max_error", "30%", "--budget_weights", "plain")
     assert asked(report) == {"budget": {"max_error": 0.3}}
     assert 0.2 < report["relative_error"] <= 0.3
+    assert report["weighted_error"] is None
+
+
+def test_an_error_counts_by_the_size_of_the_weight_unless_told_otherwise(extract: Extract) -> None:
+    report = extract("--max_error", "30%")
+    assert 0.2 < report["weighted_error"] <= 0.3 < report["relative_error"]
 
 
 def test_weights_and_limits_of_a_budget(extract: Extract) -> None:

@@ -1,0 +1,128 @@
+"""`sigmascope lora statistics`, and extractions that take what it wrote."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tests.families import make_pipeline
+
+from sigmascope.cli.root import run
+from sigmascope.lbm.images import psnr
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import load_lbm
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
+from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.statistics import load_statistics
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def sigmascope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sigmascope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, " ".join(err.split())
+
+    return call
+
+
+def test_an_lbm_is_run_on_noise(sigmascope: Run) -> None:
+    code, out, _ = sigmascope(
+        "lora",
+        "statistics",
+        TUNED_PATH,
+        "--noise",
+        1,
+        "--size",
+        "64x64",
+        "--save_to",
+        "s.safetensors",
+        "--json",
+    )
+    assert code == 0
+    told = json.loads(out)
+    read = load_statistics("s.safetensors")
+    assert told["layers"] == len(read) == 133
+    assert (told["calls"], told["unmet"]) == (1, [])
+    assert "down_blocks.0.resnets.0.conv1" in read
+
+
+def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -> None:
+    make_pipeline("sd15").save_pretrained("pipe")
+    Path("prompts.txt").write_text("a fox\n\na house\n")
+    code, out, err = sigmascope(
+        "lora", "statistics", "pipe", "--prompts", "prompts.txt", "--num_inference_steps", 2,
+        "--guidance_scale", 3, "--save_to", "s.safetensors", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["calls"] == 4
+    assert "mid_block.resnets.0.conv1" in load_statistics("s.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "need one kind of input"),
+        (["--noise", 1, "--prompts", "prompts.txt"], "need one kind of input"),
+        (["--noise", 0], "--noise 0 makes no picture"),
+        (["--images", "nothing"], "--images nothing cannot be looked into"),
+        (["--images", "."], "holds no picture that can be read"),
+        (["--prompts", "nothing.txt"], "--prompts nothing.txt"),
+        (["--noise", 1, "--probes", 0], "--probes 0 looks at nothing"),
+        (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for --prompts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_is_lost(
+    arguments: list[object], says: str, sigmascope: Run
+) -> None:
+    Path("s.safetensors").write_bytes(b"what was there")
+    code, _, err = sigmascope("lora", "statistics", TUNED_PATH, *arguments, "--save_to", "s.safetensors")
+    assert code == 2
+    assert says in err
+    assert Path("s.safetensors").read_bytes() == b"what was there"
+
+
+def scene(seed: int) -> Image.Image:
+    return Image.fromarray(relighting_pair(seed, COOL)[0])
+
+
+@pytest.mark.slow
+def test_at_the_bytes_of_rank_2_the_picture_is_10_db_nearer_to_the_tuned_model_s(sigmascope: Run) -> None:
+    """Calibrated on two scenes, scored on four others."""
+    Path("scenes").mkdir()
+    for seed in (101, 102):
+        scene(seed).save(f"scenes/{seed}.png")
+    code, *_ = sigmascope(
+        "lora", "statistics", TUNED_PATH, "--images", "scenes", "--save_to", "s.safetensors"
+    )
+    assert code == 0
+    extract_lora(BASE_PATH, TUNED_PATH, "plain.safetensors", ExtractOptions(rank=2, conv_rank=2))
+    size = Path("plain.safetensors").stat().st_size
+    models = ["--base_model_path", BASE_PATH, "--tuned_model_path", TUNED_PATH]
+    code, *_ = sigmascope(
+        "lora", "extract", *models, "--save_to", "small.safetensors", "--max_size", size,
+        "--statistics", "s.safetensors",
+    )  # fmt: skip
+    assert code == 0
+    assert Path("small.safetensors").stat().st_size <= size
+    base, tuned = load_lbm(BASE_PATH, CONFIG_PATH), load_lbm(TUNED_PATH, CONFIG_PATH)
+    pictures = [scene(seed) for seed in (201, 202, 203, 204)]
+    truth = [translate_image(tuned, picture, seed=1) for picture in pictures]
+
+    def decibels(path: str) -> float:
+        with attach_lora(base, load_lora(path)):
+            results = [translate_image(base, picture, seed=1) for picture in pictures]
+        return sorted(psnr(result, expected) for result, expected in zip(results, truth, strict=True))[1]
+
+    assert decibels("small.safetensors") > decibels("plain.safetensors") + 10

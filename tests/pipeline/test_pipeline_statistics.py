@@ -1,0 +1,41 @@
+"""Statistics of a pipeline's denoiser, made by the pipeline's own calls."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.families import make_pipeline
+
+from sigmascope.errors import ConfigError
+from sigmascope.pipeline.statistics import denoiser_of, pipeline_statistics
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux", "wan", "qwen_image"])
+def test_every_layer_of_each_family_that_a_call_goes_through_is_met(family: str) -> None:
+    pipeline = make_pipeline(family)
+    call: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32}
+    call |= {"num_frames": 5} if family == "wan" else {}
+    if family in ("flux", "sd3", "wan", "qwen_image"):
+        call["max_sequence_length"] = 16
+    found = pipeline_statistics(pipeline, ["a fox"], call=call)
+    # Qwen-Image's last block makes a text that nothing reads any more.
+    unread = "transformer_blocks.1." if family == "qwen_image" else None
+    assert all(unread is not None and name.startswith(unread) for name in found.unmet), found.unmet
+    assert found.facts["calls"] >= 2
+    assert all(layer.rows > 0 for layer in found.values())
+
+
+def test_it_has_no_denoiser_or_two() -> None:
+    class Two:
+        def __init__(self) -> None:
+            self.components = {"unet": torch.nn.Linear(1, 1), "transformer": torch.nn.Linear(1, 1)}
+
+    assert isinstance(denoiser_of(make_pipeline("sd15")), torch.nn.Module)
+    for thing, count in ((object(), 0), (Two(), 2)):
+        with pytest.raises(ConfigError, match=f"has {count} denoisers"):
+            denoiser_of(thing)
+
+
+def test_no_prompt_is_told() -> None:
+    with pytest.raises(ConfigError, match="there is no prompt"):
+        pipeline_statistics(make_pipeline("sd15"), [])
