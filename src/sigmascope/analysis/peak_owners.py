@@ -52,12 +52,7 @@ def peak_owners(run: Run) -> tuple[PeakOwner, ...]:
 
 
 def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwner]:
-    """The owners of one stage's peaks.
-
-    Args:
-        stage: Which.
-        around: The stages that it lies in, the outermost first.
-    """
+    """The owners of one stage's peaks."""
     for where, nbytes, at_seconds in _peaks(stage):
         path = [*around, stage]
         while (inner := _inside(path[-1], where, nbytes, at_seconds)) is not None:

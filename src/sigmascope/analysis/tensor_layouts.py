@@ -57,13 +57,7 @@ class Layout:
 
 
 def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
-    """The layout that best explains two different shapes; None if none fits.
-
-    Args:
-        a: The reference.
-        b: A tensor of another shape.
-        token_axis: The token axis of `a`.
-    """
+    """The layout that best explains two different shapes; None if none fits."""
     if not (a.numel() and b.numel()):
         return None  # without values nothing tells one layout from another
     start = Layout("", "", a, b, token_axis)

@@ -117,12 +117,7 @@ def _own_path(path: Path, is_child: bool) -> Path:
 
 
 def record_path(output: str | None, folder: str) -> Path:
-    """The file for the record: a name with program, time and process, unless one is given.
-
-    Args:
-        output: A file, or a folder to put such a name in.
-        folder: Where relative paths begin.
-    """
+    """The file for the record: a name with program, time and process, unless one is given."""
     path = Path(folder, output or "")
     if path.is_dir() or (output or "").endswith(SEPARATORS):
         now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")

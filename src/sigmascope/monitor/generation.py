@@ -60,12 +60,6 @@ class Generation:
         run: Its record, once it has ended; of a caller's recorder that of this generation's stage alone.
         facts: Of the pipeline, if they were read.
         steps: Its steps.
-
-    Args:
-        metrics: What is known beforehand: names, plan and target.
-        make_recorder: Makes a recorder where none is current.
-        listeners: Of the steps.
-        guard: The monitor's.
     """
 
     def __init__(
@@ -162,12 +156,6 @@ class GenerationSteps:
 
     Attributes:
         tally: How many, and how long.
-
-    Args:
-        recorder: Of the generation.
-        metrics: Its plan and its target.
-        listeners: The monitor's.
-        guard: The monitor's.
     """
 
     def __init__(
@@ -215,13 +203,7 @@ class GenerationSteps:
         return None if step.last is None else self._count(*step.last)
 
     def take(self, stage: str, started_ns: int, ended_ns: int) -> None:
-        """Take a step that the recorder took in the generation's stage, or in one inside it.
-
-        Args:
-            stage: Its name.
-            started_ns: On the recorder's clock.
-            ended_ns: Just now.
-        """
+        """Take a step that the recorder took in the generation's stage, or in one inside it."""
         if not (self._is_called or self._is_over or stage in OTHER_STAGES):
             self._count(started_ns, ended_ns)
 
@@ -406,12 +388,7 @@ class GenerationHistory:
         return self.own() or self._last
 
     def begin(self, metrics: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
-        """Begin one, inside the one that is running here, if any.
-
-        Args:
-            metrics: What is known beforehand.
-            facts: Of the pipeline.
-        """
+        """Begin one, inside the one that is running here, if any."""
         generation = Generation(
             metrics, lambda: self._make_recorder(metrics.model_name), self.listeners, self._guard
         )
@@ -508,10 +485,6 @@ def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
     """Mean of the steps: by the accelerator's clock of those it was seen to finish, else by the host's.
 
     A step that is still on the device when the generation ends is none of them; the record says how many there were.
-
-    Args:
-        stage: The generation's record.
-        tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
     """
     parts = () if stage is None else tuple(stage.walk())
     own = [part for part in parts if part.name not in OTHER_STAGES and is_timed_on_device(part)]

@@ -202,10 +202,6 @@ class PeakTracker:
 
     Between two scope boundaries readings go into `pending` alone, so that a step costs the same however
     deep the scopes are nested.
-
-    Args:
-        reader: The accelerator's; None without an accelerator.
-        guard: Told when a reading fails.
     """
 
     def __init__(self, reader: DeviceReader | None, guard: Guard) -> None:

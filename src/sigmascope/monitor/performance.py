@@ -410,13 +410,7 @@ def create_mmdit_performance_monitor(target_time: float = ASSUMED_TARGET) -> Per
 
 
 class GenerationBlock(Generic[Monitor]):
-    """A context that watches one generation each time it is entered. Exceptions pass through it unchanged.
-
-    Args:
-        monitor: What `with` gives.
-        begin: Begins a generation.
-        generations: Those of the monitor, which end it.
-    """
+    """A context that watches one generation each time it is entered. Exceptions pass through it unchanged."""
 
     def __init__(
         self, monitor: Monitor, begin: Callable[[], Generation], generations: GenerationHistory
@@ -479,14 +473,7 @@ def performance_summary(
     *,
     is_whole: bool = True,
 ) -> PerformanceSummaryDict:
-    """One generation, its hardware and target, and what the history says.
-
-    Args:
-        metrics: The generation that is asked for.
-        history: Finished generations.
-        step_seconds: Of the steps that are kept.
-        is_whole: Whether the generation went to its end, so that a step's time follows from total and number.
-    """
+    """One generation, its hardware and target, and what the history says."""
     width, height = metrics.image_resolution
     derived = attempt(lambda: per_step_time(metrics, is_whole=is_whole)).value
     shown = [name for field, name in _SHOWN_AS.items() if field in metrics.assumed]
@@ -581,11 +568,6 @@ def planned_metrics(
     """The plan as a row of metrics, completed by what was read off the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
-
-    Args:
-        plan: What the host passed.
-        target_seconds: What the generation may take.
-        facts: Of the model; None: not given, or not readable.
 
     Raises:
         ConfigError: Names the argument that is none of its kind.

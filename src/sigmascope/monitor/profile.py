@@ -256,11 +256,7 @@ def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str |
 
 
 class Marks:
-    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step.
-
-    Args:
-        blocks: By the path that the marks carry.
-    """
+    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
@@ -318,9 +314,6 @@ class ProfileSession:
         refused: Why a step was not taken.
         saw_device: Whether kernels were seen in all steps that were taken; None before the first one. A process may
             begin to use its device after them.
-
-    Args:
-        marks: Put on for each step.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -408,11 +401,7 @@ class ProfileSums:
         return self._block("", class_name) if "" in self.blocks else None
 
     def all_blocks(self, class_names: Mapping[str, str]) -> tuple[BlockProfile, ...]:
-        """The blocks that ran, in the order in which they began.
-
-        Args:
-            class_names: By path.
-        """
+        """The blocks that ran, in the order in which they began."""
         return tuple(self._block(path, class_names[path]) for path in self.blocks if path in class_names)
 
     def top_operators(self) -> tuple[OperatorProfile, ...]:

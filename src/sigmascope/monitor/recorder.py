@@ -194,12 +194,6 @@ class HookedSteps:
     The steps begin before the module's other pre-hooks and end after its other hooks, and a call that
     raises is a step too. Inside a function that torch.compile traces the hooks do nothing, so that they
     break no graph; hook the compiled wrapper that `torch.compile(module)` returns.
-
-    Args:
-        new_step: Makes a step; one is made for each thread.
-        module: Whose calls to count.
-        unavailable: Takes the reason when calls cannot be counted.
-        guard: Says in which words.
     """
 
     def __init__(
@@ -647,9 +641,6 @@ def stage_here(clock: Clock) -> Frame | None:
 class RunExtent:
     """From the first thing that is opened to the end of the last.
 
-    Args:
-        clock: Monotonic nanoseconds.
-
     Attributes:
         open_frames: How much is open now.
         broke_off: Whether an exception ended what was closed last.
@@ -682,11 +673,7 @@ class RunExtent:
             self.broke_off = error is not None
 
     def edges(self, outside: StepColumns) -> tuple[int, int]:
-        """Beginning and end of all that was recorded, in nanoseconds of the clock.
-
-        Args:
-            outside: Steps that ran outside all stages.
-        """
+        """Beginning and end of all that was recorded, in nanoseconds of the clock."""
         now_ns = self._clock()
         first_ns = now_ns if self._started_ns is None else self._started_ns
         steps_began_ns, steps_ended_ns = outside.edges() or (now_ns, self._ended_ns)

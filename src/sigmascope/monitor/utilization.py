@@ -141,12 +141,7 @@ def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 class ScopeSamples:
-    """What is gathered of one scope.
-
-    Args:
-        started_ns: When it began.
-        has_curves: Whether it has memory over time, as outermost scopes do.
-    """
+    """What is gathered of one scope."""
 
     __slots__ = ("curves", "devices", "has_curves", "started_ns")
 

@@ -47,11 +47,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 class AppliedChoice:
     """One choice while it is in force.
 
-    Args:
-        pipeline: What it is done to.
-        choice: What to do.
-        keep_originals: Whether to keep weights whose values are lost, in RAM.
-
     Raises:
         OptimizationError: It failed, or RAM for the originals is not there. The pipeline is as it was.
     """
@@ -201,9 +196,6 @@ def _forget_registries(models: dict[str, nn.Module]) -> None:
 
 def undo_all(done: list[AppliedChoice]) -> list[str]:
     """Undo choices, the last applied first; each is off the list once it is undone.
-
-    Args:
-        done: In the order in which they were applied.
 
     Returns:
         Names of weights that somebody else changed meanwhile.
@@ -456,13 +448,7 @@ class _Weight:
 
 
 class Weights:
-    """The weights of models before a choice.
-
-    Args:
-        modules: The models, by name.
-        changes: What the choice is going to do to them.
-        keep: Whether to keep the values of floating-point weights.
-    """
+    """The weights of models before a choice."""
 
     def __init__(self, modules: Models, changes: frozenset[Change], *, keep: bool) -> None:
         self._changes = changes
@@ -478,9 +464,6 @@ class Weights:
         """Let go of originals of weights that the choice left as they were.
 
         Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
-
-        Args:
-            modules: The models as they are now.
         """
         present = {id(tensor) for _, _, _, tensor in _named_tensors(modules)}
         for weight in self._weights:
@@ -569,9 +552,6 @@ def note_undone(applied: AppliedChoice) -> None:
 
 def require_last_applied(choices: Sequence[AppliedChoice]) -> None:
     """Refuse to undo choices that others were applied over.
-
-    Args:
-        choices: To be undone together.
 
     Raises:
         OptimizationError: Names the first of these others.

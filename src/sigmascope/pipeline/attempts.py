@@ -100,14 +100,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """All that may be tried, in the order asked for: each to be made, or its record where it is passed over.
-
-    Args:
-        work: What there is to do.
-        choices: Which strategies and tiles.
-        experience: What past runs took; None foretells nothing.
-        dummy: Makes the stand-in, where one was asked for.
-    """
+    """All that may be tried, in the order asked for: each to be made, or its record where it is passed over."""
 
     work: Work
     choices: Choices
@@ -120,11 +113,7 @@ class Tries:
             yield from kinds[strategy]()
 
     def after_not_finite(self, diagnosis: "Diagnosis") -> Iterator[Try | StrategyAttempt]:
-        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend.
-
-        Args:
-            diagnosis: What that came from.
-        """
+        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend."""
         if diagnosis.float32_may_help and "cpu" in self.choices.strategies:
             planned = self._cpu_in_float32()
             reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(planned)
@@ -242,11 +231,6 @@ def run_attempt(
 
     Anything else that is raised passes unchanged. After a failure nothing of the attempt is alive, caches of the
     device are emptied, and the generator is as it was.
-
-    Args:
-        planned: What to try.
-        direction: Whether it encodes or decodes.
-        generator: That may be drawn from.
     """
     handled = sys.exception()
     state = None if generator is None else generator.get_state()
@@ -330,13 +314,7 @@ class Diagnosis:
 
 
 def why_not_finite(tried: Try, work: Work, strategies: Iterable[str]) -> Diagnosis:
-    """What the result of an attempt is not finite for; what went in comes first, then the weights.
-
-    Args:
-        tried: The attempt.
-        work: What it had to do; the VAE is as before by now.
-        strategies: Those that may be tried.
-    """
+    """What the result of an attempt is not finite for; what went in comes first, then the weights."""
     what = "pictures" if work.direction == "encoding" else "latents"
     broken = attempt(lambda: not_finite(work.source)).value
     if broken:

@@ -96,11 +96,6 @@ def parameters_of(pipeline: object) -> frozenset[str]:
 def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
     """Refuse what the pipeline's call does not take, and what would be other work than the case says.
 
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps.
-        given: Other arguments of the user's.
-
     Raises:
         ConfigError: Names the first of them, and what the pipeline takes.
     """
@@ -149,15 +144,7 @@ def _flag(name: str) -> str:
 def call_arguments(
     pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for one generation.
-
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps; what is None is left to the pipeline.
-        prompt: For pipelines that take one.
-        seed: Of the noise, which is drawn on the CPU.
-        given: Other arguments of the user's, which `check_call` has looked at.
-    """
+    """Arguments for one generation."""
     takes = parameters_of(pipeline)
     arguments: dict[str, Any] = {
         "prompt": prompt,
@@ -175,14 +162,7 @@ def call_arguments(
 
 
 class PipelineStages:
-    """While entered, a pipeline's parts are stages of the current recorder; afterwards it is as it was.
-
-    Args:
-        pipeline: Of diffusers, or of its shape.
-        monitor: Times the steps.
-        wait: Waits for the device, at the edges of stages.
-        calls_are_steps: Whether each call of the denoiser is a step: the pipeline has no callback.
-    """
+    """While entered, a pipeline's parts are stages of the current recorder; afterwards it is as it was."""
 
     def __init__(
         self,
@@ -373,9 +353,6 @@ def waiter(device: torch.device) -> Callable[[], None]:
 
     A stage whose work is only queued would end at once, and the one that waits for the result would seem to have
     taken its time. At a stage's edges waiting costs some tens of microseconds; within steps nothing waits.
-
-    Args:
-        device: On which the pipeline runs.
     """
     if device.type in ("cpu", "meta"):
         return _nothing

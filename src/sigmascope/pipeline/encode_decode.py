@@ -238,16 +238,7 @@ def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
 
 @dataclass(slots=True)
 class Engine:
-    """One encoding or decoding from first to last.
-
-    Args:
-        tries: What there is to do, and the ways to try.
-        given: Facts of what goes in.
-        layouts: What the axes of the result are, by their number.
-        on_event: Told what happens while it goes on. What it raises is logged once.
-        dummy_finding: What to say of a stand-in for a result.
-        findings: What to say of what goes in.
-    """
+    """One encoding or decoding from first to last."""
 
     tries: Tries
     given: SampleFacts
@@ -390,11 +381,6 @@ def dummy_latents(vae: Vae, pictures: Pictures, device: torch.device) -> Tensor:
     """Zeros shaped as the latents of these pictures would be.
 
     A run of the VAE without weights tells the shape, where that can be had; else its factors do.
-
-    Args:
-        vae: That did not encode them.
-        pictures: What was to be encoded.
-        device: Where the latents would be.
 
     Raises:
         ConfigError: Neither tells enough for the shape.

@@ -273,13 +273,7 @@ def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
 
 
 def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
-    """The same pixels in another range, in float32 or better; as they are where nothing is to do.
-
-    Args:
-        pixels: Any shape.
-        values: What they are in.
-        wanted: What they shall be in.
-    """
+    """The same pixels in another range, in float32 or better; as they are where nothing is to do."""
     if not pixels.is_floating_point():
         pixels = pixels.float()
     if values == wanted:

@@ -508,12 +508,7 @@ def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: See
 
 
 def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
-    """The ratio of medians with its interval; None if one of them did not run.
-
-    Args:
-        new: With a choice.
-        old: Without it.
-    """
+    """The ratio of medians with its interval; None if one of them did not run."""
     if not new.seconds or not old.seconds:
         return None
     return compare_values(STAGE, "seconds", new.seconds, old.seconds)
@@ -544,14 +539,6 @@ def judge(
     It pays if it saves the least gain of time in the median and between the fastest runs, which other load on the
     machine disturbs least, and the ratio's interval says faster too; or if it saves as much of the device's peak
     memory, and no time is lost by a choice that was to bring time.
-
-    Args:
-        choice: The choice.
-        before: The set-up without it.
-        after: The set-up with it.
-        time: The two compared; None: one of them did not run.
-        image: Against the pipeline as it was found.
-        demands: What it must bring.
     """
     least_gain = demands.least_gain
     if after.error is not None:
@@ -627,12 +614,7 @@ _BYTE = 255.0
 
 
 def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
-    """Compare two outputs.
-
-    Args:
-        new: From `image_of`.
-        old: The same, of the set-up before.
-    """
+    """Compare two outputs."""
     if new is None or old is None:
         return _unavailable("the output holds no image that is known")
     if new.shape != old.shape:

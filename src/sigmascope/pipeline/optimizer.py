@@ -431,14 +431,7 @@ def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> Non
 def shrink_to_fit(
     parts: PipelineParts, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
 ) -> None:
-    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot.
-
-    Args:
-        parts: The pipeline.
-        settings: With the size that is wanted; changed where that does not fit.
-        hardware: Where it shall run.
-        config: Of the optimizer.
-    """
+    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot."""
     if not {"height", "width"} <= settings.keys():
         return
     wanted = (int(settings["height"]), int(settings["width"]))

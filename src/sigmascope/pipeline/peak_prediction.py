@@ -140,11 +140,6 @@ class Experience:
     def peak(self, kind: Kind, elements: int, counted_bytes: int | None) -> int | None:
         """The peak to expect: what was counted times the median ratio, or the median rate times the size.
 
-        Args:
-            kind: Of attempt.
-            elements: That the VAE is given at once.
-            counted_bytes: From the config; None where it tells nothing.
-
         Returns:
             Bytes, or None if nothing was learned of that kind.
         """
@@ -478,9 +473,6 @@ def counted(code: Callable[[], object]) -> Counted:
     A convolution takes as much again as its input and weight, to lay them out as its kernel wants them; that
     is what oneDNN was measured to take. Attention is counted as the fused kernels that never hold the matrix
     of all pairs.
-
-    Args:
-        code: Makes no tensor on any other device.
     """
     live = _LiveBytes()
     layers = _Layers(live)
@@ -490,11 +482,7 @@ def counted(code: Callable[[], object]) -> Counted:
 
 
 class _Layers(TorchFunctionMode):
-    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones.
-
-    Args:
-        live: Counts what is alive at group norms.
-    """
+    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
 
     def __init__(self, live: "_LiveBytes") -> None:
         super().__init__()

@@ -301,9 +301,6 @@ class OptimizationConfig:
 def refuse_unknown(values: Mapping[str, object]) -> None:
     """Refuse values that an option does not have.
 
-    Args:
-        values: By the names of `OptimizationConfig`.
-
     Raises:
         ConfigError: One of them is not known.
     """
@@ -441,15 +438,7 @@ def planned_call(
     num_frames: int | None = None,
     batch_size: int = 1,
 ) -> Call:
-    """The call with these sizes, or else with the pipeline's own.
-
-    Args:
-        parts: The pipeline.
-        height: In pixels; None: the pipeline's default.
-        width: The same.
-        num_frames: Of a video.
-        batch_size: Images at once.
-    """
+    """The call with these sizes, or else with the pipeline's own."""
     side = default_side(parts)
     frames = num_frames or _default(parts, "num_frames") or 1
     return Call(
@@ -622,12 +611,7 @@ class _Hold(Generic[T]):
 
 
 class ProcessSetting(Generic[T]):
-    """Put back as it was once nobody holds it any more, in whatever order they let go.
-
-    Args:
-        read: Gives the setting as it is.
-        write: Makes it what was read.
-    """
+    """Put back as it was once nobody holds it any more, in whatever order they let go."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
         self._read = read

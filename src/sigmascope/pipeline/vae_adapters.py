@@ -67,10 +67,6 @@ class Encoded:
 class ModuleVae:
     """One VAE, whatever its class.
 
-    Args:
-        vae: With `encode`, `decode` or both.
-        facts: What is known of it.
-
     Attributes:
         values: In which range its pictures are.
         default_values: What the numbers of a floating-point picture mean, whatever its layout; None: that decides.
@@ -241,12 +237,7 @@ def decoded(output: object) -> Tensor:
 
 
 class ComfyuiVae:
-    """ComfyUI's VAE. Pictures go in and come out with channels last, in [0, 1]. Attributes as of `ModuleVae`.
-
-    Args:
-        vae: As a loader node gives it.
-        facts: What is known of it.
-    """
+    """ComfyUI's VAE. Pictures go in and come out with channels last, in [0, 1]. Attributes as of `ModuleVae`."""
 
     values: Values = "unit"
     default_values: Values | None = "unit"

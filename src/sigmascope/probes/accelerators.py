@@ -555,11 +555,6 @@ class TimingEvent:
 
     While a graph is being captured nothing is recorded or queried: the mark would become part of the
     graph, and a query would end the capture with an error.
-
-    Args:
-        event: The torch event.
-        record: Puts it on the right stream.
-        capturing: Whether the current stream is being captured into a graph.
     """
 
     __slots__ = ("_capturing", "_event", "_record", "_set")

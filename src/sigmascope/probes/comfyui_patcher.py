@@ -243,9 +243,6 @@ def sources_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, str]:
     their strength. One call gives a weight, or a part of it, one entry: if the same trace is there twice, it
     was two calls.
 
-    Args:
-        patches: By key, the entries in the host's order.
-
     Returns:
         By key and the entry's index. Merged models are named "merged model 1" and so on.
     """

@@ -277,12 +277,7 @@ def _noting_function(function: object, unavailable: dict[str, str]) -> dict[str,
 
 
 def parts_of(entry: Entry, original: Tensor | None) -> list[Part]:
-    """The changes that an entry stands for; their sum is what the host does.
-
-    Args:
-        entry: As read.
-        original: The weight before any change, which `model_as_lora` takes from the other model's.
-    """
+    """The changes that an entry stands for; their sum is what the host does."""
     if is_list_of_patches(entry.value):
         return _parts_of_merge(entry)
     change = read_value(entry.value)
@@ -432,13 +427,7 @@ def _pads(options: object) -> bool:
 
 
 def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
-    """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows.
-
-    Args:
-        change: As read.
-        weight: The weight's shape.
-        offset: (dimension, start, length) of the part that is changed.
-    """
+    """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows."""
     check = _CHECKS.get(change.kind)
     if check is None:
         return None
@@ -609,14 +598,7 @@ def _shape_text(shape: Shape) -> str:
 
 
 def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:
-    """The change with its doubt, settled where the weight can settle it.
-
-    Args:
-        patch: Any change.
-        original: The weight before any change.
-        now: The weight as it is.
-        alone: Whether this is the only change of the weight.
-    """
+    """The change with its doubt, settled where the weight can settle it."""
     reason = doubt(patch)
     if reason is None or patch.state in ("failed", "inactive"):
         return patch

@@ -167,11 +167,7 @@ def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]
 
 
 def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
-    """The extras that users install, in the order of the metadata. Never raises; empty without metadata.
-
-    Args:
-        distribution: Whose extras.
-    """
+    """The extras that users install, in the order of the metadata. Never raises; empty without metadata."""
     return attempt(lambda: _extras(distribution)).value or []
 
 

@@ -308,9 +308,6 @@ def samples(tensors: Mapping[str, Tensor]) -> dict[str, Shaped[Tensor, " n"]]:
     """Up to a thousand elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
 
     Tensors without readable floating-point values are left out. What lies on an accelerator is waited for.
-
-    Args:
-        tensors: Of any dtype, layout and device.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad():

@@ -107,11 +107,7 @@ def _as_text(value: str | bytes) -> str:
 
 
 def nvml_memory(device: str) -> Reading[tuple[int, int]]:
-    """Free and total bytes of one CUDA device alone: the other facts take milliseconds to read. Never raises.
-
-    Args:
-        device: As in `read_nvml`.
-    """
+    """Free and total bytes of one CUDA device alone: the other facts take milliseconds to read. Never raises."""
     opened = library()
     if opened.value is None:
         return Reading(None, opened.reason)
@@ -140,10 +136,6 @@ def library() -> Reading[ModuleType]:
 
 def handle_of(nvml: Any, device: str) -> Any:
     """NVML's handle of a CUDA device such as "cuda:1".
-
-    Args:
-        nvml: The initialised library.
-        device: A name as torch gives it.
 
     Raises:
         LookupError: It cannot be told yet which device that is.
@@ -232,12 +224,7 @@ class GpuActivity:
 
 
 class GpuGauge:
-    """Reads one device. What it does not support is asked for once.
-
-    Args:
-        nvml: The initialised library.
-        device: As torch names it.
-    """
+    """Reads one device. What it does not support is asked for once."""
 
     def __init__(self, nvml: Any, device: str) -> None:
         self.device = device

@@ -351,14 +351,7 @@ def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
 def findings_of_attempts(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction, *, dummy: bool
 ) -> tuple[Finding, ...]:
-    """Findings from what was tried.
-
-    Args:
-        attempts: In the order in which they were made.
-        strategy: The one that gave the output.
-        direction: Whether it encoded or decoded.
-        dummy: Whether the output is a stand-in.
-    """
+    """Findings from what was tried."""
     found = [
         *_stand_in_finding(strategy, direction, dummy=dummy),
         *_failure_finding(attempts, strategy, direction),

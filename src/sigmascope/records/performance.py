@@ -89,12 +89,7 @@ class PerformanceMetrics:
         return self.target_met is False and "target_generation_time" not in self.assumed
 
     def fill_assumed(self, seen: CallFacts | None, steps: int) -> None:
-        """Put what was seen of a generation in the place of defaults that nobody gave.
-
-        Args:
-            seen: The pipeline's call; None: not watched.
-            steps: How many were counted; 0: not known.
-        """
+        """Put what was seen of a generation in the place of defaults that nobody gave."""
         call = seen or CallFacts()
         found: dict[str, Any] = {
             "num_inference_steps": call.num_inference_steps or steps,
@@ -107,11 +102,7 @@ class PerformanceMetrics:
         self.assumed = tuple(name for name in self.assumed if not found.get(name))
 
     def call_facts(self, seen: CallFacts) -> CallFacts:
-        """The call as far as it is known: what was seen of it, then what the caller said.
-
-        Args:
-            seen: Of the pipeline's call.
-        """
+        """The call as far as it is known: what was seen of it, then what the caller said."""
         width, height = (0, 0) if "image_resolution" in self.assumed else self.image_resolution
         steps = 0 if "num_inference_steps" in self.assumed else self.num_inference_steps
         batch = 0 if "batch_size" in self.assumed else self.batch_size

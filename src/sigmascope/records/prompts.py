@@ -205,10 +205,6 @@ def _without_errors(value: Any) -> Any:
 def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
     """A function that takes the prompts of a run out of plain values, wherever they are repeated.
 
-    Args:
-        run: Its facts say what the prompts were.
-        privacy: What stays in their place.
-
     Raises:
         ConfigError: There is no such privacy.
     """

@@ -167,10 +167,6 @@ def _schema_and_run(document: object, source: Path) -> tuple[int, dict[str, Any]
 def migrate(run: Plain, schema: int) -> Plain:
     """The run in the current schema.
 
-    Args:
-        run: The `run` object of a file; stays as it is.
-        schema: The version that the file says.
-
     Raises:
         KeyError: There is no way from that version.
         TypeError, ValueError, AttributeError: The run is not of the shape its version says.
@@ -244,11 +240,6 @@ def to_plain(record: object) -> dict[str, Any]:
 
 def from_plain(plain: object, kind: type[Record], name: str) -> Record:
     """The record of that type that plain values describe.
-
-    Args:
-        plain: Dicts, lists and scalars.
-        kind: A dataclass of `records`.
-        name: What messages call it.
 
     Raises:
         ValueError: They do not describe one; the message says where.

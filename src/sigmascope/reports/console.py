@@ -391,9 +391,6 @@ class Harmless:
 
     Lines are divided before that. So what has no width is left out, where `printable` would show a mark for it and push
     the end of a line out of sight.
-
-    Args:
-        renderable: What to render.
     """
 
     def __init__(self, renderable: RenderableType) -> None:

@@ -148,14 +148,7 @@ def measure(
     peak_memory: PeakMemory | PeakMemoryDict | None,
     error: BaseException | str | None,
 ) -> Measurement:
-    """Read memory, before the analysis takes any itself, and check what the caller handed over.
-
-    Args:
-        baseline: What the stage's capture gave; None if there was none.
-        elapsed_time: Seconds.
-        peak_memory: The peak of the stage that watched.
-        error: What the stage raised.
-    """
+    """Read memory, before the analysis takes any itself, and check what the caller handed over."""
     references = references_of(baseline, References)
     now = memory_snapshot(None if references is None else references.accelerator)
     before = memory_before(baseline)
@@ -226,10 +219,6 @@ def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[fl
     """The share of the growth to the peak that was given back, or None and why it is not known.
 
     Of the device in use where there is one, else of this process.
-
-    Args:
-        peak: A stage's `PeakMemory`.
-        impact: Memory before and after.
     """
     if impact is None or not isinstance(peak, PeakMemory):
         return None, "it takes a baseline and the peak of a stage"
@@ -286,13 +275,7 @@ def model_state(model: object) -> ModelStateDict:
 
 
 def state_now(baseline: object, name: str, reference: Callable[[], Any] | None) -> ModelStateDict:
-    """A model's state now, with what changed since the baseline.
-
-    Args:
-        baseline: What the stage's capture gave.
-        name: Under which the baseline has the model's state.
-        reference: That to the model in what the baseline keeps.
-    """
+    """A model's state now, with what changed since the baseline."""
     if references_of(baseline, References) is None:
         return _unknown_state(NO_BASELINE)
     before: ModelStateDict = lookup(baseline, name)

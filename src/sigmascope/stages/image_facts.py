@@ -62,13 +62,7 @@ class Pictures:
 
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
-    """Facts about pictures or a video. Never raises.
-
-    Args:
-        data: In any of the known forms.
-        vae: How many colours it takes, and whether it takes videos.
-        statistics: Whether to read values, as in `probes.tensor_facts`.
-    """
+    """Facts about pictures or a video. Never raises."""
     reading = read_host(lambda: _read(node_outputs(data), vae, statistics))
     return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
 

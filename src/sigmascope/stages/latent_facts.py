@@ -171,15 +171,7 @@ class LatentReading:
 def read_latent(
     latent: Tensor, vae: VaeFacts | None, video: Video, layout: Layout | None, statistics: bool | None
 ) -> LatentReading:
-    """Read a latent: which axes it has, unpacked where it is packed.
-
-    Args:
-        latent: Of any rank.
-        vae: What made it.
-        video: What it was made of.
-        layout: What the caller says of its axes.
-        statistics: Whether to read values, as in `probes.tensor_facts`.
-    """
+    """Read a latent: which axes it has, unpacked where it is packed."""
     facts = quick_facts(latent, statistics)
     if layout in (None, "packed"):
         whole = unpacked(facts.shape, vae, video.length, video.height, video.width)
@@ -309,12 +301,7 @@ def _divided(side: int | None, factor: int | None) -> int | None:
 
 
 def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
-    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small.
-
-    Args:
-        reading: Whose other values may have been left alone.
-        latent: The same latent.
-    """
+    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small."""
     facts = reading.tensor
     if facts.nan_count is not None:
         return reading
@@ -331,14 +318,7 @@ def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
 def latent_analysis(
     reading: LatentReading, structure: str, vae: VaeFacts | None, video: Video
 ) -> LatentAnalysis:
-    """Everything that is known of one latent.
-
-    Args:
-        reading: The latent and its axes.
-        structure: In what it was.
-        vae: What made it.
-        video: What it was made of.
-    """
+    """Everything that is known of one latent."""
     parts = (
         _tensor_part(reading),
         _axes_part(reading),
@@ -466,10 +446,6 @@ def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
 
     WAN-VACE's node says so beside its latent. Of the latent alone it shows by one frame more than the video's, and
     by its zeros where its values were read: its content is in the conditioning.
-
-    Args:
-        latent: What is known of it.
-        vace: What `vace_analysis` gave.
     """
     if vace:
         return int(vace.get("trim_latent", 0))

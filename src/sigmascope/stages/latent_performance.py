@@ -183,13 +183,6 @@ def performance_analysis(
 
     Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
     whatever type the pictures were handed over in; `input_mb` has their real size.
-
-    Args:
-        elapsed: Seconds.
-        strategy: What it is called.
-        video: Frames, height and width.
-        colours: Of the pictures; 3 unless they are known to be others.
-        input_mb: Their size in memory.
     """
     seconds, why_no_time = checked_seconds(elapsed)
     if seconds == 0:
@@ -320,12 +313,7 @@ def _changes_dict(changes: tuple[float | None, float | None], by: str, reason: s
 
 
 def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
-    """How the device's allocator stands after the encoding, and the share of the growth that was given back.
-
-    Args:
-        impact: Memory before and after.
-        peak: The `PeakMemory` in between.
-    """
+    """How the device's allocator stands after the encoding, and the share of the growth that was given back."""
     device = None if impact is None else impact.current.device_in_use()
     before = after = AcceleratorMemory("")
     if impact is not None and device is not None:

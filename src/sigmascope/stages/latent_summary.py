@@ -342,15 +342,7 @@ def print_end(
     error: str | None,
     process: EncodingRecord | None = None,
 ) -> None:
-    """Print what a step of a workflow took, to standard output.
-
-    Args:
-        step: What it is called.
-        seconds: How long it took; None: not known.
-        peak: Its highest memory; None: not known.
-        error: What it raised, if it did.
-        process: What it did with the VAE, if that was its work.
-    """
+    """Print what a step of a workflow took, to standard output."""
     _print_lines(end_lines(step, seconds, peak, error, process), None)
 
 

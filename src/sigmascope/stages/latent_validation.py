@@ -143,13 +143,7 @@ def _unread(facts: CodingFacts) -> Iterator[str]:
 
 
 def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
-    """Findings about pictures by themselves.
-
-    Args:
-        pictures: What is known of them.
-        stage: The stage's name.
-        decoded: Whether a decoder made them, which may overshoot.
-    """
+    """Findings about pictures by themselves."""
     if pictures["length"] == 0:
         yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
     yield from _pictures_of_mixed_sizes(pictures, stage)
@@ -357,14 +351,7 @@ def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict, stage
 def memory_findings(
     efficiency: MemoryEfficiency, reserved_mb: float | None, growth_mb: float | None, stage: str
 ) -> Iterator[Finding]:
-    """Memory of the device that is reserved and not used, or that the stage kept.
-
-    Args:
-        efficiency: Ratios after the stage.
-        reserved_mb: What the allocator holds.
-        growth_mb: By how much what is allocated grew.
-        stage: The stage's name.
-    """
+    """Memory of the device that is reserved and not used, or that the stage kept."""
     share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
     if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
         yield Finding(

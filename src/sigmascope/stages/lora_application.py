@@ -485,14 +485,7 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
 def _memory_change(
     baseline: object, model: object, model_type: str, now: MemorySnapshot
 ) -> MemoryChangeOfModel:
-    """What PyTorch's allocator holds on the device in use, against the bytes of a baseline.
-
-    Args:
-        baseline: `baseline["unet"]` or `baseline["clip"]`, with `memory_allocated` and `memory_reserved`.
-        model: As it is now; for its size.
-        model_type: Such as "UNet" or "CLIP".
-        now: Memory now.
-    """
+    """What PyTorch's allocator holds on the device in use, against the bytes of a baseline."""
     device = now.accelerator(now.device_in_use() or "")
     error = (
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"

@@ -68,11 +68,7 @@ Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
 
 
 def lora_file_facts(path: object) -> LoraFileFacts:
-    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises.
-
-    Args:
-        path: A file, a folder that holds one, or None.
-    """
+    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises."""
     if path is None:
         return _unknown_file(NOT_GIVEN)
     place = read_host(lambda: Path(path)).value  # type: ignore[arg-type]
@@ -129,13 +125,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def match_file(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
-    """Match the modules of a LoRA file with the layers of both models. Never raises.
-
-    Args:
-        path: The file; None if it was not given.
-        unet: The denoiser, in any form that `parts_of` knows.
-        clip: The text encoders.
-    """
+    """Match the modules of a LoRA file with the layers of both models. Never raises."""
     if path is None:
         return Reading(None, NOT_GIVEN)
     modules = read_host(lambda: _named_modules(unet, clip))
@@ -378,11 +368,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:
-    """Changes of the same content that act more than once on one weight, whatever their strengths and names.
-
-    Args:
-        by_key: The changes of each weight. The tensors of weights with several are looked at.
-    """
+    """Changes of the same content that act more than once on one weight, whatever their strengths and names."""
     several = {
         key: acting
         for key, patches in by_key.items()

@@ -47,13 +47,7 @@ class Section(NamedTuple):
 
 
 def print_summary(title: str, sections: Iterable[Section], console: Console | None = None) -> None:
-    """Print sections under a title.
-
-    Args:
-        title: In capitals by custom.
-        sections: Those without rows are left out.
-        console: Where to; standard output by default, plain when that is no terminal.
-    """
+    """Print sections under a title."""
     target = console or Console()
     rule = ("=" * min(WIDTH, target.width), "dim")
     print_line(target, (f"🔍 {title}", "bold"))
@@ -77,14 +71,7 @@ def print_analysis(
     sections: Callable[[Mapping[str, Any]], Iterable[Section]],
     console: Console | None = None,
 ) -> None:
-    """Print an analysis as sections under a title; where there is none, a line that says so.
-
-    Args:
-        title: In capitals by custom.
-        analysis: What a stage's analysis gave; None: it gave nothing.
-        sections: Makes its sections.
-        console: As in `print_summary`.
-    """
+    """Print an analysis as sections under a title; where there is none, a line that says so."""
     none = [Section("", "", [Row("❌ Error", "there is no analysis to show", BAD)])]
     print_summary(title, none if analysis is None else sections(analysis), console)
 

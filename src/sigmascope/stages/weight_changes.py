@@ -413,11 +413,6 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
     """The effect with the norm of the weight without the changes, where it can be had.
 
     ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
-
-    Args:
-        effect: Of the changes, beside the merged weight.
-        merged: The weight with the changes.
-        acting: All of its changes that act.
     """
     norm = attempt(lambda: _norm_before(effect, merged, acting)).value
     if norm is None or effect.delta_norm is None:

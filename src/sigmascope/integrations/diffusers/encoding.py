@@ -259,15 +259,7 @@ def record_text_analysis(
     privacy: PromptPrivacy,
     error: BaseException | None,
 ) -> None:
-    """Put the analysis on the stage, which is over. Nothing waits for an accelerator.
-
-    Args:
-        stage: The encoding's.
-        encoding: What was seen of it.
-        named: The embeddings that it gave, by name.
-        privacy: What is kept of prompts.
-        error: What it raised.
-    """
+    """Put the analysis on the stage, which is over. Nothing waits for an accelerator."""
     record = stage.record()
     analysis = analyze_text_encoding_results(
         encoding.baseline,
@@ -294,15 +286,7 @@ def _conditioning(named: Mapping[str, object], which: str) -> object:
 def readings_of(
     name: str, tokenizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> list[Reading]:
-    """What a call of a tokenizer says of each of its texts. Nothing for pairs, or where no mask is given.
-
-    Args:
-        name: The pipeline's component.
-        tokenizer: Itself.
-        args: The call's.
-        kwargs: Those by name.
-        result: What it gave.
-    """
+    """What a call of a tokenizer says of each of its texts. Nothing for pairs, or where no mask is given."""
     text = args[0] if args else kwargs.get("text")
     texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -337,12 +321,7 @@ def _lengths(mask: Any) -> Iterator[int]:
 
 
 def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list[TokenCount], str | None]:
-    """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing.
-
-    Args:
-        readings: All that were seen in the encoding.
-        texts: A prompt's.
-    """
+    """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing."""
     counts = []
     for name in dict.fromkeys(reading.tokenizer for reading in readings):
         of_texts = [
@@ -467,13 +446,7 @@ class VaeObserver(Observer):
 
 
 def capture_vae_baseline(direction: Direction, vae: object, input_tensor: Tensor | None) -> Mapping[str, Any]:
-    """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
-
-    Args:
-        direction: What the VAE does.
-        vae: Itself.
-        input_tensor: What goes in.
-    """
+    """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those."""
     capture = (
         capture_latent_generation_baseline if direction == "encoding" else capture_latent_decoding_baseline
     )

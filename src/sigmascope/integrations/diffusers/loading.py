@@ -277,11 +277,7 @@ class LoraObserver(Observer):
 
 
 class LoraModels:
-    """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone.
-
-    Args:
-        target: What a LoRA is put on.
-    """
+    """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone."""
 
     def __init__(self, target: object) -> None:
         parts = take_apart(target)

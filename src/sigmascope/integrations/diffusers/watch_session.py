@@ -71,13 +71,7 @@ class WatchOptions:
 
 
 class Session:
-    """From entering a watch to leaving it.
-
-    Args:
-        pipelines: Those to watch; none: every pipeline of the process.
-        options: The caller's.
-        observers: What follows events, in this order.
-    """
+    """From entering a watch to leaving it."""
 
     def __init__(
         self, pipelines: tuple[object, ...], options: WatchOptions, observers: "Iterable[type[Observer]]"
@@ -264,11 +258,7 @@ def _name_of(pipelines: tuple[object, ...]) -> str:
 
 
 class Observer(HookSet):
-    """Follows one kind of event on the pipelines that a session watches.
-
-    Args:
-        session: For which it works.
-    """
+    """Follows one kind of event on the pipelines that a session watches."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.guard)
@@ -329,12 +319,7 @@ class WatchedParts:
 
 
 def take_apart(pipeline: object, known: PipelineFacts | None = None) -> WatchedParts:
-    """The parts of a pipeline, or of a denoiser alone.
-
-    Args:
-        pipeline: What has `components`, or a module.
-        known: Its facts, if they were read before.
-    """
+    """The parts of a pipeline, or of a denoiser alone."""
     components = {name: part for name, part in components_of(pipeline).items() if part is not None}
     if not components and isinstance(pipeline, nn.Module):
         components = {"denoiser": pipeline}
@@ -475,11 +460,7 @@ class StageStack:
             stage.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
 
     def weights_moved(self, nanoseconds: int) -> None:
-        """Take a move of weights to or from a device, which has just ended.
-
-        Args:
-            nanoseconds: How long it took.
-        """
+        """Take a move of weights to or from a device, which has just ended."""
         if self.open:
             stage = self.open[-1][1]
             before, times = self.moved.get(stage, (0, 0))
@@ -500,10 +481,6 @@ class StageStack:
 
 class Denoising:
     """Counts the denoiser's calls into steps, which it puts on a stage.
-
-    Args:
-        stage: The denoising, open and innermost.
-        recorder: Its recorder.
 
     Attributes:
         calls: How often each component was called.
@@ -703,13 +680,7 @@ class OpenCalls:
         self._open: list[OpenCall] = []
 
     def begin(self, stack: StageStack, stage: LiveStage, module: object) -> "OpenCall | None":
-        """Remember a call that is about to run; None where it cannot be followed.
-
-        Args:
-            stack: In which the stage lies.
-            stage: The call's.
-            module: What is called.
-        """
+        """Remember a call that is about to run; None where it cannot be followed."""
         if stack.pipeline_id is not None:
             return None
         call = OpenCall(stack, stage, module)
@@ -737,13 +708,7 @@ class OpenCalls:
 
 
 class OpenCall:
-    """One call of a module.
-
-    Args:
-        stack: In which its stage lies.
-        stage: Its stage.
-        module: What is called.
-    """
+    """One call of a module."""
 
     def __init__(self, stack: StageStack, stage: LiveStage, module: object) -> None:
         self.stack = stack

@@ -47,13 +47,7 @@ TEMPORAL_FACTOR: Final = 4
 
 
 def context_of(parts: PipelineParts, hardware: Hardware, config: OptimizationConfig) -> PlanningContext:
-    """All that the kinds of choices start from.
-
-    Args:
-        parts: The pipeline.
-        hardware: Where it shall run.
-        config: What may be done.
-    """
+    """All that the kinds of choices start from."""
     call = planned_call(parts, config.height, config.width, config.num_frames, config.batch_size)
     dtypes = {name: dtype for name, model in parts.models.items() if (dtype := main_dtype(model)) is not None}
     context = PlanningContext(
@@ -121,14 +115,7 @@ def estimate_work(context: PlanningContext) -> None:
 
 
 def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, parts: PipelineParts) -> int | None:
-    """Activations of one call of a denoiser, roughly. None: its configuration does not tell.
-
-    Args:
-        model: The denoiser.
-        call: Its sizes.
-        itemsize: Bytes of an element.
-        parts: For the VAE's factors.
-    """
+    """Activations of one call of a denoiser, roughly. None: its configuration does not tell."""
     factor = spatial_factor(parts)
     frames = 1 + (call.num_frames - 1) // TEMPORAL_FACTOR
     elements = frames * math.ceil(call.height / factor) * math.ceil(call.width / factor)
@@ -195,11 +182,7 @@ def _latent_shape(
 
 
 def least_vae_bytes(context: PlanningContext) -> int | None:
-    """The peak of decoding with whatever the VAE offers to need less, as far as the configuration allows it.
-
-    Args:
-        context: What is planned.
-    """
+    """The peak of decoding with whatever the VAE offers to need less, as far as the configuration allows it."""
     config = context.config
     vae = next(iter(context.parts.of_role("vae").values()), None)
     sliced = 1 if config.vae_slicing is not False and hasattr(vae, "use_slicing") else None
@@ -208,11 +191,7 @@ def least_vae_bytes(context: PlanningContext) -> int | None:
 
 
 def tile_side(vae: nn.Module) -> int | None:
-    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles.
-
-    Args:
-        vae: The VAE.
-    """
+    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles."""
     names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
     sides = [getattr(vae, name, None) for name in names]
     return next((side for side in sides if isinstance(side, int)), None)

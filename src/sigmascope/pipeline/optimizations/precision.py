@@ -115,12 +115,7 @@ def _half_precision(context: PlanningContext, dtype: str, names: list[str]) -> C
 
 
 def narrowed_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tensors of a model that are of another dtype when it is loaded in this one.
-
-    Args:
-        model: A model of diffusers or transformers.
-        dtype: bfloat16 or float16.
-    """
+    """The tensors of a model that are of another dtype when it is loaded in this one."""
     kept = _kept_wide(model, dtype)
     for path, part in model.named_modules():
         buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
@@ -286,12 +281,7 @@ def _casting_not_needed(context: PlanningContext, name: str, model: nn.Module) -
 
 
 def saved_bytes(model: nn.Module, itemsize: int) -> int:
-    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
-
-    Args:
-        model: The denoiser.
-        itemsize: Bytes of an element before.
-    """
+    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are."""
     own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
     skipped = (*_NEVER_CAST, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
     layers = [
