@@ -79,9 +79,6 @@ def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def install(path: Path | None = None) -> Path:
     """Put the file there.
 
-    Args:
-        path: Where; None: into this environment.
-
     Raises:
         WriteError: It cannot be written.
     """
@@ -93,9 +90,6 @@ def install(path: Path | None = None) -> Path:
 
 def uninstall(path: Path | None = None) -> bool:
     """Take the file away; False if there was none.
-
-    Args:
-        path: Where it lies; None: in this environment.
 
     Raises:
         WriteError: It cannot be removed.

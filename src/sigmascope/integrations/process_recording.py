@@ -178,16 +178,7 @@ def kept_of(settings: Settings) -> int:
 
 
 class OlderGenerations:
-    """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on.
-
-    Args:
-        take_older: Gives what is too much, as a run by itself; None where it is fewer generations than asked for.
-        record_path: The record's, which the folder is named after.
-
-    Attributes:
-        folder: Where they lie.
-        written: How many were written.
-    """
+    """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on."""
 
     def __init__(self, take_older: Callable[[int], Run | None], record_path: Path) -> None:
         self._take_older = take_older
@@ -219,14 +210,7 @@ class OlderGenerations:
 
 
 class PeriodicSaver:
-    """Writes the record now and then on a thread of its own, which ends with the process.
-
-    Args:
-        record: Gives the run as it is now.
-        path: Where it goes.
-        seconds: How long to wait between two times, at least.
-        before: Called before each time, to write what the record is to hold no longer.
-    """
+    """Writes the record now and then on a thread of its own, which ends with the process."""
 
     def __init__(
         self,

@@ -68,12 +68,7 @@ class CodingFacts:
 
 
 def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
-    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each.
-
-    Args:
-        facts: What is known.
-        of_record: Those that the engine has drawn itself; one that is here already is not repeated.
-    """
+    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each."""
     stage = facts.stage
     encodes = facts.direction == "encoding"
     pictures = list(picture_findings(facts.media.pictures, stage, decoded=not encodes))
@@ -169,11 +164,16 @@ def _pictures_of_mixed_sizes(pictures: PicturesDict, stage: str) -> Iterator[Fin
 
 
 def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
-    not_finite = {name: count for name, count in counts.items() if count}
+    not_finite, words = not_finite_in(pictures)
     if not_finite:
-        words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
         yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite, stage=stage)
+
+
+def not_finite_in(facts: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+    """How many elements are NaN and Inf, by these names and in words; neither where there are none or nobody looked."""
+    counts = {"NaN": facts.get("nan_count"), "Inf": facts.get("inf_count")}
+    not_finite = {name: count for name, count in counts.items() if count}
+    return not_finite, " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
 
 
 def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
@@ -220,12 +220,9 @@ def latent_findings(
 
 
 def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
-    values = latent["statistics"]
-    counts = {} if values is None else {"NaN": values["nan_count"], "Inf": values["inf_count"]}
-    not_finite = {name: count for name, count in counts.items() if count}
+    not_finite, words = not_finite_in(latent["statistics"] or {})
     if not not_finite:
         return
-    words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
     half = latent["dtype"] == "float16"
     yield Finding(
         "latent_not_finite",

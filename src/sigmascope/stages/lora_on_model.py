@@ -38,10 +38,11 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
-from sigmascope.stages.baseline import unknown
+from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
+    OnePatch,
     PatchAnalysis,
     PatchDetails,
     SameTwice,
@@ -318,19 +319,7 @@ def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | Non
         "adapter_type": first.adapter_type,
         "state": next((state for state in _FARTHEST if state in states), first.state),
         "patches": [
-            {
-                "source": patch.source,
-                "adapter_type": patch.adapter_type,
-                "state": patch.state,
-                "state_reason": patch.state_reason,
-                "strength": patch.strength,
-                "strength_model": patch.strength_model,
-                "rank": patch.rank,
-                "alpha": patch.alpha,
-                "scale": patch.scale,
-                "finite": finite[id(patch)],
-                "unavailable": dict(patch.unavailable),
-            }
+            facts_as(OnePatch, patch, finite=finite[id(patch)], unavailable=dict(patch.unavailable))
             for patch in patches
         ],
     }

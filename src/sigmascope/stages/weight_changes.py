@@ -41,14 +41,7 @@ _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeforeAndAfter:
-    """Two moments of a model, and the model itself. It holds the host's tensors.
-
-    Attributes:
-        before: The original.
-        after: What came of it.
-        model: As it is now.
-        applied: The changes on it now.
-    """
+    """Two moments of a model, and the model itself. It holds the host's tensors."""
 
     before: ModelSnapshot
     after: ModelSnapshot

@@ -29,13 +29,13 @@ from sigmascope.integrations.diffusers.watch_session import (
     Session,
     StageStack,
     WatchedParts,
-    beside_the_stage,
     current_stack,
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.stages.baseline import beside_the_stage
 from sigmascope.stages.latent_encoding import (
     analyze_latent_decoding_results,
     analyze_latent_generation_results,
@@ -71,14 +71,7 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True)
 class Encoding:
-    """One call of `encode_prompt` while it goes on.
-
-    Attributes:
-        prompt: What it was called with.
-        negative_prompt: Likewise.
-        baseline: The text encoders and memory before it.
-        readings: What tokenizers were seen to read.
-    """
+    """One call of `encode_prompt` while it goes on."""
 
     prompt: object
     negative_prompt: object
@@ -242,12 +235,7 @@ def _width(embeddings: Tensor) -> int:
 
 
 def capture_text_baseline(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
-    """Take what is known before the encoding.
-
-    Args:
-        arguments: The call's, by name.
-        encoders: The pipeline's text encoders, by name. Their weights are not read.
-    """
+    """Take what is known before the encoding."""
     baseline = capture_text_encoding_baseline(None, dict(encoders) or None)
     return Encoding(arguments.get("prompt"), arguments.get("negative_prompt"), baseline)
 
@@ -461,16 +449,7 @@ def record_vae_analysis(
     strategy: str,
     error: BaseException | None,
 ) -> None:
-    """Put the analysis on the stage, which is over.
-
-    Args:
-        stage: The encoding's or decoding's.
-        direction: Which of them.
-        baseline: What `capture_vae_baseline` gave.
-        output: What came out; None if nothing did.
-        strategy: "Direct" or "Tiled", as the VAE was seen to work.
-        error: What it raised.
-    """
+    """Put the analysis on the stage, which is over."""
     record = stage.record()
     seen: dict[str, Any] = {"peak_memory": record.peak, "error": error, "statistics": False}
     analyze: Callable[..., Mapping[str, Any]] = analyze_latent_decoding_results

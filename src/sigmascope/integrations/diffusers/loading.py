@@ -259,8 +259,7 @@ class LoraObserver(Observer):
 
     def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
-        from sigmascope.monitor.workflow import in_short
-        from sigmascope.stages.lora_application import analyze_lora_application_results
+        from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
 
         models = LoraModels(target)
         record = stage.record()

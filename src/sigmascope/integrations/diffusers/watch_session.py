@@ -38,7 +38,7 @@ from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
+from sigmascope.monitor.recorder import LiveStage, Recorder, frames_here, leave_closed
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.prompts import PromptPrivacy
@@ -50,8 +50,6 @@ STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", d
 """The stacks of this context, of all watches, the innermost last."""
 _FORGET_ABOVE: Final = 1000
 """Of fewer things than these nobody asks whether they still are."""
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of an analysis its stage holds."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
@@ -202,7 +200,7 @@ class Session:
         """
         if self.is_over or not self.wants(pipeline):
             return False
-        around = _recorders_here()
+        around = [frame.recorder for frame in frames_here()]
         if self.recorder in around:
             return True
         others = list(OPEN_SESSIONS)
@@ -274,14 +272,7 @@ class Observer(HookSet):
         """Put on what this pipeline needs and has not yet."""
 
     def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
-        """Put something on a class, now or in the host's import of its module.
-
-        Args:
-            key: Under which to find what ends the waiting.
-            module: The class's.
-            name: The class.
-            put_on: Called with the class; what it raises is kept from the host.
-        """
+        """Put something on a class, now or in the host's import of its module."""
 
         def safely(kind: type) -> None:
             try:
@@ -292,20 +283,9 @@ class Observer(HookSet):
         self.keep_undo(key, when_loaded(module, name, safely))
 
 
-def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an analysis the stage itself does not hold already."""
-    return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-
-
 @dataclass(frozen=True, slots=True)
 class WatchedParts:
-    """A pipeline taken apart, for as long as observers are put on it.
-
-    Attributes:
-        pipeline: Itself.
-        components: By name; those that are there.
-        facts: Of them all.
-    """
+    """A pipeline taken apart, for as long as observers are put on it."""
 
     pipeline: object
     components: Mapping[str, object]
@@ -362,10 +342,6 @@ def asks_for_guidance(pipeline: object) -> object:
 
 class StageStack:
     """The stages that a session has open in one context, and what is seen of the call that they belong to.
-
-    Args:
-        session: Whose.
-        pipeline_id: `id` of the pipeline that is being called; None outside of calls.
 
     Attributes:
         pipeline: What is being called, until the call is over.
@@ -509,13 +485,7 @@ class Denoising:
         self._moves: dict[int, int] = {}
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take a call of the denoiser that is about to run: the hot path.
-
-        Args:
-            name: Of the pipeline's component.
-            args: The call's arguments, of which the second or `timestep` is the timestep.
-            kwargs: Those by name.
-        """
+        """Take a call of the denoiser that is about to run: the hot path."""
         if (
             self._started is None or not self._component
         ):  # none is open, or what works for the denoiser opened it
@@ -647,27 +617,11 @@ def leave_stacks(*gone: StageStack) -> None:
     STACKS.set(kept)
 
 
-def _recorders_here() -> list[Recorder]:
-    """The recorders whose blocks this context is in."""
-    recorders = []
-    frame = CURRENT.get()
-    while frame is not None:
-        if frame.is_open:
-            recorders.append(frame.recorder)
-        frame = frame.outer
-    return recorders
-
-
 def leave_recorder(recorder: Recorder) -> None:
     """Take this context out of all scopes of a recorder, also of those that could not be closed."""
-    frame = CURRENT.get()
-    while frame is not None:
-        frame.is_open = frame.is_open and frame.recorder is not recorder
-        frame = frame.outer
-    frame = CURRENT.get()
-    while frame is not None and not frame.is_open:
-        frame = frame.outer
-    CURRENT.set(frame)
+    for frame in frames_here():
+        frame.is_open = frame.recorder is not recorder
+    leave_closed()
 
 
 class OpenCalls:
@@ -695,12 +649,7 @@ class OpenCalls:
             self._open.remove(call)
 
     def close_broken(self, stack: StageStack, entering: object = None) -> None:
-        """Close the stages of a stack's calls that run no more.
-
-        Args:
-            stack: Which.
-            entering: A module whose call has begun and is none of those.
-        """
+        """Close the stages of a stack's calls that run no more."""
         for call in [call for call in self._open if call.stack is stack]:
             if not call.is_running(entering):
                 self._open.remove(call)
