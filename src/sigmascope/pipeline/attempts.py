@@ -25,7 +25,7 @@ from sigmascope.pipeline.model_state import (
     why_not_in_float32,
     why_not_in_ram,
 )
-from sigmascope.pipeline.out_of_memory import free_memory, free_ram, let_go, why_not_enough
+from sigmascope.pipeline.out_of_memory import free_memory, free_ram, let_go, wait_for, why_not_enough
 from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
 from sigmascope.pipeline.strategies import (
     Choices,
@@ -62,16 +62,7 @@ _NOTHING_PREDICTED = Prediction(unavailable={"bytes": "nothing was predicted"})
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A strategy with all that it takes.
-
-    Attributes:
-        name: Which strategy.
-        run: Does it.
-        device: Where the VAE runs.
-        tile: How it will be cut, where that is known before.
-        expected: What it will take.
-        in_float32: Whether it widens a VAE of half precision.
-    """
+    """A strategy with all that it takes."""
 
     name: Strategy
     run: Callable[[], Outcome]
@@ -241,7 +232,7 @@ def run_attempt(
     try:
         with stage:
             outcome = planned.run()
-            _wait_for(planned.device)
+            wait_for(planned.device)
         record = replace(record, outcome="succeeded", tile=outcome.tile or planned.tile)
     except BaseException as error:
         if not (is_out_of_memory(error) or isinstance(error, NonFiniteError)):
@@ -255,17 +246,6 @@ def run_attempt(
         if generator is not None and state is not None:
             generator.set_state(state)
     return outcome, _with_memory(record, stage, planned.device)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let the device finish, so that its time counts and its errors are those of this attempt."""
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type in ("cpu", "meta") or synchronize is None:
-        return
-    if device.type == "mps":  # it is one device and takes no name of it
-        synchronize()
-    else:
-        synchronize(device)
 
 
 def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:

@@ -201,7 +201,7 @@ def _images_of(frames: object) -> object:
     outputs = node_outputs(frames)
     if outputs is frames or not isinstance(outputs, tuple):
         return outputs
-    return next((one for one in outputs if isinstance(one, Tensor)), outputs)
+    return next((output for output in outputs if isinstance(output, Tensor)), outputs)
 
 
 def _latents_of(given: object) -> Tensor:
@@ -210,12 +210,12 @@ def _latents_of(given: object) -> Tensor:
     Raises:
         ConfigError: There is none.
     """
-    found = find_latent(given)
-    if found.tensor is None:
+    search = find_latent(given)
+    if search.tensor is None:
         raise ConfigError(
-            f"latents: {found.reason}.", hint='Give a tensor, or ComfyUI\'s LATENT {"samples": tensor}.'
+            f"latents: {search.reason}.", hint='Give a tensor, or ComfyUI\'s LATENT {"samples": tensor}.'
         )
-    return found.tensor
+    return search.tensor
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
@@ -394,10 +394,10 @@ def _shape_seen(vae: Vae, pixels: Tensor) -> tuple[int, ...] | None:
     if isinstance(vae, ComfyuiVae) or not hasattr(vae.vae, "config"):
         return None
     try:
-        found = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
+        run = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
     except NoTwinError:
         return None
-    return (pixels.shape[0], *found.result_shape[1:])
+    return (pixels.shape[0], *run.result_shape[1:])
 
 
 def _shape_told(facts: VaeFacts, pixels: Tensor) -> tuple[int, ...]:

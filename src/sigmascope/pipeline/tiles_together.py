@@ -196,13 +196,7 @@ class _Norm(_Meeting):
         self._seen.append((grouped.shape[2], mean, variance))
 
     def answer(self, place: "Place", asked: _AtNorm, *, put_back: bool) -> Tensor:
-        """A tile's features, normalised.
-
-        Args:
-            place: Of the tile.
-            asked: What it asks for.
-            put_back: Whether its features have been let go of, and shall hold the whole's.
-        """
+        """A tile's features, normalised."""
         area = asked.area(place)
         rows, columns = self.spans(place, area.shape[-2:])
         there = self._whole[..., rows.place, columns.place]
@@ -432,9 +426,6 @@ class _Held:
     def leave(self, laid_down: torch.UntypedStorage | None) -> bool:
         """Take all to RAM that is not there yet.
 
-        Args:
-            laid_down: What is there in another way. It is let go of, if it is the tile's own.
-
         Returns:
             Whether it was.
         """
@@ -661,10 +652,10 @@ def go_through(
             passed, meeting, coming = meeting, None, waiting
             waiting = []
             for tile in coming:
-                made = tile.go_on(passed)
-                if made is not None:
-                    yield tile.place, made
-                    del made
+                result = tile.go_on(passed)
+                if result is not None:
+                    yield tile.place, result
+                    del result
                     continue
                 waiting.append(tile)
                 meeting = tile.meet(meeting)

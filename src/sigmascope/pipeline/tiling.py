@@ -573,8 +573,8 @@ class _Blend:
         if not self._sums:
             return None
         apart, one, other = torch.stack(self._sums).sum(0)
-        found = torch.stack([(apart / (one + other) * 2).sqrt(), *self.differences])
-        return float(found.nan_to_num(0.0).max())
+        measured = torch.stack([(apart / (one + other) * 2).sqrt(), *self.differences])
+        return float(measured.nan_to_num(0.0).max())
 
 
 def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from sigmascope import units
 from sigmascope.pipeline.optimizations.memory import main_dtype, nbytes_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, Considered, Kind, NotTaken, PlanningContext, models_of
+from sigmascope.pipeline.plan import (
+    PIPELINE,
+    Choice,
+    Considered,
+    Kind,
+    NotTaken,
+    PlanningContext,
+    model_of,
+    models_of,
+    of_each,
+)
 from sigmascope.probes.pipelines import layerwise_casting
 from sigmascope.records.memory import MIB
 
@@ -163,13 +173,8 @@ PRECISION_KIND: Final = Kind(
 )
 
 
-def consider_quantisation(context: PlanningContext) -> Considered:
+def consider_quantisation(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """On request, or ("auto") where a denoiser does not fit by itself."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _quantisation_of(context, name, model)
-
-
-def _quantisation_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = context.config.quantisation
     if asked is None:
         return NotTaken(QUANTISATION, name, "switched off")
@@ -231,21 +236,20 @@ def apply_quantisation(pipeline: Any, choice: Choice) -> None:
     """Replace the weights of linear layers."""
     quantisation = importlib.import_module("torchao.quantization")
     config = getattr(quantisation, str(choice.options["config"]))()
-    quantisation.quantize_(models_of(pipeline)[choice.component], config)
+    quantisation.quantize_(model_of(pipeline, choice), config)
 
 
 QUANTISATION_KIND: Final = Kind(
-    QUANTISATION, consider_quantisation, apply_quantisation, frozenset({"dtype", "device"}), narrows=True
+    QUANTISATION,
+    of_each("denoiser", consider_quantisation),
+    apply_quantisation,
+    frozenset({"dtype", "device"}),
+    narrows=True,
 )
 
 
-def consider_layerwise_casting(context: PlanningContext) -> Considered:
+def consider_layerwise_casting(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """Where a denoiser does not fit on the device by itself."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _casting_of(context, name, model)
-
-
-def _casting_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = context.config.layerwise_casting
     if asked is False:
         return NotTaken(LAYERWISE_CASTING, name, "switched off")
@@ -288,7 +292,7 @@ def saved_bytes(model: nn.Module, itemsize: int) -> int:
         layer
         for path, layer in model.named_modules()
         if isinstance(layer, _CAST_LAYERS)
-        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
+        and not any(re.search(pattern, part) for part in _prefixes(path) for pattern in skipped)
     ]
     return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
 
@@ -324,7 +328,7 @@ def _casting_choice(context: PlanningContext, name: str, model: nn.Module) -> Ch
 
 def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
     """Cast, and hook each layer to widen and narrow its weights around its call."""
-    model: Any = models_of(pipeline)[choice.component]
+    model = model_of(pipeline, choice)
     compute = main_dtype(
         model
     )  # as it is now: a measurement may have dropped the choice that was to change it
@@ -332,5 +336,9 @@ def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
 
 
 LAYERWISE_CASTING_KIND: Final = Kind(
-    LAYERWISE_CASTING, consider_layerwise_casting, apply_layerwise_casting, frozenset({"dtype"}), narrows=True
+    LAYERWISE_CASTING,
+    of_each("denoiser", consider_layerwise_casting),
+    apply_layerwise_casting,
+    frozenset({"dtype"}),
+    narrows=True,
 )
