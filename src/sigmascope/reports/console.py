@@ -230,10 +230,10 @@ def accelerator_table(run: Run) -> Table | None:
     """
     if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
         return None
-    made = new_table("\nAccelerator (memory in MiB)")
-    made.add_column("Stage", overflow="fold")
+    table = new_table("\nAccelerator (memory in MiB)")
+    table.add_column("Stage", overflow="fold")
     for name in ("GPU time", "GPU +/-", "GPU peak", "at"):
-        made.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for depth, stage in with_depth(run):
         row: list[RenderableType] = [
             stage_name(depth, stage),
@@ -241,8 +241,8 @@ def accelerator_table(run: Run) -> Table | None:
             _gpu_change(stage),
             *_gpu_peak(stage),
         ]
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def _gpu_time(stage: Stage) -> str:
@@ -323,16 +323,6 @@ def _utilization_words(device: DeviceUtilization) -> str:
     parts += [f"slowed by heat {device.heat_percent:.0f} %"] if device.heat_percent else []
     parts += [f"at its power limit {device.power_cap_percent:.0f} %"] if device.power_cap_percent else []
     return ", ".join(parts)
-
-
-def print_profile(profile: StepsProfile, console: Console | None = None) -> None:
-    """Print the blocks and the most expensive operators.
-
-    Args:
-        profile: What `profile_steps` saw.
-        console: Where to; standard output by default, plain when that is no terminal.
-    """
-    (console or Console()).print(render_profile(profile))
 
 
 def render_profile(profile: StepsProfile) -> RenderableType:
