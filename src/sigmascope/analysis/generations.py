@@ -243,7 +243,7 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 
 def _generation_dict(metrics: PerformanceMetrics, *, is_whole: bool = True) -> ComparedGenerationDict:
-    assumed: AssumedDict = {"target_assumed": True} if "target_generation_time" in metrics.assumed else {}
+    assumed: AssumedDict = {"target_assumed": True} if metrics.target_assumed else {}
     return {
         "total_time": metrics.total_generation_time,
         **per_step_time(metrics, is_whole=is_whole),

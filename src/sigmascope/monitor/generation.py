@@ -110,11 +110,7 @@ class Generation:
         return self._guard.read("generation", self._stage.record)[0]
 
     def keep(self, seen: CallFacts | None) -> None:
-        """Put the metrics on the stage, keep the run, and let go of the rest.
-
-        Args:
-            seen: What a watch saw of the pipeline's call; None: nothing, or several calls.
-        """
+        """Put the metrics on the stage, keep the run, and let go of the rest."""
         self._stage.fact("performance", self.metrics.as_dict())
         self._stage.fact("call", self.metrics.call_facts(seen or CallFacts()))
         if self.facts is not None:
@@ -153,9 +149,6 @@ class GenerationSteps:
 
     Where there are calls they alone count, so that a pipeline that is watched in both ways has no step
     twice.
-
-    Attributes:
-        tally: How many, and how long.
     """
 
     def __init__(
@@ -245,7 +238,7 @@ class GenerationSteps:
 
     def _is_beyond_target(self, seconds: float) -> bool:
         metrics = self._metrics
-        return seconds > metrics.target_generation_time and "target_generation_time" not in metrics.assumed
+        return seconds > metrics.target_generation_time and not metrics.target_assumed
 
     def setup_seconds(self) -> float | None:
         """From the beginning to the first step; None without steps."""
@@ -305,12 +298,7 @@ class StepTally:
         return sum(self._recent_ns) / len(self._recent_ns) / 1e9 if self._recent_ns else None
 
     def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
-        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
-
-        Args:
-            elapsed_ns: Since it began.
-            planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
-        """
+        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left."""
         return projected_seconds(elapsed_ns / 1e9, self.recent_seconds() or 0.0, planned - self.count)
 
 
@@ -346,15 +334,7 @@ _CURRENT: ContextVar[Mapping["weakref.ref[GenerationHistory]", Generation]] = Co
 
 
 class GenerationHistory:
-    """The generations of one monitor. Safe to use from any thread or task.
-
-    Args:
-        make_recorder: Makes a recorder of a name.
-        history: How many finished generations to remember.
-        step_history: How many steps' times to remember.
-        guard: The monitor's.
-        live_line: Where to show them while they run; None: nowhere.
-    """
+    """The generations of one monitor. Safe to use from any thread or task."""
 
     def __init__(
         self,
@@ -463,7 +443,11 @@ class GenerationHistory:
 
     def _set_own(self, generation: Generation | None) -> None:
         own = self._key
-        others = {key: one for key, one in _CURRENT.get().items() if key is not own and key() is not None}
+        others = {
+            key: generation_of_other
+            for key, generation_of_other in _CURRENT.get().items()
+            if key is not own and key() is not None
+        }
         _CURRENT.set(others if generation is None else {**others, self._key: generation})
 
 
@@ -488,7 +472,7 @@ def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
     """
     parts = () if stage is None else tuple(stage.walk())
     own = [part for part in parts if part.name not in OTHER_STAGES and is_timed_on_device(part)]
-    seconds = [one for part in own for one in step_seconds(part)]
+    seconds = [duration for part in own for duration in step_seconds(part)]
     on_device = known(seconds)
     return fmean(on_device) if on_device and len(seconds) == tally.count else tally.mean_seconds()
 
@@ -506,7 +490,10 @@ def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFact
     metrics.gpu_memory_utilization_percent = _percent(used, memory.total_bytes)
     metrics.system_memory_used_gb = _gb(snapshot.ram_used_bytes)
     metrics.system_memory_utilization_percent = snapshot.ram_percent_used()
-    facts = next((one for one in (host.accelerators if host else ()) if one.device == device), None)
+    facts = next(
+        (accelerator for accelerator in (host.accelerators if host else ()) if accelerator.device == device),
+        None,
+    )
     metrics.gpu_name = None if facts is None else facts.name
     metrics.driver_version = None if facts is None else facts.driver_version
 

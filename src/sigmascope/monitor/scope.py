@@ -78,15 +78,7 @@ _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 
 
 class Instruments:
-    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step.
-
-    Args:
-        accelerator: What to ask about devices; None finds out, once a process.
-        sample_hz: Samples a second between the boundaries; None or 0: none.
-        clock: Monotonic nanoseconds.
-        step_memory: Whether `rss` is to be read at the end of each step.
-        keeps_words: Whether the record repeats what exceptions say.
-    """
+    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step."""
 
     def __init__(
         self,
@@ -148,9 +140,9 @@ class Instruments:
 
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""
-        found = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
-        self._other_device = None if found is None else other_device_in_use(found)
-        return found
+        snapshot = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        self._other_device = None if snapshot is None else other_device_in_use(snapshot)
+        return snapshot
 
     def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
         """The host's part of a snapshot; what is not in one is read now."""

@@ -437,7 +437,7 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
         _kept_by(holders, name) for name in ("backup", "hook_backup", "object_patches_backup")
     )
     objects = mapping(patcher, "object_patches")
-    hooks = attempt(lambda: {found.key for found in hooked(patcher) if found.standing.state == "merged"})
+    hooks = attempt(lambda: {kept.key for kept in hooked(patcher) if kept.standing.state == "merged"})
 
     def is_own(key: str) -> bool:
         return (
@@ -447,10 +447,10 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
         )
 
     # A hook changes the weight with everything else merged, so what was kept of that is older.
-    found = by_hooks | merged | objects_kept
+    kept = by_hooks | merged | objects_kept
     return {
         key: KeptWeight(weight, attempt(lambda key=key: is_own(key)).value is True)  # type: ignore[misc]
-        for key, weight in found.items()
+        for key, weight in kept.items()
     }
 
 

@@ -61,8 +61,8 @@ class MemorySnapshot:
 
     def accelerator(self, device: str) -> AcceleratorMemory:
         """The memory of `device`; all unknown if the snapshot does not hold it."""
-        found = (memory for memory in self.accelerators if memory.device == device)
-        return next(found, AcceleratorMemory(device))
+        memories = (memory for memory in self.accelerators if memory.device == device)
+        return next(memories, AcceleratorMemory(device))
 
     def device_in_use(self) -> str | None:
         """The device that holds the work: the current one, unless only others hold allocations.
