@@ -202,12 +202,7 @@ def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_
 
 
 def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> StepTimeDict:
-    """The mean seconds of a step; total / steps, marked as derived, where no step was timed.
-
-    Args:
-        metrics: Of one generation.
-        is_whole: Whether it went to its end; else nothing can be derived, as where nobody knows the steps.
-    """
+    """The mean seconds of a step; total / steps, marked as derived, where no step was timed."""
     timed, total = metrics.generation_time_per_step, metrics.total_generation_time
     steps = 0 if "num_inference_steps" in metrics.assumed else metrics.num_inference_steps
     if timed or not is_whole or not total or steps < 1:

@@ -442,13 +442,8 @@ class GenerationHistory:
         generation.outer = None
 
     def _set_own(self, generation: Generation | None) -> None:
-        own = self._key
-        others = {
-            key: generation_of_other
-            for key, generation_of_other in _CURRENT.get().items()
-            if key is not own and key() is not None
-        }
-        _CURRENT.set(others if generation is None else {**others, self._key: generation})
+        current = {key: other for key, other in _CURRENT.get().items() if key() not in (None, self)}
+        _CURRENT.set(current if generation is None else {**current, self._key: generation})
 
 
 def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float | None) -> None:
@@ -490,10 +485,8 @@ def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFact
     metrics.gpu_memory_utilization_percent = _percent(used, memory.total_bytes)
     metrics.system_memory_used_gb = _gb(snapshot.ram_used_bytes)
     metrics.system_memory_utilization_percent = snapshot.ram_percent_used()
-    facts = next(
-        (accelerator for accelerator in (host.accelerators if host else ()) if accelerator.device == device),
-        None,
-    )
+    by_device = {facts.device: facts for facts in host.accelerators} if host else {}
+    facts = by_device.get(device or "")
     metrics.gpu_name = None if facts is None else facts.name
     metrics.driver_version = None if facts is None else facts.driver_version
 

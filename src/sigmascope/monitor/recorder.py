@@ -113,8 +113,7 @@ class LiveStage:
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.
 
-        Args:
-            listener: Fast, and raises nothing.
+        It is to be fast, and to raise nothing.
         """
         self._scope.step_listener = listener
 

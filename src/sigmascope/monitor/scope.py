@@ -291,11 +291,7 @@ class Scope:
             self.step_listener(self.name, started_ns, ended_ns)
 
     def close(self, error: BaseException | None) -> None:
-        """Stop the clock, then take what there is at the end.
-
-        Args:
-            error: What ended the stage early. Only its text is kept.
-        """
+        """Stop the clock, then take what there is at the end."""
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
         self.step_listener = None

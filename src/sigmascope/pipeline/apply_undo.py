@@ -261,11 +261,7 @@ class AppliedPlans:
     def last(self, pipeline: Any = None) -> AppliedPlan | None:
         """The last applied, to this pipeline if one is given."""
         return next(
-            (
-                applied
-                for applied in reversed(self._plans)
-                if pipeline is None or applied.pipeline is pipeline
-            ),
+            (plan for plan in reversed(self._plans) if pipeline is None or plan.pipeline is pipeline),
             None,
         )
 

@@ -340,11 +340,7 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def experience_from(past: Iterable[Run | EncodingRecord]) -> Experience:
-    """What some past runs took, and what the run that is being recorded has seen so far.
-
-    Args:
-        past: Runs or records.
-    """
+    """What some past runs took, and what the run that is being recorded has seen so far."""
     runs = list(past)
     recorder = monitor.current_recorder()
     own = None if recorder is None else attempt(recorder.run).value

@@ -301,10 +301,7 @@ def refuse_unknown(values: Mapping[str, object]) -> None:
     """
     for name, value in values.items():
         allowed = _ALLOWED[name]
-        if not any(
-            value is known_value or (isinstance(value, str) and value == known_value)
-            for known_value in allowed
-        ):
+        if not any(value is option or (isinstance(value, str) and value == option) for option in allowed):
             known = ", ".join(map(repr, allowed))
             raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
 

@@ -200,9 +200,7 @@ def _inner(output: object, names: tuple[str, ...]) -> object:
     if isinstance(output, tuple | list):
         return output[0] if output else None
     candidates = (getattr(output, name, None) for name in names)
-    return next(
-        (candidate for candidate in candidates if candidate is not None and not callable(candidate)), None
-    )
+    return next((value for value in candidates if value is not None and not callable(value)), None)
 
 
 def _mode_of(distribution: Any) -> object:

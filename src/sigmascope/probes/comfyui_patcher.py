@@ -50,9 +50,6 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     Never raises. Nothing is loaded, merged, moved or copied. An entry that cannot be read is there as
     "unknown" with the reason.
 
-    Args:
-        model: A patcher, or what holds one.
-
     Returns:
         One `AppliedPatch` for an entry of `patches`, by key in the host's order; before them weights that are
         replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of
@@ -418,9 +415,6 @@ def kept_weights(model: object) -> dict[str, KeptWeight]:
 
     Clones share one model, which holds the changes of the one that was loaded last. What it held before is
     kept by that one, and by its clones too where they share what was kept (all, since 2024).
-
-    Args:
-        model: A patcher, or what holds one; anything else has none.
     """
     patcher = patcher_of(model)
     return {} if patcher is None else attempt(lambda: _kept_weights(patcher)).value or {}

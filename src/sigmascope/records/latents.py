@@ -297,11 +297,8 @@ def record_in(stage: Stage | None) -> EncodingRecord | None:
     Raises:
         ValueError: What is there is no such record.
     """
-    records = (
-        []
-        if stage is None
-        else [part.facts[RECORD_FACT] for part in stage.walk() if RECORD_FACT in part.facts]
-    )
+    stages = () if stage is None else stage.walk()
+    records = [part.facts[RECORD_FACT] for part in stages if RECORD_FACT in part.facts]
     return encoding_record(records[-1]) if records else None
 
 
@@ -346,10 +343,8 @@ def _peak_growth(stage: Stage, device: str | None) -> int | None:
 
 def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
     """All that a record shows, and what the engine found itself."""
-    own_findings = findings_of_attempts(
-        record.attempts, record.strategy, record.direction, dummy=record.dummy
-    )
-    return (*own_findings, *without_known(record.findings, own_findings))
+    own = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
+    return (*own, *without_known(record.findings, own))
 
 
 def findings_of_attempts(
