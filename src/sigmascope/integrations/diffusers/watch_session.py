@@ -200,7 +200,7 @@ class Session:
         """
         if self.is_over or not self.wants(pipeline):
             return False
-        around = [frame.recorder for frame in frames_here()]
+        around = _recorders_here()
         if self.recorder in around:
             return True
         others = list(OPEN_SESSIONS)
@@ -615,6 +615,11 @@ def leave_stacks(*gone: StageStack) -> None:
         stack.session.stacks.pop(id(stack), None)
     kept = tuple(stack for stack in STACKS.get() if stack not in gone and not stack.session.is_over)
     STACKS.set(kept)
+
+
+def _recorders_here() -> list[Recorder]:
+    """The recorders whose blocks this context is in."""
+    return [frame.recorder for frame in frames_here()]
 
 
 def leave_recorder(recorder: Recorder) -> None:
