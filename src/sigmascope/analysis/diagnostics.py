@@ -143,11 +143,7 @@ def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
 
 
 def find_stage_findings(run: Run) -> list[Finding]:
-    """The findings that analyses put on their stages, in the order of the stages.
-
-    Args:
-        run: Whose stages have an analysis among their facts, under their own names, with a list `findings`.
-    """
+    """The findings that analyses put on their stages, in the order of the stages."""
     return [finding for stage in run.walk() for finding in _findings_in_analysis(stage)]
 
 
@@ -185,11 +181,7 @@ def _findings_in_record(stage: Stage) -> Iterator[Finding]:
 
 
 def find_model_changes(run: Run) -> tuple[Finding, ...]:
-    """A finding for each model that another stage than those meant for it has changed.
-
-    Args:
-        run: The record, with the states that `WorkflowMonitor.end_monitoring` notes.
-    """
+    """A finding for each model that another stage than those meant for it has changed."""
     findings: list[Finding] = []
     last_states: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for stage in run.walk():

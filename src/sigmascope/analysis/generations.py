@@ -146,11 +146,7 @@ def _misses_target(stages: Iterable[Stage]) -> bool:
 
 
 def misses_target(performance: Mapping[str, Any]) -> bool:
-    """Whether a generation took longer than a target that somebody gave.
-
-    Args:
-        performance: As of `PerformanceMetrics.as_dict`.
-    """
+    """Whether a generation took longer than a target that somebody gave."""
     is_given = "target_generation_time" not in (performance.get("assumed") or ())
     return performance.get("target_met") is False and is_given
 
@@ -201,23 +197,12 @@ def meets_target(seconds: float | None, target_seconds: float) -> bool | None:
 
 
 def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_left: int) -> float:
-    """Where a running generation will end: elapsed + mean of recent steps · steps left.
-
-    Args:
-        elapsed_seconds: Since the generation began.
-        recent_step_seconds: Mean of the last few steps.
-        steps_left: Not begun yet; fewer than 0 counts as 0.
-    """
+    """Where a running generation will end: elapsed + mean of recent steps · steps left."""
     return elapsed_seconds + recent_step_seconds * max(steps_left, 0)
 
 
 def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> StepTimeDict:
-    """The mean seconds of a step; total / steps, marked as derived, where no step was timed.
-
-    Args:
-        metrics: Of one generation.
-        is_whole: Whether it went to its end; else nothing can be derived, as where nobody knows the steps.
-    """
+    """The mean seconds of a step; total / steps, marked as derived, where no step was timed."""
     timed, total = metrics.generation_time_per_step, metrics.total_generation_time
     steps = 0 if "num_inference_steps" in metrics.assumed else metrics.num_inference_steps
     if timed or not is_whole or not total or steps < 1:
@@ -228,13 +213,7 @@ def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> Step
 def compare_metrics(
     before: PerformanceMetrics, after: PerformanceMetrics, *, after_is_whole: bool = True
 ) -> BeforeAfterDict:
-    """What changed from one generation to another, positive where it became faster.
-
-    Args:
-        before: The generation before the change.
-        after: The one after it.
-        after_is_whole: Whether that one went to its end.
-    """
+    """What changed from one generation to another, positive where it became faster."""
     compared = _generation_dict(before), _generation_dict(after, is_whole=after_is_whole)
     improvement: ImprovementDict = {
         "total_time_percent": improvement_percent(before.total_generation_time, after.total_generation_time),
@@ -259,7 +238,7 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 
 def _generation_dict(metrics: PerformanceMetrics, *, is_whole: bool = True) -> ComparedGenerationDict:
-    assumed: AssumedDict = {"target_assumed": True} if "target_generation_time" in metrics.assumed else {}
+    assumed: AssumedDict = {"target_assumed": True} if metrics.target_assumed else {}
     return {
         "total_time": metrics.total_generation_time,
         **per_step_time(metrics, is_whole=is_whole),
@@ -301,12 +280,7 @@ def improvement_factor(before: float | None, after: float | None) -> float | Non
 
 
 def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict | None:
-    """The generation of median length on each side; None where one side holds no generation of a monitor's.
-
-    Args:
-        new: Any number of runs.
-        baseline: Any number of runs.
-    """
+    """The generation of median length on each side; None where one side holds no generation of a monitor's."""
     before, after = _median_generation(baseline), _median_generation(new)
     return None if before is None or after is None else compare_metrics(before, after)
 

@@ -52,12 +52,7 @@ def peak_owners(run: Run) -> tuple[PeakOwner, ...]:
 
 
 def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwner]:
-    """The owners of one stage's peaks.
-
-    Args:
-        stage: Which.
-        around: The stages that it lies in, the outermost first.
-    """
+    """The owners of one stage's peaks."""
     for where, nbytes, at_seconds in _peaks(stage):
         path = [*around, stage]
         while (inner := _inside(path[-1], where, nbytes, at_seconds)) is not None:
@@ -141,12 +136,6 @@ def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
 
 def component_of_peak(path: Sequence[Stage], where: str, nbytes: int, at_seconds: float | None) -> str | None:
     """The component that was at work when the memory of a place was highest.
-
-    Args:
-        path: From the outermost stage to the innermost one that saw the peak.
-        where: "process" or a device.
-        nbytes: How much it was.
-        at_seconds: When it was seen, since the run began; None: not known.
 
     Returns:
         Its name; None where no stage of the path ran one, or several took turns and it is not known which it was.

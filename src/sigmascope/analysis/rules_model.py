@@ -149,11 +149,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def few_step_evidence(pipeline: PipelineFacts) -> str | None:
-    """Why the denoiser is taken for one distilled to few steps; None: nothing says so.
-
-    Args:
-        pipeline: What was read off the pipeline.
-    """
+    """Why the denoiser is taken for one distilled to few steps; None: nothing says so."""
     for name, part in pipeline.of_role("denoiser").items():
         if part.config.get("time_cond_proj_dim") is not None:
             return f"{name}.config.time_cond_proj_dim: it was distilled to take guidance as an input"

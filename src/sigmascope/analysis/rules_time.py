@@ -381,11 +381,7 @@ UTILIZATION_RULES = (device_idle, slowed_by_heat, held_by_power_cap)
 
 
 def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
-    """A rank whose steps take longer than those of the others: where they wait for each other, it sets the pace.
-
-    Args:
-        ranks: The run of each rank, by name.
-    """
+    """A rank whose steps take longer than those of the others: where they wait for each other, it sets the pace."""
     on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
     of_stage: dict[str, dict[str, list[float]]] = {}
     for rank, run in ranks.items():

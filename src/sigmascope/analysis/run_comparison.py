@@ -131,15 +131,7 @@ class WorkComparison:
 def compare_work(
     work: str, new: Sequence[Run], baseline: Sequence[Run], *, by_step: bool = False, seed: int = 0
 ) -> WorkComparison:
-    """Compare runs with the baseline's runs of the same work.
-
-    Args:
-        work: Its name.
-        new: At least one run.
-        baseline: At least one run.
-        by_step: Also each step by its number.
-        seed: Of the resampling.
-    """
+    """Compare runs with the baseline's runs of the same work."""
     figures, missing = compare_run_sets(new, baseline, seed=seed)
     too_few = min(len(new), len(baseline)) < _FEWEST_RUNS
     return WorkComparison(
@@ -163,11 +155,6 @@ def compare_run_sets(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
 ) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
     """Compare every figure that both sides have.
-
-    Args:
-        new: At least one run.
-        baseline: At least one run of the same work before the change.
-        seed: Of the resampling.
 
     Returns:
         The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
@@ -199,15 +186,7 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int) -> FigureComparis
 def compare_values(
     name: str, unit: Unit, new: Sequence[float], baseline: Sequence[float], *, seed: int = 0
 ) -> FigureComparison:
-    """Compare two samples of one figure.
-
-    Args:
-        name: Of the figure.
-        unit: Of the values.
-        new: One value a run, at least one.
-        baseline: The same before the change.
-        seed: Of the resampling.
-    """
+    """Compare two samples of one figure."""
     old_median, new_median = median(baseline), median(new)
     ratio = new_median / old_median if old_median > _NOTHING else None
     unavailable: dict[str, str] = {}
@@ -254,12 +233,7 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
 
 
 def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
-    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties.
-
-    Args:
-        new: At least one value.
-        baseline: At least one value.
-    """
+    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties."""
     from scipy.stats import mannwhitneyu
 
     if len({*new, *baseline}) == 1:
@@ -274,11 +248,6 @@ def compare_pooled_steps(
 
     For where there are too few runs to compare run by run. The intervals then say how sure the difference is of these
     very runs: steps of one run share its circumstances, so that another run may lie outside.
-
-    Args:
-        new: At least one run.
-        baseline: At least one run.
-        seed: Of the resampling.
     """
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
@@ -302,13 +271,7 @@ def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[
 def compare_by_step(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
 ) -> tuple[FigureComparison, ...]:
-    """Each step of each stage by its number, one value a run; steps that one side lacks are left out.
-
-    Args:
-        new: At least one run.
-        baseline: At least one run.
-        seed: Of the resampling.
-    """
+    """Each step of each stage by its number, one value a run; steps that one side lacks are left out."""
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
@@ -459,10 +422,6 @@ def pairs_by_work(
 
     Runs that broke off are left out: what they did not do would count as time saved.
 
-    Args:
-        new: In order.
-        baseline: In order.
-
     Returns:
         By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason, and how
         many runs were left out.
@@ -488,11 +447,6 @@ def require_pairs(
 ) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
     """`pairs_by_work` where there must be something to compare.
 
-    Args:
-        new: In order.
-        baseline: In order.
-        named: What the user called the new runs, for the error.
-
     Raises:
         RecordError: The two sides have no work in common.
     """
@@ -508,11 +462,7 @@ def require_pairs(
 
 
 def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by the case of the benchmark that made them, in the order of the first of each; "" for all others.
-
-    Args:
-        runs: Any number, in order.
-    """
+    """The runs by the case of the benchmark that made them, in the order of the first of each; "" for all others."""
     by_case: dict[str, list[Run]] = {}
     for run in runs:
         by_case.setdefault(work_of(run.facts), []).append(run)
@@ -520,12 +470,7 @@ def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out.
-
-    Args:
-        new: Any number of runs.
-        baseline: Any number of runs.
-    """
+    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out."""
     ours, theirs = _set_up(new), _set_up(baseline)
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]

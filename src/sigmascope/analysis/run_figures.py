@@ -164,12 +164,7 @@ def _are_enough(timed: int, runs: int) -> bool:
 
 
 def timed_steps(stage: Stage, on_device: Collection[str]) -> tuple[float | None, ...]:
-    """Of a stage's steps, one entry each, by one clock: None for what that one did not time.
-
-    Args:
-        stage: With steps or without.
-        on_device: Stages and steps that go by the accelerator's clock (see `timed_on_device`).
-    """
+    """Of a stage's steps, one entry each, by one clock: None for what that one did not time."""
     by_device = step_name(stage) in on_device
     if by_device and not is_timed_on_device(stage):
         return (None,) * len(stage.steps)
@@ -181,10 +176,6 @@ def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None,
 
     The two are never mixed, since the host's may only tell how long a step took to queue: a step that the accelerator
     was not seen to finish is None. So is what cannot be a time: less than 0, infinite, NaN.
-
-    Args:
-        stage: With steps or without.
-        on_device: Whether the accelerator's clock may be taken.
     """
     column = stage.steps.gpu_seconds if on_device and is_timed_on_device(stage) else stage.steps.seconds
     return tuple(value if is_duration(value) else None for value in column)
@@ -279,11 +270,6 @@ class BenchSummary:
 
 def summarise(runs: Sequence[Run], *, samples: int = 1, warm_up: Sequence[Run] = ()) -> BenchSummary:
     """What the repeats of one case come to.
-
-    Args:
-        runs: Of the same work, in the order in which they were made; at least one.
-        samples: Pictures, or videos, that each of them made.
-        warm_up: What ran before them.
 
     Raises:
         ValueError: No run.
@@ -382,10 +368,6 @@ def percentile(values: Sequence[float], share: int | float) -> float:
     """sorted[int(n · share / 100)], the value that MLPerf's SDXL benchmark reports; the largest for 100.
 
     It is one of the values, never between two of them.
-
-    Args:
-        values: At least one, in any order.
-        share: 0 to 100.
 
     Raises:
         ValueError: No values, or a share out of range.

@@ -208,12 +208,7 @@ def _different_facts(a: TensorFacts, b: TensorFacts) -> dict[str, tuple[str, str
 
 
 def judge(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """The verdict on two tensors and the reason for it.
-
-    Args:
-        errors: What was measured.
-        tolerance: What is allowed; the user's own element tolerance decides alone between `close` and `different`.
-    """
+    """The verdict on two tensors and the reason for it."""
     if errors.non_finite_mismatch:
         return "different", _non_finite(errors, tolerance)
     if not errors.elements:

@@ -222,13 +222,7 @@ def tensor_errors(a: Tensor, b: Tensor, tolerance: Tolerance, token_axis: int | 
 
 
 class TokenSums:
-    """Errors of each slice of one axis.
-
-    Args:
-        tokens: The axis's size.
-        inner: Elements of all axes behind it together.
-        axis: Which axis it is.
-    """
+    """Errors of each slice of one axis."""
 
     def __init__(self, tokens: int, inner: int, axis: int) -> None:
         self._tokens, self._inner, self._axis = tokens, inner, axis
@@ -419,10 +413,6 @@ def pair_pieces(a: Tensor, b: Tensor) -> Iterator[PairPiece]:
     """Cut two tensors of the same shape into pieces of the same elements.
 
     A piece never covers a part of an axis together with a part of an axis before it.
-
-    Args:
-        a: Any dense real tensor, on any device, with any strides.
-        b: Another of the same shape.
     """
     on_cpu = a.device.type == b.device.type == "cpu"
     for start, part_a, part_b in _cut(a.detach(), b.detach(), 0, _CPU_PIECE if on_cpu else _DEVICE_PIECE):

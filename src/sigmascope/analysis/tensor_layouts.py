@@ -57,13 +57,7 @@ class Layout:
 
 
 def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
-    """The layout that best explains two different shapes; None if none fits.
-
-    Args:
-        a: The reference.
-        b: A tensor of another shape.
-        token_axis: The token axis of `a`.
-    """
+    """The layout that best explains two different shapes; None if none fits."""
     if not (a.numel() and b.numel()):
         return None  # without values nothing tells one layout from another
     start = Layout("", "", a, b, token_axis)
@@ -87,20 +81,20 @@ def _turned_part(start: Layout) -> Layout | None:
     """A part of one under another order of B's axes, as if transposed and padded; None if none agrees."""
     if not 2 <= start.a.dim() == start.b.dim() <= _MOST_TURNED_AXES:
         return None
-    found: list[tuple[float, Layout]] = []
+    candidates: list[tuple[float, Layout]] = []
     for order in axis_orders(start.b.dim()):
         turned = replace(start, b=start.b.permute(order))
         for part in parts(turned) if only_axis(turned) is not None else ():
             distance = sample_distance(part.a, part.b)
             if distance <= _AGREES:
                 part = _with_remainder(part, turned)
-                found.append(
+                candidates.append(
                     (
                         distance,
                         replace(part, kind="permuted+part", words=f"B's {order_words(order)}, {part.words}"),
                     )
                 )
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def _with_remainder(layout: Layout, start: Layout) -> Layout:

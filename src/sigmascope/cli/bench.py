@@ -182,7 +182,8 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
         from sigmascope.lbm.devices import resolve_device
         from sigmascope.lbm.images import load_image
         from sigmascope.lbm.pocket.benchmark import PocketSubject
-        from sigmascope.pipeline.bench_diffusers import PROMPT, DiffusersSubject, load_pipeline, waiter
+        from sigmascope.pipeline.bench_diffusers import PROMPT, DiffusersSubject, load_pipeline
+        from sigmascope.pipeline.out_of_memory import wait_for
 
     started = time.perf_counter()
     device = resolve_device(request.device)
@@ -196,7 +197,7 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
         arguments["image"] = load_image(request.image)
     offload = checked_offload(request.offload, device)
     pipeline = load_pipeline(request.pipeline, dtype=dtype, device=device, offload=offload)
-    waiter(device)()
+    wait_for(device)
     name = Path(request.pipeline).name if Path(request.pipeline).is_dir() else request.pipeline
     subject = DiffusersSubject(name, pipeline, device, request.prompt or PROMPT, arguments)
     return subject, time.perf_counter() - started

@@ -200,12 +200,7 @@ def _serving(served: ServedRequest) -> Iterator[None]:
 
 
 def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
-    """The id that came in, if it is a harmless one; else a new one.
-
-    Args:
-        scope: Of the connection.
-        header: Its name in lower case.
-    """
+    """The id that came in, if it is a harmless one; else a new one."""
     request_id = _header(scope.get("headers") or (), header)
     if request_id is not None and _ID.fullmatch(request_id):
         return request_id.decode("ascii")
@@ -222,14 +217,7 @@ def _as_bytes(text: Any) -> bytes:
 
 
 class Exchange:
-    """`receive` and `send` that note what passes through them and hand it on unchanged, but for the id's header.
-
-    Args:
-        receive: The server's.
-        send: The server's.
-        header: Name and value of the id, for the response.
-        clock: Monotonic nanoseconds.
-    """
+    """`receive` and `send` that note what passes through them and hand it on unchanged, but for the id's header."""
 
     def __init__(
         self,
@@ -291,15 +279,7 @@ class Exchange:
         in_flight: int,
         error: BaseException | None,
     ) -> RequestRecord:
-        """What passed.
-
-        Args:
-            scope: Of the connection.
-            served: With the id and the generations.
-            started_at: ISO 8601.
-            in_flight: Requests being served when this one began.
-            error: What the application raised.
-        """
+        """What passed."""
         first = self._first_byte_ns
         ended_ns = self._clock() if self._completed_ns is None else self._completed_ns
         return RequestRecord(
@@ -427,12 +407,7 @@ class RequestMetrics:
 
 
 def request_summary(records: Sequence[RequestRecord], in_flight: int) -> dict[str, Any]:
-    """Counts, errors, bytes and percentiles of seconds; None where there was no request.
-
-    Args:
-        records: Requests that are over.
-        in_flight: Requests being served now.
-    """
+    """Counts, errors, bytes and percentiles of seconds; None where there was no request."""
     seconds = [record.seconds for record in records]
     statuses = [record.status for record in records]
     return {

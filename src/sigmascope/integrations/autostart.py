@@ -42,9 +42,6 @@ class WatchedProcess:
 
     Nothing of it is raised into the program, whose exit code, output and signals stay its own. A child that is forked
     in the middle is watched no further: the record is its parent's. One that is forked before has its own.
-
-    Args:
-        settings: How to watch, and where the result goes.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -19,11 +19,6 @@ Act = Callable[[type], None]
 def when_loaded(module: str, name: str, act: Act) -> Callable[[], None]:
     """Call `act` with a class, at once or when its module has been imported.
 
-    Args:
-        module: Its full name.
-        name: The class.
-        act: What to do. It must not raise.
-
     Returns:
         What ends the waiting.
     """
@@ -156,9 +151,6 @@ def without_this_frame(error: BaseException) -> None:
 
     To be called first in an `except BaseException as error` that ends with a bare `raise`, which adds no frame. Nothing
     else of the error changes.
-
-    Args:
-        error: What was caught, whose traceback therefore begins with the frame that caught it.
     """
     trace = error.__traceback__
     if trace is not None:

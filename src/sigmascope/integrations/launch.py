@@ -34,10 +34,6 @@ LINE = (
 def launch(program: Sequence[str], settings: Settings) -> NoReturn:
     """Become the program: same process, same arguments, same streams.
 
-    Args:
-        program: What Python is to run: a script or `-m` and a module, then its arguments.
-        settings: How to watch, and where the result goes.
-
     Raises:
         ConfigError: This Python was told to ignore what the watch comes in by.
     """
@@ -56,12 +52,7 @@ def launch(program: Sequence[str], settings: Settings) -> NoReturn:
 
 
 def interpreter_options(original: Sequence[str], own: int) -> list[str]:
-    """Python's own options among the words of a command line, such as `-X dev`.
-
-    Args:
-        original: All its words (`sys.orig_argv`).
-        own: How many of them, from the end, are the script's or module's name and its arguments.
-    """
+    """Python's own options among the words of a command line, such as `-X dev`."""
     options = list(original[1 : max(1, len(original) - own)])
     return options[:-1] if options and options[-1] == "-m" else options
 
@@ -77,12 +68,7 @@ def environment_for(environment: Mapping[str, str], settings: Settings) -> dict[
 
 
 def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program to its end and give its exit code. Ctrl-C is for the program, which the console tells too.
-
-    Args:
-        command: The program and its arguments.
-        environment: Its own.
-    """
+    """Run a program to its end and give its exit code. Ctrl-C is for the program, which the console tells too."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return subprocess.call(command, env=dict(environment))
@@ -92,9 +78,6 @@ def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def install(path: Path | None = None) -> Path:
     """Put the file there.
-
-    Args:
-        path: Where; None: into this environment.
 
     Raises:
         WriteError: It cannot be written.
@@ -107,9 +90,6 @@ def install(path: Path | None = None) -> Path:
 
 def uninstall(path: Path | None = None) -> bool:
     """Take the file away; False if there was none.
-
-    Args:
-        path: Where it lies; None: in this environment.
 
     Raises:
         WriteError: It cannot be removed.

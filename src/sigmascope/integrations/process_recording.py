@@ -117,12 +117,7 @@ def _own_path(path: Path, is_child: bool) -> Path:
 
 
 def record_path(output: str | None, folder: str) -> Path:
-    """The file for the record: a name with program, time and process, unless one is given.
-
-    Args:
-        output: A file, or a folder to put such a name in.
-        folder: Where relative paths begin.
-    """
+    """The file for the record: a name with program, time and process, unless one is given."""
     path = Path(folder, output or "")
     if path.is_dir() or (output or "").endswith(SEPARATORS):
         now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
@@ -183,16 +178,7 @@ def kept_of(settings: Settings) -> int:
 
 
 class OlderGenerations:
-    """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on.
-
-    Args:
-        take_older: Gives what is too much, as a run by itself; None where it is fewer generations than asked for.
-        record_path: The record's, which the folder is named after.
-
-    Attributes:
-        folder: Where they lie.
-        written: How many were written.
-    """
+    """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on."""
 
     def __init__(self, take_older: Callable[[int], Run | None], record_path: Path) -> None:
         self._take_older = take_older
@@ -224,14 +210,7 @@ class OlderGenerations:
 
 
 class PeriodicSaver:
-    """Writes the record now and then on a thread of its own, which ends with the process.
-
-    Args:
-        record: Gives the run as it is now.
-        path: Where it goes.
-        seconds: How long to wait between two times, at least.
-        before: Called before each time, to write what the record is to hold no longer.
-    """
+    """Writes the record now and then on a thread of its own, which ends with the process."""
 
     def __init__(
         self,

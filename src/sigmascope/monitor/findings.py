@@ -40,8 +40,12 @@ def with_findings(run: Run, guard: Guard) -> Run:
         found += findings or ()
         if reason is not None:
             unavailable[f"findings.{name}"] = reason
-    told = tuple(one for one in found if one.id not in _LEFT_TO_RULES and not _is_said_better(one, found))
-    return replace(run, findings=told, unavailable=unavailable)
+    kept = tuple(
+        finding
+        for finding in found
+        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, found)
+    )
+    return replace(run, findings=kept, unavailable=unavailable)
 
 
 def _is_said_better(rule: Finding, found: list[Finding]) -> bool:

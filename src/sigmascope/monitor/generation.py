@@ -60,12 +60,6 @@ class Generation:
         run: Its record, once it has ended; of a caller's recorder that of this generation's stage alone.
         facts: Of the pipeline, if they were read.
         steps: Its steps.
-
-    Args:
-        metrics: What is known beforehand: names, plan and target.
-        make_recorder: Makes a recorder where none is current.
-        listeners: Of the steps.
-        guard: The monitor's.
     """
 
     def __init__(
@@ -116,11 +110,7 @@ class Generation:
         return self._guard.read("generation", self._stage.record)[0]
 
     def keep(self, seen: CallFacts | None) -> None:
-        """Put the metrics on the stage, keep the run, and let go of the rest.
-
-        Args:
-            seen: What a watch saw of the pipeline's call; None: nothing, or several calls.
-        """
+        """Put the metrics on the stage, keep the run, and let go of the rest."""
         self._stage.fact("performance", self.metrics.as_dict())
         self._stage.fact("call", self.metrics.call_facts(seen or CallFacts()))
         if self.facts is not None:
@@ -159,15 +149,6 @@ class GenerationSteps:
 
     Where there are calls they alone count, so that a pipeline that is watched in both ways has no step
     twice.
-
-    Attributes:
-        tally: How many, and how long.
-
-    Args:
-        recorder: Of the generation.
-        metrics: Its plan and its target.
-        listeners: The monitor's.
-        guard: The monitor's.
     """
 
     def __init__(
@@ -215,13 +196,7 @@ class GenerationSteps:
         return None if step.last is None else self._count(*step.last)
 
     def take(self, stage: str, started_ns: int, ended_ns: int) -> None:
-        """Take a step that the recorder took in the generation's stage, or in one inside it.
-
-        Args:
-            stage: Its name.
-            started_ns: On the recorder's clock.
-            ended_ns: Just now.
-        """
+        """Take a step that the recorder took in the generation's stage, or in one inside it."""
         if not (self._is_called or self._is_over or stage in OTHER_STAGES):
             self._count(started_ns, ended_ns)
 
@@ -263,7 +238,7 @@ class GenerationSteps:
 
     def _is_beyond_target(self, seconds: float) -> bool:
         metrics = self._metrics
-        return seconds > metrics.target_generation_time and "target_generation_time" not in metrics.assumed
+        return seconds > metrics.target_generation_time and not metrics.target_assumed
 
     def setup_seconds(self) -> float | None:
         """From the beginning to the first step; None without steps."""
@@ -323,12 +298,7 @@ class StepTally:
         return sum(self._recent_ns) / len(self._recent_ns) / 1e9 if self._recent_ns else None
 
     def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
-        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
-
-        Args:
-            elapsed_ns: Since it began.
-            planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
-        """
+        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left."""
         return projected_seconds(elapsed_ns / 1e9, self.recent_seconds() or 0.0, planned - self.count)
 
 
@@ -364,15 +334,7 @@ _CURRENT: ContextVar[Mapping["weakref.ref[GenerationHistory]", Generation]] = Co
 
 
 class GenerationHistory:
-    """The generations of one monitor. Safe to use from any thread or task.
-
-    Args:
-        make_recorder: Makes a recorder of a name.
-        history: How many finished generations to remember.
-        step_history: How many steps' times to remember.
-        guard: The monitor's.
-        live_line: Where to show them while they run; None: nowhere.
-    """
+    """The generations of one monitor. Safe to use from any thread or task."""
 
     def __init__(
         self,
@@ -406,12 +368,7 @@ class GenerationHistory:
         return self.own() or self._last
 
     def begin(self, metrics: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
-        """Begin one, inside the one that is running here, if any.
-
-        Args:
-            metrics: What is known beforehand.
-            facts: Of the pipeline.
-        """
+        """Begin one, inside the one that is running here, if any."""
         generation = Generation(
             metrics, lambda: self._make_recorder(metrics.model_name), self.listeners, self._guard
         )
@@ -485,9 +442,8 @@ class GenerationHistory:
         generation.outer = None
 
     def _set_own(self, generation: Generation | None) -> None:
-        own = self._key
-        others = {key: one for key, one in _CURRENT.get().items() if key is not own and key() is not None}
-        _CURRENT.set(others if generation is None else {**others, self._key: generation})
+        current = {key: other for key, other in _CURRENT.get().items() if key() not in (None, self)}
+        _CURRENT.set(current if generation is None else {**current, self._key: generation})
 
 
 def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float | None) -> None:
@@ -508,14 +464,10 @@ def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
     """Mean of the steps: by the accelerator's clock of those it was seen to finish, else by the host's.
 
     A step that is still on the device when the generation ends is none of them; the record says how many there were.
-
-    Args:
-        stage: The generation's record.
-        tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
     """
     parts = () if stage is None else tuple(stage.walk())
     own = [part for part in parts if part.name not in OTHER_STAGES and is_timed_on_device(part)]
-    seconds = [one for part in own for one in step_seconds(part)]
+    seconds = [duration for part in own for duration in step_seconds(part)]
     on_device = known(seconds)
     return fmean(on_device) if on_device and len(seconds) == tally.count else tally.mean_seconds()
 
@@ -533,7 +485,8 @@ def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFact
     metrics.gpu_memory_utilization_percent = _percent(used, memory.total_bytes)
     metrics.system_memory_used_gb = _gb(snapshot.ram_used_bytes)
     metrics.system_memory_utilization_percent = snapshot.ram_percent_used()
-    facts = next((one for one in (host.accelerators if host else ()) if one.device == device), None)
+    by_device = {facts.device: facts for facts in host.accelerators} if host else {}
+    facts = by_device.get(device or "")
     metrics.gpu_name = None if facts is None else facts.name
     metrics.driver_version = None if facts is None else facts.driver_version
 

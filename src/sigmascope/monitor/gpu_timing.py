@@ -35,11 +35,7 @@ def other_device_in_use(snapshot: MemorySnapshot) -> str | None:
 
 
 class EventPool:
-    """Events to use again. An event belongs to the device that it was first recorded on.
-
-    Args:
-        new_event: Makes an event for a device; None if there is no such thing (yet).
-    """
+    """Events to use again. An event belongs to the device that it was first recorded on."""
 
     __slots__ = ("_free", "_new_event")
 

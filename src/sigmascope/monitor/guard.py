@@ -171,13 +171,7 @@ def _short(text: str) -> str:
 
 
 def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:
-    """A count as an int.
-
-    Args:
-        name: What to call it in the error.
-        value: Any kind of number.
-        least: The smallest that makes sense.
-        none_is: What None stands for, unless that is too small.
+    """A count as an int; None is `none_is`, unless that is less than `least`.
 
     Raises:
         ConfigError: It is no whole number, or too small.

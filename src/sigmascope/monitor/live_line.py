@@ -138,12 +138,7 @@ class LiveLine:
             self._open.append(generation)
 
     def remove(self, generation: RunningGeneration, error: BaseException | None = None) -> None:
-        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return.
-
-        Args:
-            generation: One that was added; another one is of no effect.
-            error: What ended it early.
-        """
+        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return."""
         with self._lock:
             if generation not in self._open:
                 return
@@ -243,11 +238,6 @@ def running_text(
     """How a running generation is doing.
 
     Such as `FLUX 12/20 · 412 ms a step · 4.90 s of 8.20 s, target 5.00 s missed · GPU 97 %`.
-
-    Args:
-        metrics: Its name.
-        progress: Where it is.
-        busy_percent: Of each device.
     """
     parts = [_name(metrics)]
     if progress.step:

@@ -64,14 +64,7 @@ class Peaks:
     def see_device(
         self, device: str, reading: AllocatorBytes, at_ns: int, not_reset: str | None = None
     ) -> None:
-        """Take one device's reading: its running peak, or what is in use where there is no such peak.
-
-        Args:
-            device: Its name.
-            reading: The allocator's figures.
-            at_ns: When they were read.
-            not_reset: Why the device's running peak is of no use any more, where that is so.
-        """
+        """Take one device's reading: its running peak, or what is in use where there is no such peak."""
         peak = self.devices.get(device)
         if peak is None:
             peak = self.devices[device] = DevicePeak()
@@ -90,13 +83,7 @@ class Peaks:
             mine.not_reset = mine.not_reset or peak.not_reset
 
     def freeze(self, start_ns: int, why: Callable[[str], Mapping[str, str]]) -> PeakMemory:
-        """Return the record, with times in seconds since `start_ns`.
-
-        Args:
-            start_ns: When the scope began.
-            why: Given a device, tells why a figure of its allocator is missing (see
-                `Accelerator.unavailable`).
-        """
+        """Return the record, with times in seconds since `start_ns`."""
         rss, rss_at = self.rss.since(start_ns)
         ram_used, ram_used_at = self.ram_used.since(start_ns)
         devices = tuple(
@@ -202,10 +189,6 @@ class PeakTracker:
 
     Between two scope boundaries readings go into `pending` alone, so that a step costs the same however
     deep the scopes are nested.
-
-    Args:
-        reader: The accelerator's; None without an accelerator.
-        guard: Told when a reading fails.
     """
 
     def __init__(self, reader: DeviceReader | None, guard: Guard) -> None:

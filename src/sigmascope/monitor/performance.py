@@ -278,12 +278,14 @@ class PerformanceMonitor:
         One object until the next generation begins, or `reset_metrics`: what is written into it counts in the
         summary, the comparison and the export. While a generation runs, its times are brought up to date here.
         """
-        found = self._generations.latest()
-        if found is None:
+        generation = self._generations.latest()
+        if generation is None:
             return self._unused
-        if found.is_open:
-            fill_times(found.metrics, found.steps.elapsed_seconds(), found.steps.tally.mean_seconds())
-        return found.metrics
+        if generation.is_open:
+            fill_times(
+                generation.metrics, generation.steps.elapsed_seconds(), generation.steps.tally.mean_seconds()
+            )
+        return generation.metrics
 
     def get_current_metrics(self) -> PerformanceMetrics:
         """Return a copy of `current_metrics`, which later generations do not touch."""
@@ -316,18 +318,18 @@ class PerformanceMonitor:
 
     def _is_whole(self) -> bool:
         """Whether the current generation, if any, went to its end: only then were all of its steps done."""
-        found = self._generations.latest()
-        return found is None or found.is_whole
+        generation = self._generations.latest()
+        return generation is None or generation.is_whole
 
     def diagnose(self) -> tuple[Finding, ...]:
         """Return what is wrong or slow in the current generation, what to do, and what that would gain.
 
         Empty when there is no generation that is over.
         """
-        found = self._generations.latest()
-        if found is None or found.run is None:
+        generation = self._generations.latest()
+        if generation is None or generation.run is None:
             return ()
-        return diagnose(found.run)
+        return diagnose(generation.run)
 
     def get_before_after_comparison(
         self, before_metrics: PerformanceMetrics | Mapping[str, Any]
@@ -410,13 +412,7 @@ def create_mmdit_performance_monitor(target_time: float = ASSUMED_TARGET) -> Per
 
 
 class GenerationBlock(Generic[Monitor]):
-    """A context that watches one generation each time it is entered. Exceptions pass through it unchanged.
-
-    Args:
-        monitor: What `with` gives.
-        begin: Begins a generation.
-        generations: Those of the monitor, which end it.
-    """
+    """A context that watches one generation each time it is entered. Exceptions pass through it unchanged."""
 
     def __init__(
         self, monitor: Monitor, begin: Callable[[], Generation], generations: GenerationHistory
@@ -479,14 +475,7 @@ def performance_summary(
     *,
     is_whole: bool = True,
 ) -> PerformanceSummaryDict:
-    """One generation, its hardware and target, and what the history says.
-
-    Args:
-        metrics: The generation that is asked for.
-        history: Finished generations.
-        step_seconds: Of the steps that are kept.
-        is_whole: Whether the generation went to its end, so that a step's time follows from total and number.
-    """
+    """One generation, its hardware and target, and what the history says."""
     width, height = metrics.image_resolution
     derived = attempt(lambda: per_step_time(metrics, is_whole=is_whole)).value
     shown = [name for field, name in _SHOWN_AS.items() if field in metrics.assumed]
@@ -528,14 +517,14 @@ def performance_summary(
 
 
 def _historical_performance(history: Sequence[PerformanceMetrics]) -> HistoricalPerformanceDict:
-    times = [one.total_generation_time or 0.0 for one in history]
+    times = [metrics.total_generation_time or 0.0 for metrics in history]
     return {
         "total_generations": len(history),
         "avg_generation_time": fmean(times),
         "min_generation_time": min(times),
         "max_generation_time": max(times),
-        "avg_performance_score": fmean(one.performance_score or 0.0 for one in history),
-        "success_rate": fmean(bool(one.target_met) for one in history) * 100,
+        "avg_performance_score": fmean(metrics.performance_score or 0.0 for metrics in history),
+        "success_rate": fmean(bool(metrics.target_met) for metrics in history) * 100,
     }
 
 
@@ -581,11 +570,6 @@ def planned_metrics(
     """The plan as a row of metrics, completed by what was read off the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
-
-    Args:
-        plan: What the host passed.
-        target_seconds: What the generation may take.
-        facts: Of the model; None: not given, or not readable.
 
     Raises:
         ConfigError: Names the argument that is none of its kind.
@@ -653,12 +637,7 @@ def seconds_above_zero(name: str, value: object) -> float:
 def decorated(
     function: Callable[..., Any], around: Callable[[], AbstractContextManager[object]]
 ) -> Callable[..., Any]:
-    """A function that does what another does, with a context around each call, or around each generator's life.
-
-    Args:
-        function: Of any kind; programs that ask for the kind are told the same of what is returned.
-        around: Makes the context.
-    """
+    """A function that does what another does, with a context around each call, or around each generator's life."""
     if inspect.isasyncgenfunction(function):
 
         @functools.wraps(function)

@@ -220,30 +220,26 @@ def profile_steps(
 
 
 def denoiser_of(model: object) -> nn.Module | None:
-    """The module whose forward calls are steps; None if there is none.
-
-    Args:
-        model: A module (taken as it is, also one that torch.compile wrapped), a pipeline, or what wraps a module.
-    """
+    """The module whose forward calls are steps; None if there is none."""
     for candidate in denoisers_of(model):
         module = candidate if isinstance(candidate, nn.Module) else unwrap(candidate)
         # ComfyUI calls the inner model of what its patcher holds, never the outer one.
         inner = getattr(module, "diffusion_model", None)
-        found = inner if isinstance(inner, nn.Module) else module
-        if found is not None:
-            return found
+        denoiser = inner if isinstance(inner, nn.Module) else module
+        if denoiser is not None:
+            return denoiser
     return None
 
 
 def blocks_of(denoiser: nn.Module) -> dict[str, nn.Module]:
     """The denoiser's parts by path: its direct children, and of lists of modules their entries."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, child in denoiser.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found |= {f"{name}.{path}": block for path, block in blocks_of(child).items()}
+            blocks |= {f"{name}.{path}": block for path, block in blocks_of(child).items()}
         else:
-            found[name] = child
-    return found
+            blocks[name] = child
+    return blocks
 
 
 def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
@@ -256,11 +252,7 @@ def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str |
 
 
 class Marks:
-    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step.
-
-    Args:
-        blocks: By the path that the marks carry.
-    """
+    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
@@ -318,9 +310,6 @@ class ProfileSession:
         refused: Why a step was not taken.
         saw_device: Whether kernels were seen in all steps that were taken; None before the first one. A process may
             begin to use its device after them.
-
-    Args:
-        marks: Put on for each step.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -408,11 +397,7 @@ class ProfileSums:
         return self._block("", class_name) if "" in self.blocks else None
 
     def all_blocks(self, class_names: Mapping[str, str]) -> tuple[BlockProfile, ...]:
-        """The blocks that ran, in the order in which they began.
-
-        Args:
-            class_names: By path.
-        """
+        """The blocks that ran, in the order in which they began."""
         return tuple(self._block(path, class_names[path]) for path in self.blocks if path in class_names)
 
     def top_operators(self) -> tuple[OperatorProfile, ...]:
@@ -420,22 +405,22 @@ class ProfileSums:
         by_cost = sorted(self.operators.items(), key=lambda item: self._cost(item[1]), reverse=True)
         return tuple(
             OperatorProfile(
-                name, found.calls, found.self_cpu_us / 1e6, found.device_us / 1e6 if self.has_device else None
+                name, total.calls, total.self_cpu_us / 1e6, total.device_us / 1e6 if self.has_device else None
             )
-            for name, found in by_cost[:MOST_OPERATORS]
+            for name, total in by_cost[:MOST_OPERATORS]
         )
 
     def _add_event(self, event: Any) -> None:
         is_mark = event.name.startswith(LABEL)
-        found = self.blocks[event.name.removeprefix(LABEL)] if is_mark else self.operators[event.name]
-        found.calls += 1
-        found.cpu_us += event.cpu_time_total
-        found.self_cpu_us += event.self_cpu_time_total
+        total = self.blocks[event.name.removeprefix(LABEL)] if is_mark else self.operators[event.name]
+        total.calls += 1
+        total.cpu_us += event.cpu_time_total
+        total.self_cpu_us += event.self_cpu_time_total
         if not is_mark:
             for kernel in event.kernels:
                 self.kernel_us[kernel.device] += kernel.duration
         events = _with_all_it_called(event) if is_mark else (event,)
-        found.device_us += sum(_device_us(one) for one in events)
+        total.device_us += sum(_device_us(part) for part in events)
 
     def _add_memory(self, events: list[Any]) -> None:
         kind = DeviceType.CUDA if self.has_device else DeviceType.CPU
@@ -455,14 +440,14 @@ class ProfileSums:
         return found.device_us if self.has_device else found.self_cpu_us
 
     def _block(self, path: str, class_name: str) -> BlockProfile:
-        found = self.blocks[path]
+        total = self.blocks[path]
         return BlockProfile(
             path,
             class_name,
-            found.calls,
-            found.cpu_us / 1e6,
-            found.self_cpu_us / 1e6,
-            found.device_us / 1e6 if self.has_device else None,
+            total.calls,
+            total.cpu_us / 1e6,
+            total.self_cpu_us / 1e6,
+            total.device_us / 1e6 if self.has_device else None,
             self.allocated[path],
             self.growth[path],
         )
@@ -472,9 +457,9 @@ def _with_all_it_called(event: Any) -> Iterator[Any]:
     """An event and all that it called, without recursion: traces are deep."""
     waiting = [event]
     while waiting:
-        one = waiting.pop()
-        yield one
-        waiting += one.cpu_children
+        called = waiting.pop()
+        yield called
+        waiting += called.cpu_children
 
 
 def _device_us(event: Any) -> float:

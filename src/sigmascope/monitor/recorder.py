@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -59,11 +60,6 @@ class Frame:
         self.outer = outer
         self.around = around
         self.is_open = True
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is a stage, and not a recorder's own place outside all stages."""
-        return self.scope.was_opened
 
 
 class LiveStage:
@@ -117,8 +113,7 @@ class LiveStage:
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.
 
-        Args:
-            listener: Fast, and raises nothing.
+        It is to be fast, and to raise nothing.
         """
         self._scope.step_listener = listener
 
@@ -194,12 +189,6 @@ class HookedSteps:
     The steps begin before the module's other pre-hooks and end after its other hooks, and a call that
     raises is a step too. Inside a function that torch.compile traces the hooks do nothing, so that they
     break no graph; hook the compiled wrapper that `torch.compile(module)` returns.
-
-    Args:
-        new_step: Makes a step; one is made for each thread.
-        module: Whose calls to count.
-        unavailable: Takes the reason when calls cannot be counted.
-        guard: Says in which words.
     """
 
     def __init__(
@@ -443,9 +432,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frame = CURRENT.get()
-        while frame is not None and frame not in self._entered:
-            frame = frame.outer
+        frame = next((frame for frame in frames_here() if frame in self._entered), None)
         if frame is None and self._entered:
             frame = self._entered[-1]  # left in another context than it was entered in
         if frame is not None:
@@ -467,12 +454,7 @@ class Recorder:
 
     def current_scope(self) -> Scope:
         """Return the innermost open scope of this context, or the one outside all stages."""
-        frame = CURRENT.get()
-        while frame is not None:
-            if frame.recorder is self and frame.is_open:
-                return frame.scope
-            frame = frame.outer
-        return self._outside
+        return next((frame.scope for frame in frames_here() if frame.recorder is self), self._outside)
 
     def open_stage(self, scope: Scope) -> Frame:
         """Open a scope inside the current one."""
@@ -505,9 +487,9 @@ class Recorder:
         if guest not in self._guests:
             guards = (self._instruments.guard, guest._instruments.guard)
             for guard in guards:
-                guard.keeps_words = all(one.keeps_words for one in guards)
+                guard.keeps_words = all(other.keeps_words for other in guards)
             self._guests.append(guest)
-            self.fact(RUNS_WITHIN, [one.id for one in self._guests])
+            self.fact(RUNS_WITHIN, [other.id for other in self._guests])
             guest.fact(WITHIN_RUN, self.id)
 
     def close_stage(self, frame: Frame, error: BaseException | None) -> None:
@@ -556,9 +538,7 @@ def _open_places(place: Scope) -> Iterator[Scope]:
 
 def current_recorder() -> Recorder | None:
     """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
-    frame = CURRENT.get()
-    while frame is not None and not frame.is_open:
-        frame = frame.outer
+    frame = next(frames_here(), None)
     return None if frame is None else frame.recorder
 
 
@@ -585,22 +565,8 @@ class NullStage:
         """Do nothing."""
 
 
-class NullStep:
-    """What `step` gives when nobody watches."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> "NullStep":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
 _NULL_STAGE = NullStage()
-_NULL_STEP = NullStep()
+_NULL_STEP = nullcontext()
 
 
 def stage(name: str) -> LiveStage | NullStage:
@@ -609,7 +575,7 @@ def stage(name: str) -> LiveStage | NullStage:
     return _NULL_STAGE if recorder is None else recorder.stage(name)
 
 
-def step() -> Step | NullStep:
+def step() -> Step | nullcontext[None]:
     """Return a step of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
     recorder = current_recorder()
     return _NULL_STEP if recorder is None else recorder.step()
@@ -617,6 +583,15 @@ def step() -> Step | NullStep:
 
 CURRENT: ContextVar[Frame | None] = ContextVar("sigmascope_current", default=None)
 """The innermost scope of this thread's or task's context. A task starts with its creator's."""
+
+
+def frames_here() -> Iterator[Frame]:
+    """The frames of this context that are open, the innermost first."""
+    frame = CURRENT.get()
+    while frame is not None:
+        if frame.is_open:
+            yield frame
+        frame = frame.outer
 
 
 def push(frame: Frame) -> None:
@@ -630,25 +605,22 @@ def pop(frame: Frame) -> None:
     Scopes need not close in the reverse order of their opening, nor in the context that opened them.
     """
     frame.is_open = False
-    current = CURRENT.get()
-    while current is not None and not current.is_open:
-        current = current.outer
-    CURRENT.set(current)
+    leave_closed()
+
+
+def leave_closed() -> None:
+    """Make the innermost frame that is open current in this context."""
+    CURRENT.set(next(frames_here(), None))
 
 
 def stage_here(clock: Clock) -> Frame | None:
     """Return the stage that is open here, be it another recorder's with the same clock."""
-    frame = CURRENT.get()
-    while frame is not None and not (frame.is_open and frame.is_stage and frame.recorder.clock is clock):
-        frame = frame.outer
-    return frame
+    stages = (frame for frame in frames_here() if frame.scope.was_opened)
+    return next((frame for frame in stages if frame.recorder.clock is clock), None)
 
 
 class RunExtent:
     """From the first thing that is opened to the end of the last.
-
-    Args:
-        clock: Monotonic nanoseconds.
 
     Attributes:
         open_frames: How much is open now.
@@ -682,11 +654,7 @@ class RunExtent:
             self.broke_off = error is not None
 
     def edges(self, outside: StepColumns) -> tuple[int, int]:
-        """Beginning and end of all that was recorded, in nanoseconds of the clock.
-
-        Args:
-            outside: Steps that ran outside all stages.
-        """
+        """Beginning and end of all that was recorded, in nanoseconds of the clock."""
         now_ns = self._clock()
         first_ns = now_ns if self._started_ns is None else self._started_ns
         steps_began_ns, steps_ended_ns = outside.edges() or (now_ns, self._ended_ns)

@@ -78,15 +78,7 @@ _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 
 
 class Instruments:
-    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step.
-
-    Args:
-        accelerator: What to ask about devices; None finds out, once a process.
-        sample_hz: Samples a second between the boundaries; None or 0: none.
-        clock: Monotonic nanoseconds.
-        step_memory: Whether `rss` is to be read at the end of each step.
-        keeps_words: Whether the record repeats what exceptions say.
-    """
+    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step."""
 
     def __init__(
         self,
@@ -148,9 +140,9 @@ class Instruments:
 
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""
-        found = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
-        self._other_device = None if found is None else other_device_in_use(found)
-        return found
+        snapshot = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        self._other_device = None if snapshot is None else other_device_in_use(snapshot)
+        return snapshot
 
     def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
         """The host's part of a snapshot; what is not in one is read now."""
@@ -242,12 +234,7 @@ def facts_of_host(accelerator: Accelerator) -> HostFacts:
 
 
 class Scope:
-    """What is known of a stage so far. Baseline → steps and peaks → the memory at its end.
-
-    Args:
-        name: The stage's name.
-        instruments: The recorder's.
-    """
+    """What is known of a stage so far. Baseline → steps and peaks → the memory at its end."""
 
     def __init__(self, name: str, instruments: Instruments) -> None:
         self.name = name
@@ -290,13 +277,7 @@ class Scope:
         self.started_ns = instruments.clock()
 
     def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
-        """Take what there is at a step's end.
-
-        Args:
-            started_ns: When the step began.
-            ended_ns: When it ended, just now.
-            start: The mark at its beginning, where there is an accelerator.
-        """
+        """Take what there is at a step's end."""
         instruments, timings = self.instruments, self.columns.timings
         end = None if start is None else instruments.mark(start.device)
         device = instruments.device_in_use() if start is None else start.device
@@ -310,11 +291,7 @@ class Scope:
             self.step_listener(self.name, started_ns, ended_ns)
 
     def close(self, error: BaseException | None) -> None:
-        """Stop the clock, then take what there is at the end.
-
-        Args:
-            error: What ended the stage early. Only its text is kept.
-        """
+        """Stop the clock, then take what there is at the end."""
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
         self.step_listener = None
@@ -352,11 +329,7 @@ class Scope:
             self._closed.setdefault(child.name if is_known else OTHERS, deque()).append(child)
 
     def take_out(self, kept: int) -> "list[Scope]":
-        """Let go of the oldest closed scopes inside that are too many of their name. With `peaks.LOCK` held.
-
-        Args:
-            kept: How many of each name stay.
-        """
+        """Let go of the oldest closed scopes inside that are too many of their name. With `peaks.LOCK` held."""
         gone = []
         for closed in self._closed.values():
             while len(closed) > kept:
@@ -440,11 +413,7 @@ class Scope:
 
 
 class FoldedScopes:
-    """Sums of closed scopes that a recorder keeps no longer. With `peaks.LOCK` held.
-
-    Args:
-        kept: How many of each name the recorder keeps.
-    """
+    """Sums of closed scopes that a recorder keeps no longer. With `peaks.LOCK` held."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept
@@ -485,12 +454,7 @@ class FoldedScopes:
             self._add_sums(child, f"{path}/")
 
     def freeze(self, run_started_ns: int, instruments: Instruments) -> Folded | None:
-        """Return the record; None where nothing was folded.
-
-        Args:
-            run_started_ns: When the run began.
-            instruments: The recorder's, which tell why a peak is missing.
-        """
+        """Return the record; None where nothing was folded."""
         if self._first_ns is None:
             return None
         peak = self._peaks.freeze(run_started_ns, instruments.device_reasons)
@@ -511,11 +475,7 @@ def _generations_in(scope: Scope) -> int:
 
 
 class StepColumns:
-    """When each step began and ended, and the memory at its end: four integers, 32 bytes, a step.
-
-    Args:
-        timings: Takes the accelerator's part; None without an accelerator.
-    """
+    """When each step began and ended, and the memory at its end: four integers, 32 bytes, a step."""
 
     __slots__ = ("_figures", "timings")
 
@@ -527,14 +487,7 @@ class StepColumns:
         return len(self._figures) // 4
 
     def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
-        """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn.
-
-        Args:
-            started_ns: When it began, in nanoseconds.
-            ended_ns: When it ended.
-            rss: Bytes that this process had resident at its end, or UNKNOWN.
-            allocated: Bytes that were allocated on the device, or UNKNOWN.
-        """
+        """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn."""
         self._figures.extend((started_ns, ended_ns, rss, allocated))
 
     def figures(self) -> Sequence[int]:
@@ -547,12 +500,7 @@ class StepColumns:
         return (min(figures[0::4]), max(figures[1::4])) if figures else None
 
     def freeze(self, stage_started_ns: int, reasons: Mapping[str, str]) -> Steps:
-        """Return the record, with `started` in seconds since the stage began.
-
-        Args:
-            stage_started_ns: When that was.
-            reasons: For each column of `Steps` that may be missing altogether, why it is.
-        """
+        """Return the record, with `started` in seconds since the stage began."""
         with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
             figures = self.figures()
             gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)

@@ -141,12 +141,7 @@ def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 class ScopeSamples:
-    """What is gathered of one scope.
-
-    Args:
-        started_ns: When it began.
-        has_curves: Whether it has memory over time, as outermost scopes do.
-    """
+    """What is gathered of one scope."""
 
     __slots__ = ("curves", "devices", "has_curves", "started_ns")
 
@@ -159,12 +154,6 @@ class ScopeSamples:
 
 class SampledFacts:
     """Of one recorder: how busy accelerators are in each scope, and memory over time in the outermost.
-
-    Args:
-        accelerator: The recorder's.
-        guard: Told when a reading fails.
-        is_sampled: Whether a thread will call `sample`.
-        read: Gives readings of how busy the devices named are.
 
     Attributes:
         reason: Why it is not known how busy accelerators are; None: it is.
@@ -335,12 +324,7 @@ class Series(Generic[Value]):
 
 
 class SamplerClient:
-    """What is called for one recorder, for as long as it has open scopes.
-
-    Args:
-        sample: What to call. When it raises, it is called no more, and those of others go on.
-        hz: Calls a second, above 0; more than 10 is taken as 10.
-    """
+    """What is called for one recorder, for as long as it has open scopes."""
 
     __slots__ = ("open_scopes", "period_seconds", "sample")
 

@@ -14,6 +14,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
@@ -41,11 +42,11 @@ from sigmascope.records.memory import PeakMemoryDict, change, mib
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import KEEP_GENERATIONS, Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
-from sigmascope.stages.baseline import TEXT_NOT_KEPT, memory_now, model_state
+from sigmascope.stages.baseline import TEXT_NOT_KEPT, beside_the_stage, memory_now, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_facts import find_latent
 from sigmascope.stages.latent_performance import record_of_step
-from sigmascope.stages.latent_summary import print_end
+from sigmascope.stages.latent_summary import end_lines, print_lines
 from sigmascope.stages.latent_summary import sections as latent_sections
 from sigmascope.stages.lora_application import Keys
 from sigmascope.stages.lora_summary import sections as lora_sections
@@ -72,14 +73,6 @@ _OTHER_NAMES = {"latent_generation": "latent_encoding"}
 TEXT_ENCODING = "text_encoding"
 LORA_APPLICATION = "lora_application"
 LATENTS = "latents"
-
-_ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""Parts of an analysis that its stage has already, and that are not kept twice."""
-_LORA_ON_THE_STAGE = _ON_THE_STAGE - {"memory_impact"}
-_IN_DETAIL = frozenset(
-    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
-)
-"""Parts of which the record keeps only how long they are."""
 
 SUMMARIES = {
     "lora_application": ("LORA APPLICATION", lora_sections),
@@ -225,21 +218,23 @@ class WorkflowMonitor:
             return None
         if self.verbose:
             process = self.guard.read("summaries", lambda: _vae_process(record, strategy_used, output))[0]
-            self._show(lambda: print_end(step, record.seconds, record.peak, record.error, process))
+            self._show(
+                lambda: print_lines(end_lines(step, record.seconds, record.peak, record.error, process))
+            )
         return record.seconds
 
     def _innermost(self, name: str) -> "_OpenStep | None":
         """The open step of that name begun last in this thread, else in any; with the lock held."""
-        begun = [one for one in reversed(self._open) if one.name == name]
-        own = (one for one in begun if one.thread == threading.get_ident())
+        begun = [step for step in reversed(self._open) if step.name == name]
+        own = (step for step in begun if step.thread == threading.get_ident())
         return next(own, begun[0] if begun else None)
 
     def _tell_begin(self, step: str, name: str) -> None:
         """Print memory, and the video's dimensions if a baseline of it was taken for this step."""
-        told: dict[str, object] = {"memory": memory_now(memory_snapshot(self.accelerator))}
+        facts: dict[str, object] = {"memory": memory_now(memory_snapshot(self.accelerator))}
         if name == VAE_STAGES["encoding"]:
-            told["pictures"], self.pictures = self.pictures, None
-        latent_encoding.print_latent_generation_start(told, step)
+            facts["pictures"], self.pictures = self.pictures, None
+        latent_encoding.print_latent_generation_start(facts, step)
 
     def _heap_bytes(self) -> int | None:
         reading = self.guard.read(HEAP, heap_in_use)[0]
@@ -258,13 +253,13 @@ class WorkflowMonitor:
         self, unet_model: object, clip_model: object, *, tokenizer: object = None
     ) -> dict[str, Any]:
         """See `sigmascope.capture_text_encoding_baseline`."""
-        baseline, reason = self.guard.read(
+        return self._analysed_or_reason(
             TEXT_ENCODING,
+            "baseline",
             lambda: text_encoding.capture_text_encoding_baseline(
                 unet_model, clip_model, tokenizer=tokenizer, accelerator=self.accelerator
             ),
         )
-        return {"unavailable": {"baseline": reason}} if baseline is None else dict(baseline)
 
     def encoding(self, which: Literal["positive", "negative"]) -> LiveStage:
         """Return a stage for `with`, inside the step, that times the encoding of one prompt apart."""
@@ -287,8 +282,9 @@ class WorkflowMonitor:
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
         stage, record = self._last_record(TEXT_ENCODING)
-        analysis, reason = self.guard.read(
+        analysis = self._analysed_or_reason(
             TEXT_ENCODING,
+            "encoding_success",
             lambda: text_encoding.analyze_text_encoding_results(
                 baseline,
                 positive_cond,
@@ -307,20 +303,17 @@ class WorkflowMonitor:
                 dumps=self.dumps,
             ),
         )
-        if analysis is None:
-            return {"encoding_success": None, "unavailable": {"encoding_success": reason}}
-        found = dict(analysis)
-        self.analyses[TEXT_ENCODING] = found
-        if stage is not None:
-            conditionings = {"positive": positive_cond, "negative": negative_cond}
-            self.guard.read(TEXT_ENCODING, lambda: self._note_text(stage, found, conditionings))
-        return found
+        if "text_processing" in analysis:
+            self.analyses[TEXT_ENCODING] = analysis
+            if stage is not None:
+                conditionings = {"positive": positive_cond, "negative": negative_cond}
+                self.guard.read(TEXT_ENCODING, lambda: self._note_text(stage, analysis, conditionings))
+        return analysis
 
     def _note_text(
         self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
     ) -> None:
-        kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-        stage.fact(TEXT_ENCODING, kept)
+        stage.fact(TEXT_ENCODING, beside_the_stage(analysis))
         for which, conditioning in conditionings.items():
             first = read_conditioning(conditioning)[0].first
             for name, tensor in (("conditioning", first.tensor), ("pooled", first.pooled)):
@@ -409,7 +402,7 @@ class WorkflowMonitor:
         goes to it, without what it has for single weights.
         """
         stage, record = self._last_record(LORA_APPLICATION)
-        found = self._analysed_or_reason(
+        analysis = self._analysed_or_reason(
             LORA_APPLICATION,
             "lora_application_success",
             lambda: lora_application.analyze_lora_application_results(
@@ -422,14 +415,15 @@ class WorkflowMonitor:
                 error=self._error_or(record, error),
             ),
         )
-        if "unet_changes" in found:
-            if found["exception_details"] is None and record is not None:
-                found["exception_details"] = _exception_details(record)
-            self.analyses[LORA_APPLICATION] = found
+        if "unet_changes" in analysis:
+            details = None if record is None else record.exception_details
+            if analysis["exception_details"] is None and details is not None:
+                analysis["exception_details"] = asdict(details)
+            self.analyses[LORA_APPLICATION] = analysis
             if stage is not None:
-                short, _ = self.guard.read(LORA_APPLICATION, lambda: in_short(found))
+                short, _ = self.guard.read(LORA_APPLICATION, lambda: lora_application.in_short(analysis))
                 stage.fact(LORA_APPLICATION, short)
-        return found
+        return analysis
 
     def print_lora_analysis_summary(
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
@@ -562,18 +556,17 @@ class WorkflowMonitor:
         read: Callable[[], Mapping[str, Any]],
     ) -> dict[str, Any]:
         """The analysis, kept for the summary and on its step, with the facts of the latent or the pictures."""
-        found = self._analysed_or_reason(LATENTS, "encoding_success", read)
-        if "latent_analysis" not in found:
-            return found
-        self.analyses[VAE_STAGES[direction]] = found
+        analysis = self._analysed_or_reason(LATENTS, "encoding_success", read)
+        if "latent_analysis" not in analysis:
+            return analysis
+        self.analyses[VAE_STAGES[direction]] = analysis
         if stage is not None:
-            kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
-            stage.fact(VAE_STAGES[direction], kept)
+            stage.fact(VAE_STAGES[direction], beside_the_stage(analysis))
             tensor, _ = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
             if tensor is not None:
                 name = "latent" if direction == "encoding" else "frames"
                 stage.tensor(name, tensor, statistics=self.statistics)
-        return found
+        return analysis
 
     def _analyze_latent_output(
         self, init_latent: object, video_length: object, video_height: object, video_width: object
@@ -642,8 +635,8 @@ class WorkflowMonitor:
         self, instrument: str, what: str, analyse: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any]:
         """What an analysis gives; else None for `what`, and why."""
-        found, reason = self.guard.read(instrument, analyse)
-        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
+        analysis, reason = self.guard.read(instrument, analyse)
+        return {what: None, "unavailable": {what: reason}} if analysis is None else dict(analysis)
 
     def _error_or(
         self, record: Stage | None, error: BaseException | str | None
@@ -757,29 +750,6 @@ def _seconds_of(record: Stage | None, name: str) -> float | None:
     return sum(inner) if inner else None
 
 
-def _exception_details(record: Stage) -> dict[str, str] | None:
-    """What the step raised, as `exception_details` of an analysis."""
-    details = record.exception_details
-    if details is None:
-        return None
-    return {"type": details.type, "message": details.message, "traceback": details.traceback}
-
-
-def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
-    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
-
-
-def _short(name: str, value: Any) -> Any:
-    if name == "keys_value_changed" and isinstance(value, Mapping):
-        return {key: change.get("relative_change") for key, change in value.items()}
-    if name in _IN_DETAIL and isinstance(value, Mapping | list):
-        return len(value)
-    if isinstance(value, Mapping):
-        return {key: _short(str(key), inner) for key, inner in value.items()}
-    return value
-
-
 def _flat_peaks(peaks: PeakMemoryDict) -> dict[str, Any]:
     ram, gpu = peaks["ram"], peaks["gpu"]
     return {
@@ -822,18 +792,12 @@ def _stage_rows(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
             was = before.accelerator(memory.device).allocated_bytes
             parts.append(f"{memory.device} {mb_change(mib(change(was, memory.allocated_bytes)))}")
     if stage.peak is not None:
-        parts += [f"{device} peak {mb(mib(nbytes))}" for device, nbytes in _peak_bytes(stage)]
+        parts += [f"{peak.device} peak {mb(mib(peak.allocated_bytes))}" for peak in stage.peak.accelerators]
     yield Row(f"{'  ' * depth}{mark} {printable(stage.name, 60)}", ", ".join(parts), style)
     if stage.error is not None:
         yield Row(f"{'  ' * depth}  error", printable(stage.error), "red")
     for child in stage.children:
         yield from _stage_rows(child, run, depth + 1)
-
-
-def _peak_bytes(stage: Stage) -> Iterator[tuple[str, int | None]]:
-    assert stage.peak is not None
-    for peak in stage.peak.accelerators:
-        yield peak.device, peak.allocated_bytes
 
 
 def _peak_rows(run: Run) -> Iterator[Row]:

@@ -47,11 +47,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 class AppliedChoice:
     """One choice while it is in force.
 
-    Args:
-        pipeline: What it is done to.
-        choice: What to do.
-        keep_originals: Whether to keep weights whose values are lost, in RAM.
-
     Raises:
         OptimizationError: It failed, or RAM for the originals is not there. The pipeline is as it was.
     """
@@ -94,7 +89,9 @@ class AppliedChoice:
     def is_of(self, choice: Choice) -> bool:
         """Whether this is that choice, on the models that the pipeline has now."""
         is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _CHOICE_IDENTITY)
-        return is_alike and [id(model) for _, model in self._touched()] == [id(one) for one in self.concerned]
+        return is_alike and [id(model) for _, model in self._touched()] == [
+            id(model_then) for model_then in self.concerned
+        ]
 
     def undo(self) -> list[str]:
         """Put back what the choice changed.
@@ -202,9 +199,6 @@ def _forget_registries(models: dict[str, nn.Module]) -> None:
 def undo_all(done: list[AppliedChoice]) -> list[str]:
     """Undo choices, the last applied first; each is off the list once it is undone.
 
-    Args:
-        done: In the order in which they were applied.
-
     Returns:
         Names of weights that somebody else changed meanwhile.
     """
@@ -220,14 +214,7 @@ ApplyChoice = Callable[[Any, Choice], AppliedChoice]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppliedPlan:
-    """One plan in force.
-
-    Attributes:
-        pipeline: What it was applied to.
-        plan: What was asked for.
-        done: Its choices that were not in force before, in the order in which they were applied.
-        config: What it was planned with; None: the plan was given.
-    """
+    """One plan in force."""
 
     pipeline: Any
     plan: Plan
@@ -274,12 +261,15 @@ class AppliedPlans:
     def last(self, pipeline: Any = None) -> AppliedPlan | None:
         """The last applied, to this pipeline if one is given."""
         return next(
-            (one for one in reversed(self._plans) if pipeline is None or one.pipeline is pipeline), None
+            (plan for plan in reversed(self._plans) if pipeline is None or plan.pipeline is pipeline),
+            None,
         )
 
     def holds(self, pipeline: Any, choice: Choice) -> bool:
         """Whether the choice is in force on the parts that the pipeline has now."""
-        return any(done.is_of(choice) for one in self._plans if one.pipeline is pipeline for done in one.done)
+        return any(
+            done.is_of(choice) for plan in self._plans if plan.pipeline is pipeline for done in plan.done
+        )
 
     def planned(self, pipeline: Any, config: OptimizationConfig) -> Plan | None:
         """The plan that was made with this configuration, if all of it is in force.
@@ -288,22 +278,18 @@ class AppliedPlans:
         """
         return next(
             (
-                one.plan
-                for one in reversed(self._plans)
-                if one.pipeline is pipeline
-                and one.config == config
-                and all(self.holds(pipeline, choice) for choice in one.plan.choices)
+                applied.plan
+                for applied in reversed(self._plans)
+                if applied.pipeline is pipeline
+                and applied.config == config
+                and all(self.holds(pipeline, choice) for choice in applied.plan.choices)
             ),
             None,
         )
 
 
 class Structure:
-    """The structure of a pipeline at one moment.
-
-    Args:
-        things: The pipeline and its modules; of modules all their parts are noted.
-    """
+    """The structure of a pipeline at one moment."""
 
     def __init__(self, things: Iterable[object]) -> None:
         self._noted = {id(thing): _NotedObject.of(thing) for thing in _reached(things)}
@@ -313,10 +299,10 @@ class Structure:
 
         What others change later stays as they leave it, unless it is the very same attribute or entry.
         """
-        found: list[Undo] = []
+        changes: list[Undo] = []
         for noted in self._noted.values():
-            found += _differences(noted)
-        return found
+            changes += _differences(noted)
+        return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,13 +442,7 @@ class _Weight:
 
 
 class Weights:
-    """The weights of models before a choice.
-
-    Args:
-        modules: The models, by name.
-        changes: What the choice is going to do to them.
-        keep: Whether to keep the values of floating-point weights.
-    """
+    """The weights of models before a choice."""
 
     def __init__(self, modules: Models, changes: frozenset[Change], *, keep: bool) -> None:
         self._changes = changes
@@ -478,9 +458,6 @@ class Weights:
         """Let go of originals of weights that the choice left as they were.
 
         Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
-
-        Args:
-            modules: The models as they are now.
         """
         present = {id(tensor) for _, _, _, tensor in _named_tensors(modules)}
         for weight in self._weights:
@@ -569,9 +546,6 @@ def note_undone(applied: AppliedChoice) -> None:
 
 def require_last_applied(choices: Sequence[AppliedChoice]) -> None:
     """Refuse to undo choices that others were applied over.
-
-    Args:
-        choices: To be undone together.
 
     Raises:
         OptimizationError: Names the first of these others.

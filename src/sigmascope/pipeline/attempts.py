@@ -25,7 +25,7 @@ from sigmascope.pipeline.model_state import (
     why_not_in_float32,
     why_not_in_ram,
 )
-from sigmascope.pipeline.out_of_memory import free_memory, free_ram, let_go, why_not_enough
+from sigmascope.pipeline.out_of_memory import free_memory, free_ram, let_go, wait_for, why_not_enough
 from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
 from sigmascope.pipeline.strategies import (
     Choices,
@@ -62,16 +62,7 @@ _NOTHING_PREDICTED = Prediction(unavailable={"bytes": "nothing was predicted"})
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A strategy with all that it takes.
-
-    Attributes:
-        name: Which strategy.
-        run: Does it.
-        device: Where the VAE runs.
-        tile: How it will be cut, where that is known before.
-        expected: What it will take.
-        in_float32: Whether it widens a VAE of half precision.
-    """
+    """A strategy with all that it takes."""
 
     name: Strategy
     run: Callable[[], Outcome]
@@ -100,14 +91,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """All that may be tried, in the order asked for: each to be made, or its record where it is passed over.
-
-    Args:
-        work: What there is to do.
-        choices: Which strategies and tiles.
-        experience: What past runs took; None foretells nothing.
-        dummy: Makes the stand-in, where one was asked for.
-    """
+    """All that may be tried, in the order asked for: each to be made, or its record where it is passed over."""
 
     work: Work
     choices: Choices
@@ -120,11 +104,7 @@ class Tries:
             yield from kinds[strategy]()
 
     def after_not_finite(self, diagnosis: "Diagnosis") -> Iterator[Try | StrategyAttempt]:
-        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend.
-
-        Args:
-            diagnosis: What that came from.
-        """
+        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend."""
         if diagnosis.float32_may_help and "cpu" in self.choices.strategies:
             planned = self._cpu_in_float32()
             reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(planned)
@@ -242,11 +222,6 @@ def run_attempt(
 
     Anything else that is raised passes unchanged. After a failure nothing of the attempt is alive, caches of the
     device are emptied, and the generator is as it was.
-
-    Args:
-        planned: What to try.
-        direction: Whether it encodes or decodes.
-        generator: That may be drawn from.
     """
     handled = sys.exception()
     state = None if generator is None else generator.get_state()
@@ -257,7 +232,7 @@ def run_attempt(
     try:
         with stage:
             outcome = planned.run()
-            _wait_for(planned.device)
+            wait_for(planned.device)
         record = replace(record, outcome="succeeded", tile=outcome.tile or planned.tile)
     except BaseException as error:
         if not (is_out_of_memory(error) or isinstance(error, NonFiniteError)):
@@ -271,17 +246,6 @@ def run_attempt(
         if generator is not None and state is not None:
             generator.set_state(state)
     return outcome, _with_memory(record, stage, planned.device)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let the device finish, so that its time counts and its errors are those of this attempt."""
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type in ("cpu", "meta") or synchronize is None:
-        return
-    if device.type == "mps":  # it is one device and takes no name of it
-        synchronize()
-    else:
-        synchronize(device)
 
 
 def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
@@ -330,13 +294,7 @@ class Diagnosis:
 
 
 def why_not_finite(tried: Try, work: Work, strategies: Iterable[str]) -> Diagnosis:
-    """What the result of an attempt is not finite for; what went in comes first, then the weights.
-
-    Args:
-        tried: The attempt.
-        work: What it had to do; the VAE is as before by now.
-        strategies: Those that may be tried.
-    """
+    """What the result of an attempt is not finite for; what went in comes first, then the weights."""
     what = "pictures" if work.direction == "encoding" else "latents"
     broken = attempt(lambda: not_finite(work.source)).value
     if broken:
@@ -382,11 +340,7 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def experience_from(past: Iterable[Run | EncodingRecord]) -> Experience:
-    """What some past runs took, and what the run that is being recorded has seen so far.
-
-    Args:
-        past: Runs or records.
-    """
+    """What some past runs took, and what the run that is being recorded has seen so far."""
     runs = list(past)
     recorder = monitor.current_recorder()
     own = None if recorder is None else attempt(recorder.run).value

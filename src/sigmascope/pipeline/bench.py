@@ -64,17 +64,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What became of one case.
-
-    Attributes:
-        case: As it was asked for.
-        made: By one generation.
-        runs: Those that count, in order.
-        warm_up: Those before them.
-        files: Where the runs lie.
-        failure: Why it ended early, or did not run at all.
-        summary: Of the runs; None without any.
-    """
+    """What became of one case."""
 
     case: BenchCase
     made: Made | None = None
@@ -200,9 +190,6 @@ def _check(subject: Subject, cases: Sequence[BenchCase]) -> None:
 class RunFiles:
     """A folder that holds one benchmark's runs, and no other's: two of them in one would be taken for the same.
 
-    Args:
-        folder: Made when it is not there, with the folders above it.
-
     Raises:
         ConfigError: There are runs in it already.
         WriteError: It cannot be made.
@@ -262,16 +249,16 @@ class _Bench:
         """Warm up and repeat one case, from memory that the one before it has given back."""
         free_memory(self.subject.device)
         options = self.options
-        found = CaseResult(case)
+        result = CaseResult(case)
         try:
             for number in range(options.warm_up + options.repeat):
-                found = self._one(found, number)
+                result = self._one(result, number)
         except WriteError:
             raise
         except Exception as failure:  # noqa: BLE001 - told in the result; the other cases go on
-            found = replace(found, failure=_reason(failure))
+            result = replace(result, failure=_reason(failure))
             let_go(failure)
-        return _summarised(found)
+        return _summarised(result)
 
     def _one(self, found: CaseResult, number: int) -> CaseResult:
         """One generation more."""

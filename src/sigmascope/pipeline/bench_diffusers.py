@@ -6,7 +6,9 @@ are the VAE's `encode` and `decode`, and denoising lasts from the denoiser's fir
 lasts from the denoiser's first call in it to the pipeline's callback; where the pipeline has no callback, each call
 of the denoiser is a step.
 
-A benchmark may wait for the device, which a monitor must not do (`waiter`).
+A benchmark may wait for the device, which a monitor must not do: a stage whose work is only queued would
+end at once, and the one that waits for the result would seem to have taken its time. It waits at the edges of stages,
+and within no step.
 """
 
 import inspect
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -26,6 +28,7 @@ from torch import nn
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.recorder import stage
+from sigmascope.pipeline.out_of_memory import wait_for
 from sigmascope.probes.models import components_of, denoisers_of
 from sigmascope.records.performance import BenchCase, Made
 
@@ -75,7 +78,7 @@ class DiffusersSubject:
 
     def generate(self, case: BenchCase, seed: int, monitor: PerformanceMonitor) -> Made:
         """Call the pipeline once, its parts as stages, and wait for the result."""
-        wait = waiter(self.device)
+        wait = partial(wait_for, self.device)
         arguments = call_arguments(self.pipeline, case, self.prompt, seed, self.arguments)
         has_callback = CALLBACK in parameters_of(self.pipeline) and CALLBACK not in arguments
         stages = PipelineStages(self.pipeline, monitor, wait, calls_are_steps=not has_callback)
@@ -89,17 +92,12 @@ class DiffusersSubject:
 
 def parameters_of(pipeline: object) -> frozenset[str]:
     """Names of what the pipeline's call takes."""
-    found = inspect.signature(type(pipeline).__call__).parameters.values()
-    return frozenset(one.name for one in found if one.kind in _NAMED) - {"self"}
+    parameters = inspect.signature(type(pipeline).__call__).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in _NAMED) - {"self"}
 
 
 def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
     """Refuse what the pipeline's call does not take, and what would be other work than the case says.
-
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps.
-        given: Other arguments of the user's.
 
     Raises:
         ConfigError: Names the first of them, and what the pipeline takes.
@@ -149,15 +147,7 @@ def _flag(name: str) -> str:
 def call_arguments(
     pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments for one generation.
-
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps; what is None is left to the pipeline.
-        prompt: For pipelines that take one.
-        seed: Of the noise, which is drawn on the CPU.
-        given: Other arguments of the user's, which `check_call` has looked at.
-    """
+    """Arguments for one generation."""
     takes = parameters_of(pipeline)
     arguments: dict[str, Any] = {
         "prompt": prompt,
@@ -175,14 +165,7 @@ def call_arguments(
 
 
 class PipelineStages:
-    """While entered, a pipeline's parts are stages of the current recorder; afterwards it is as it was.
-
-    Args:
-        pipeline: Of diffusers, or of its shape.
-        monitor: Times the steps.
-        wait: Waits for the device, at the edges of stages.
-        calls_are_steps: Whether each call of the denoiser is a step: the pipeline has no callback.
-    """
+    """While entered, a pipeline's parts are stages of the current recorder; afterwards it is as it was."""
 
     def __init__(
         self,
@@ -228,7 +211,7 @@ class PipelineStages:
         vae = components_of(self._pipeline).get("vae")
         for method, name in _VAE_STAGES:
             self._wrap(undo, vae, method, name)
-        denoisers = [one for one in denoisers_of(self._pipeline) if isinstance(one, nn.Module)]
+        denoisers = [denoiser for denoiser in denoisers_of(self._pipeline) if isinstance(denoiser, nn.Module)]
         for module in denoisers:
             self._watch_calls(undo, module, ends_step=self._calls_are_steps)
         for module in _controlnets(self._pipeline):
@@ -349,8 +332,8 @@ def what_was_made(output: object) -> Made:
         width, height = _picture_size(sample[0])
         return Made(len(first), width, height, len(sample))
     if hasattr(sample, "shape"):  # a list of arrays, one a video
-        one = _made_of_array((1, *sample.shape), channels_first=isinstance(sample, torch.Tensor))
-        return Made(len(first), one.width, one.height, one.frames)
+        video = _made_of_array((1, *sample.shape), channels_first=isinstance(sample, torch.Tensor))
+        return Made(len(first), video.width, video.height, video.frames)
     return Made(len(first), *_picture_size(sample))
 
 
@@ -366,24 +349,6 @@ def _picture_size(picture: object) -> tuple[int | None, int | None]:
     if isinstance(size, tuple) and len(size) == 2:
         return int(size[0]), int(size[1])
     return None, None
-
-
-def waiter(device: torch.device) -> Callable[[], None]:
-    """What waits until `device` has done all that was queued; of no effect for the CPU.
-
-    A stage whose work is only queued would end at once, and the one that waits for the result would seem to have
-    taken its time. At a stage's edges waiting costs some tens of microseconds; within steps nothing waits.
-
-    Args:
-        device: On which the pipeline runs.
-    """
-    if device.type in ("cpu", "meta"):
-        return _nothing
-    return lambda: torch.accelerator.synchronize(device)
-
-
-def _nothing() -> None:
-    pass
 
 
 def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offload: Offload = "none") -> Any:
@@ -445,14 +410,14 @@ def _bars_for_terminals_alone() -> Iterator[None]:
     import transformers
 
     bars = [library.utils.logging for library in (diffusers, transformers)]
-    hidden = [] if sys.stderr.isatty() else [one for one in bars if one.is_progress_bar_enabled()]
-    for one in hidden:
-        one.disable_progress_bar()
+    hidden = [] if sys.stderr.isatty() else [bar for bar in bars if bar.is_progress_bar_enabled()]
+    for bar in hidden:
+        bar.disable_progress_bar()
     try:
         yield
     finally:
-        for one in hidden:
-            one.enable_progress_bar()
+        for bar in hidden:
+            bar.enable_progress_bar()
 
 
 def _dtype_argument() -> str:

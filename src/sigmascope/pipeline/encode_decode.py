@@ -201,7 +201,7 @@ def _images_of(frames: object) -> object:
     outputs = node_outputs(frames)
     if outputs is frames or not isinstance(outputs, tuple):
         return outputs
-    return next((one for one in outputs if isinstance(one, Tensor)), outputs)
+    return next((output for output in outputs if isinstance(output, Tensor)), outputs)
 
 
 def _latents_of(given: object) -> Tensor:
@@ -210,12 +210,12 @@ def _latents_of(given: object) -> Tensor:
     Raises:
         ConfigError: There is none.
     """
-    found = find_latent(given)
-    if found.tensor is None:
+    search = find_latent(given)
+    if search.tensor is None:
         raise ConfigError(
-            f"latents: {found.reason}.", hint='Give a tensor, or ComfyUI\'s LATENT {"samples": tensor}.'
+            f"latents: {search.reason}.", hint='Give a tensor, or ComfyUI\'s LATENT {"samples": tensor}.'
         )
-    return found.tensor
+    return search.tensor
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
@@ -238,16 +238,7 @@ def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
 
 @dataclass(slots=True)
 class Engine:
-    """One encoding or decoding from first to last.
-
-    Args:
-        tries: What there is to do, and the ways to try.
-        given: Facts of what goes in.
-        layouts: What the axes of the result are, by their number.
-        on_event: Told what happens while it goes on. What it raises is logged once.
-        dummy_finding: What to say of a stand-in for a result.
-        findings: What to say of what goes in.
-    """
+    """One encoding or decoding from first to last."""
 
     tries: Tries
     given: SampleFacts
@@ -391,11 +382,6 @@ def dummy_latents(vae: Vae, pictures: Pictures, device: torch.device) -> Tensor:
 
     A run of the VAE without weights tells the shape, where that can be had; else its factors do.
 
-    Args:
-        vae: That did not encode them.
-        pictures: What was to be encoded.
-        device: Where the latents would be.
-
     Raises:
         ConfigError: Neither tells enough for the shape.
     """
@@ -408,10 +394,10 @@ def _shape_seen(vae: Vae, pixels: Tensor) -> tuple[int, ...] | None:
     if isinstance(vae, ComfyuiVae) or not hasattr(vae.vae, "config"):
         return None
     try:
-        found = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
+        run = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
     except NoTwinError:
         return None
-    return (pixels.shape[0], *found.result_shape[1:])
+    return (pixels.shape[0], *run.result_shape[1:])
 
 
 def _shape_told(facts: VaeFacts, pixels: Tensor) -> tuple[int, ...]:

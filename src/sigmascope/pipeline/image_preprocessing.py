@@ -137,10 +137,10 @@ def _check_axes(tensor: Tensor, axes: Layout, channels: int | None) -> None:
             f"layout: {axes!r} does not fit frames of shape {tuple(tensor.shape)}.",
             hint="Name each axis once: B for batch, C for channels, F for frames, H for height, W for width.",
         )
-    found = tensor.shape[axes.index("C")]
-    if channels is not None and found != channels:
+    size = tensor.shape[axes.index("C")]
+    if channels is not None and size != channels:
         raise ConfigError(
-            f"frames: {found} channels in {tuple(tensor.shape)}, the VAE takes {channels}.",
+            f"frames: {size} channels in {tuple(tensor.shape)}, the VAE takes {channels}.",
             hint="Convert the pictures, or say which axis is what with layout=.",
         )
 
@@ -273,13 +273,7 @@ def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
 
 
 def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
-    """The same pixels in another range, in float32 or better; as they are where nothing is to do.
-
-    Args:
-        pixels: Any shape.
-        values: What they are in.
-        wanted: What they shall be in.
-    """
+    """The same pixels in another range, in float32 or better; as they are where nothing is to do."""
     if not pixels.is_floating_point():
         pixels = pixels.float()
     if values == wanted:
@@ -290,13 +284,7 @@ def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
 
 
 def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") -> SampleFacts:
-    """Shape, axes and range of a tensor. An accelerator's tensor is not read, since that waits for it.
-
-    Args:
-        tensor: Pictures or latents.
-        layout: What its axes are; None if nothing tells.
-        form: What it was handed over as.
-    """
+    """Shape, axes and range of a tensor. An accelerator's tensor is not read, since that waits for it."""
     facts = _tensor_facts(tensor)
     if layout is None or len(layout) != tensor.ndim:
         return SampleFacts(facts, form=form, unavailable={"layout": "nothing tells its axes apart"})

@@ -21,6 +21,7 @@ from sigmascope.analysis.run_comparison import FigureComparison, compare_values
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
+from sigmascope.pipeline.out_of_memory import wait_for
 from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
@@ -244,17 +245,6 @@ def measure_plan(
 ) -> tuple[Measurement, list[AppliedChoice]]:
     """Measure a plan; see `PipelineOptimizer.measure`. If it is broken off, everything is undone.
 
-    Args:
-        pipeline: A diffusers pipeline.
-        call: What to time.
-        plan: What to try.
-        apply: Applies a choice.
-        repeats: Timed runs of each set-up.
-        warmup: Runs before these.
-        seed: Of the generator.
-        demands: What a choice must bring.
-        progress: Told of each run.
-
     Returns:
         The measurement, and the choices that paid, which are in force.
 
@@ -294,12 +284,7 @@ class Count:
 
 
 def as_function(call: Call, seed: int) -> Callable[[Any], object]:
-    """A function of the pipeline, from one, or from the arguments of the pipeline's call.
-
-    Args:
-        call: Either.
-        seed: Of the generator that arguments get.
-    """
+    """A function of the pipeline, from one, or from the arguments of the pipeline's call."""
     if callable(call):
         return call
     arguments = dict(call)
@@ -312,13 +297,7 @@ def as_function(call: Call, seed: int) -> Callable[[Any], object]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A set-up with the image that it gave.
-
-    Attributes:
-        set_up: Times and memory.
-        image: Of the first timed run; None: there is none that is known.
-        repeatable: Whether all timed runs gave the same.
-    """
+    """A set-up with the image that it gave."""
 
     set_up: SetUp
     image: Tensor | None = None
@@ -327,16 +306,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How set-ups of one pipeline are run.
-
-    Attributes:
-        pipeline: The pipeline.
-        call: Makes it generate, with the same seed each time.
-        denoiser: Its calls are the steps.
-        repeats: Timed runs.
-        warmup: Runs before these.
-        count: Told of each run.
-    """
+    """How set-ups of one pipeline are run."""
 
     pipeline: Any
     call: Callable[[Any], object]
@@ -377,7 +347,7 @@ class Trials:
 
 
 def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
-    steps = [one for run in runs for stage in run.walk() for one in stage.steps.seconds[1:]]
+    steps = [duration for run in runs for stage in run.walk() for duration in stage.steps.seconds[1:]]
     where, peaks = _peaks(runs)
     gaps = {} if peaks else {"peak_bytes": "neither a device nor the process told its peak"}
     if not steps:
@@ -395,17 +365,17 @@ def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
 
 def _peaks(runs: list[Run]) -> tuple[str | None, list[int]]:
     """Of the device that held the most; where none held anything, of the process."""
-    found: dict[str, list[int]] = {}
+    peaks: dict[str, list[int]] = {}
     for run in runs:
         peak = run.peak()
         for device in peak.accelerators:
             if device.allocated_bytes:
-                found.setdefault(device.device, []).append(device.allocated_bytes)
+                peaks.setdefault(device.device, []).append(device.allocated_bytes)
         if peak.rss_bytes is not None:
-            found.setdefault("process", []).append(peak.rss_bytes)
-    devices = [name for name in found if name != "process"]
-    where = max(devices, key=lambda name: max(found[name]), default="process" if found else None)
-    return where, found.get(where or "", [])
+            peaks.setdefault("process", []).append(peak.rss_bytes)
+    devices = [name for name in peaks if name != "process"]
+    where = max(devices, key=lambda name: max(peaks[name]), default="process" if peaks else None)
+    return where, peaks.get(where or "", [])
 
 
 def seconds_of(run: Run) -> float:
@@ -416,14 +386,14 @@ def seconds_of(run: Run) -> float:
 def _finish(pipeline: object, denoiser: nn.Module) -> None:
     """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
     for device in _devices_of(pipeline, denoiser):
-        attempt(partial(torch.accelerator.synchronize, device))
+        attempt(partial(wait_for, device))
 
 
 def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
     """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
     runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
-    found = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
-    return {device for device in found if device.type not in ("cpu", "meta")}
+    devices = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
+    return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
 @dataclass(slots=True)
@@ -508,12 +478,7 @@ def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: See
 
 
 def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
-    """The ratio of medians with its interval; None if one of them did not run.
-
-    Args:
-        new: With a choice.
-        old: Without it.
-    """
+    """The ratio of medians with its interval; None if one of them did not run."""
     if not new.seconds or not old.seconds:
         return None
     return compare_values(STAGE, "seconds", new.seconds, old.seconds)
@@ -544,14 +509,6 @@ def judge(
     It pays if it saves the least gain of time in the median and between the fastest runs, which other load on the
     machine disturbs least, and the ratio's interval says faster too; or if it saves as much of the device's peak
     memory, and no time is lost by a choice that was to bring time.
-
-    Args:
-        choice: The choice.
-        before: The set-up without it.
-        after: The set-up with it.
-        time: The two compared; None: one of them did not run.
-        image: Against the pipeline as it was found.
-        demands: What it must bring.
     """
     least_gain = demands.least_gain
     if after.error is not None:
@@ -627,12 +584,7 @@ _BYTE = 255.0
 
 
 def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
-    """Compare two outputs.
-
-    Args:
-        new: From `image_of`.
-        old: The same, of the set-up before.
-    """
+    """Compare two outputs."""
     if new is None or old is None:
         return _unavailable("the output holds no image that is known")
     if new.shape != old.shape:
@@ -703,9 +655,9 @@ def _as_tensor(held: object) -> Tensor | None:
         return _as_tensor(torch.from_numpy(np.ascontiguousarray(held)))
     if isinstance(held, Sequence) and not isinstance(held, str):
         parts = [_as_tensor(one) for one in held]
-        found = [part for part in parts if part is not None]
-        same = len({part.shape for part in found}) == 1 and len(found) == len(parts)
-        return torch.stack(found) if same else None
+        tensors = [part for part in parts if part is not None]
+        same = len({part.shape for part in tensors}) == 1 and len(tensors) == len(parts)
+        return torch.stack(tensors) if same else None
     return _of_pil(held)
 
 

@@ -147,12 +147,7 @@ def _tried(put_back: Callable[[], None]) -> Exception | None:
 
 @contextmanager
 def for_inference(vae: object, **switches: object) -> Iterator[None]:
-    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving.
-
-    Args:
-        vae: A module or what holds some.
-        **switches: Attributes to set on `vae` meanwhile, such as `use_tiling=False`.
-    """
+    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving."""
     parts = [part for module in modules_in(vae) for part in module.modules()]
     was_training = [part for part in parts if part.training]
     own = _attributes_of(vae)
@@ -188,13 +183,13 @@ def put_in_ram(modules: Iterable[nn.Module], *, in_float32: bool = False) -> Non
 
     Meant for use inside `as_before(…, also_on_success=True)`, which puts the originals back: they
     have not moved, so that needs no memory on their device.
-
-    Args:
-        modules: With all their parts.
-        in_float32: Widen those of half precision.
     """
     parts = [part for module in modules for part in module.modules()]
-    copies = {id(one): _copy_in_ram(one, in_float32=in_float32) for part in parts for one in tensors_on(part)}
+    copies = {
+        id(tensor): _copy_in_ram(tensor, in_float32=in_float32)
+        for part in parts
+        for tensor in tensors_on(part)
+    }
     for part in parts:
         for held in (part._parameters, part._buffers, vars(part)):
             _swap(held, copies)
@@ -232,7 +227,7 @@ class _NoHook:
 
 def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
     """Why copies of the weights cannot be had, or None."""
-    if any(one.is_meta for one in tensors_of(modules)):
+    if any(tensor.is_meta for tensor in tensors_of(modules)):
         return "its weights are offloaded piece by piece and not to be read from here"
     if offloads_groups(modules):
         return "diffusers' hooks move its weights, and cannot be set aside"
@@ -248,12 +243,12 @@ def why_not_in_float32(modules: Sequence[nn.Module]) -> str | None:
 
 def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
     """Bytes of weights that are not in RAM yet."""
-    return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
+    return sum(tensor.nbytes for tensor in tensors_of(modules) if tensor.device != _CPU)
 
 
 def nbytes_widened(modules: Iterable[nn.Module]) -> int:
     """Bytes of the float32 copies of those weights that are of half precision."""
-    return sum(4 * one.numel() for one in tensors_of(modules) if one.dtype in HALVES)
+    return sum(4 * tensor.numel() for tensor in tensors_of(modules) if tensor.dtype in HALVES)
 
 
 @contextmanager
@@ -348,8 +343,8 @@ def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 def tensors_on(part: nn.Module) -> list[Tensor]:
     """Its own parameters, buffers, and attributes that are tensors or lists of them."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
         items = value if isinstance(value, list | tuple) else (value,)
-        found += [item for item in items if isinstance(item, Tensor)]
-    return found
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors

@@ -144,15 +144,15 @@ class PipelineOptimizer:
         Raises:
             OptimizationError: Nothing was applied, or a choice cannot be undone; see the message.
         """
-        found = self._applied.last(pipeline)
-        if found is None:
+        last = self._applied.last(pipeline)
+        if last is None:
             raise OptimizationError(
                 "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
                 hint="Undo with the PipelineOptimizer that applied it.",
             )
-        require_last_applied(found.done)
-        changed = undo_all(found.done)
-        self._applied.remove(found)
+        require_last_applied(last.done)
+        changed = undo_all(last.done)
+        self._applied.remove(last)
         return changed
 
     @contextmanager
@@ -164,10 +164,10 @@ class PipelineOptimizer:
             plan: None: what `plan` gives.
         """
         before = self._applied.last(pipeline)
-        made = self.apply(pipeline, plan)
+        applied_plan = self.apply(pipeline, plan)
         changes = self._applied.last(pipeline) is not before
         try:
-            yield made
+            yield applied_plan
         finally:
             if changes:
                 self.undo(pipeline)
@@ -246,11 +246,6 @@ class PipelineOptimizer:
 def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> Plan:
     """Consider every kind of choice for a pipeline. Nothing is changed, and nothing runs.
 
-    Args:
-        pipeline: A diffusers pipeline.
-        hardware: Where it shall run.
-        config: What may be done to it.
-
     Raises:
         ConfigError: It is no pipeline and no module; what places and casts its models by itself, as ComfyUI does,
             is left alone.
@@ -263,11 +258,11 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
     context = context_of(parts_of(pipeline), hardware, config)
     left: list[NotTaken] = []
     for kind in KINDS:
-        for one in _considered(kind, context):
-            if isinstance(one, Choice):
-                context.chosen.append(one)
+        for considered in _considered(kind, context):
+            if isinstance(considered, Choice):
+                context.chosen.append(considered)
             else:
-                left.append(one)
+                left.append(considered)
         if kind.name == PRECISION:
             estimate_work(context)
     facts = context.parts.facts
@@ -431,14 +426,7 @@ def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> Non
 def shrink_to_fit(
     parts: PipelineParts, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
 ) -> None:
-    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot.
-
-    Args:
-        parts: The pipeline.
-        settings: With the size that is wanted; changed where that does not fit.
-        hardware: Where it shall run.
-        config: Of the optimizer.
-    """
+    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot."""
     if not {"height", "width"} <= settings.keys():
         return
     wanted = (int(settings["height"]), int(settings["width"]))

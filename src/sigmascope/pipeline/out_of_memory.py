@@ -26,21 +26,21 @@ def let_go(error: BaseException, outer: BaseException | None = None) -> None:
         outer: What was being handled already when the attempt began. It and what lies behind it are
             somebody else's, and stay.
     """
-    for one in list(_chain(error, outer)):
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
+    for link in list(_chain(error, outer)):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
 
 
 def _chain(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
     """The error and all that it was raised from or while handling, up to `outer`."""
-    seen: set[int] = set() if outer is None else {id(one) for one in _chain(outer, None)}
+    seen: set[int] = set() if outer is None else {id(link) for link in _chain(outer, None)}
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [one.__cause__, one.__context__]
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            waiting += [link.__cause__, link.__context__]
 
 
 def free_memory(*devices: torch.device) -> None:
@@ -50,6 +50,15 @@ def free_memory(*devices: torch.device) -> None:
         empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
         if empty_cache is not None:
             attempt(empty_cache)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that was queued; of no effect for the CPU.
+
+    Whoever only queues work is done with it before the device, and hears of its errors later.
+    """
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,11 +140,6 @@ class Experience:
     def peak(self, kind: Kind, elements: int, counted_bytes: int | None) -> int | None:
         """The peak to expect: what was counted times the median ratio, or the median rate times the size.
 
-        Args:
-            kind: Of attempt.
-            elements: That the VAE is given at once.
-            counted_bytes: From the config; None where it tells nothing.
-
         Returns:
             Bytes, or None if nothing was learned of that kind.
         """
@@ -179,13 +174,13 @@ def _predicted_from_layers(vae: object, wanted: Planned) -> Prediction:
         reason = f"a shape of {len(wanted.shape)} axes has no batch, channels, height and width"
         return Prediction(None, None, None, weights, dict.fromkeys(("bytes", "tensor_bytes"), reason))
     try:
-        found = dry_run(vae, wanted.part, wanted.direction, wanted.dtype)
+        run = dry_run(vae, wanted.part, wanted.direction, wanted.dtype)
     except NoTwinError as error:
         own = _own_estimate(vae, wanted)
         gaps = dict.fromkeys(("bytes", "tensor_bytes") if own is None else ("tensor_bytes",), str(error))
         return Prediction(own, None if own is None else "config", None, weights, gaps)
-    total = _with_what_is_around(found, wanted)
-    tensors = total - weights - found.peak_bytes + found.tensor_bytes
+    total = _with_what_is_around(run, wanted)
+    tensors = total - weights - run.peak_bytes + run.tensor_bytes
     return Prediction(total, "config", tensors, weights)
 
 
@@ -371,14 +366,14 @@ def _run_twin(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: to
         twin.use_tiling = False  # tiles are cut by `pipeline.tiling`
     source = torch.empty(shape, dtype=dtype, device=_META)
     if direction == "encoding":
-        found = counted(lambda: twin.encode(source))
-        output = encoded(found.result)
+        counted_run = counted(lambda: twin.encode(source))
+        output = encoded(counted_run.result)
         made, result = output.tensor, output.latent(sample=False, generator=None)
     else:
-        found = counted(lambda: twin.decode(source, **_frame_count(twin, shape)))
-        made = result = decoded(found.result)
+        counted_run = counted(lambda: twin.decode(source, **_frame_count(twin, shape)))
+        made = result = decoded(counted_run.result)
     sizes = tuple(made.shape), made.element_size(), tuple(result.shape)
-    return DryRun(found.tensor_bytes, found.peak_bytes, *sizes, at_norms=found.at_norms)
+    return DryRun(counted_run.tensor_bytes, counted_run.peak_bytes, *sizes, at_norms=counted_run.at_norms)
 
 
 def _streamed_frames(twin: Any, shape: tuple[int, ...], direction: Direction) -> tuple[int, int] | None:
@@ -478,9 +473,6 @@ def counted(code: Callable[[], object]) -> Counted:
     A convolution takes as much again as its input and weight, to lay them out as its kernel wants them; that
     is what oneDNN was measured to take. Attention is counted as the fused kernels that never hold the matrix
     of all pairs.
-
-    Args:
-        code: Makes no tensor on any other device.
     """
     live = _LiveBytes()
     layers = _Layers(live)
@@ -490,11 +482,7 @@ def counted(code: Callable[[], object]) -> Counted:
 
 
 class _Layers(TorchFunctionMode):
-    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones.
-
-    Args:
-        live: Counts what is alive at group norms.
-    """
+    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
 
     def __init__(self, live: "_LiveBytes") -> None:
         super().__init__()
@@ -578,10 +566,6 @@ def learn(past: Iterable[Run | EncodingRecord]) -> Experience:
 
     Attempts that succeeded count, if their peak was measured and is 64 MB or more. A ratio comes only from a
     prediction that was itself made from the config: one that had learned already would count twice.
-
-    Args:
-        past: `Run`s, whose stages hold the records, or the records themselves. A stage whose record cannot be
-            read is passed over.
     """
     ratios: dict[Kind, list[float]] = defaultdict(list)
     rates: dict[Kind, list[float]] = defaultdict(list)

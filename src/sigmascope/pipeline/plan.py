@@ -185,16 +185,11 @@ class Plan:
     memory: Reckoning = field(default_factory=Reckoning)
 
     def without(self, names: Iterable[str], reason: str = "left out") -> "Plan":
-        """The plan without the choices of these names or kinds.
-
-        Args:
-            names: Such as "precision" or "precision of vae".
-            reason: For what is left out.
-        """
+        """The plan without the choices of these names or kinds."""
         dropped = set(names)
-        gone = [one for one in self.choices if one.name in dropped or one.kind in dropped]
-        kept = tuple(one for one in self.choices if one not in gone)
-        left = (*self.not_taken, *(NotTaken(one.kind, one.component, reason) for one in gone))
+        gone = [choice for choice in self.choices if choice.name in dropped or choice.kind in dropped]
+        kept = tuple(choice for choice in self.choices if choice not in gone)
+        left = (*self.not_taken, *(NotTaken(choice.kind, choice.component, reason) for choice in gone))
         return replace(self, choices=kept, not_taken=left)
 
     def as_dict(self) -> dict[str, Any]:
@@ -301,15 +296,12 @@ class OptimizationConfig:
 def refuse_unknown(values: Mapping[str, object]) -> None:
     """Refuse values that an option does not have.
 
-    Args:
-        values: By the names of `OptimizationConfig`.
-
     Raises:
         ConfigError: One of them is not known.
     """
     for name, value in values.items():
         allowed = _ALLOWED[name]
-        if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        if not any(value is option or (isinstance(value, str) and value == option) for option in allowed):
             known = ", ".join(map(repr, allowed))
             raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
 
@@ -324,15 +316,15 @@ def read_hardware(device: str | None = None, accelerator: Accelerator | None = N
     accelerator = detect_accelerator() if accelerator is None else accelerator
     snapshot = memory_snapshot(accelerator)
     ram = snapshot.ram_available_bytes
-    found = accelerator.current_device() if device is None else _numbered(device)
-    if found is None or found.startswith("cpu"):
+    name = accelerator.current_device() if device is None else _numbered(device)
+    if name is None or name.startswith("cpu"):
         absence = accelerator.absence if device is None else None
         return Hardware(
             "cpu", ram_available_bytes=ram, cpu_bfloat16=_cpu_multiplies_bfloat16(), absence=absence
         )
-    facts, memory = accelerator.facts(found), snapshot.accelerator(found)
+    facts, memory = accelerator.facts(name), snapshot.accelerator(name)
     return Hardware(
-        found,
+        name,
         facts.name,
         facts.total_bytes or memory.total_bytes,
         _free(memory.free_bytes, memory.reserved_bytes, memory.allocated_bytes),
@@ -346,8 +338,8 @@ def _numbered(device: str) -> str:
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    found = attempt(lambda: dict(torch.cpu.get_capabilities()))
-    return any((found.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))
+    capabilities = attempt(lambda: dict(torch.cpu.get_capabilities()))
+    return any((capabilities.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
 def _free(free: int | None, reserved: int | None, allocated: int | None) -> int | None:
@@ -409,12 +401,12 @@ def parts_of(pipeline: Any) -> PipelineParts:
 def models_of(pipeline: Any) -> dict[str, nn.Module]:
     """The modules of a pipeline by its own names, each once."""
     parts = attempt(lambda: dict(components_of(pipeline))).value or {"denoiser": pipeline}
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name, part in parts.items():
         module = part if isinstance(part, nn.Module) else attempt(lambda part=part: unwrap(part)).value  # type: ignore[misc]
-        if module is not None and not any(module is other for other in found.values()):
-            found[str(name)] = module
-    return found
+        if module is not None and not any(module is other for other in models.values()):
+            models[str(name)] = module
+    return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,15 +433,7 @@ def planned_call(
     num_frames: int | None = None,
     batch_size: int = 1,
 ) -> Call:
-    """The call with these sizes, or else with the pipeline's own.
-
-    Args:
-        parts: The pipeline.
-        height: In pixels; None: the pipeline's default.
-        width: The same.
-        num_frames: Of a video.
-        batch_size: Images at once.
-    """
+    """The call with these sizes, or else with the pipeline's own."""
     side = default_side(parts)
     frames = num_frames or _default(parts, "num_frames") or 1
     return Call(
@@ -616,18 +600,30 @@ class Kind:
     narrows: bool = False
 
 
+def of_each(
+    role: Role, consider: Callable[[PlanningContext, str, nn.Module], Choice | NotTaken]
+) -> Callable[[PlanningContext], Considered]:
+    """What considers each of a pipeline's models of a role by itself."""
+
+    def consider_each(context: PlanningContext) -> Considered:
+        for name, model in context.parts.of_role(role).items():
+            yield consider(context, name, model)
+
+    return consider_each
+
+
+def model_of(pipeline: Any, choice: Choice) -> Any:
+    """The model that a choice is about."""
+    return models_of(pipeline)[choice.component]
+
+
 @dataclass(eq=False, slots=True)
 class _Hold(Generic[T]):
     before: T
 
 
 class ProcessSetting(Generic[T]):
-    """Put back as it was once nobody holds it any more, in whatever order they let go.
-
-    Args:
-        read: Gives the setting as it is.
-        write: Makes it what was read.
-    """
+    """Put back as it was once nobody holds it any more, in whatever order they let go."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
         self._read = read

@@ -209,13 +209,7 @@ def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
-    """Picture by picture, in tiles.
-
-    Args:
-        work: What there is to do.
-        tiles: Of what size.
-        apart: Why tiles shall not meet.
-    """
+    """Picture by picture, in tiles."""
     with _undisturbed(work):
         raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
         result = finite(work, work.finish(raw))
@@ -256,20 +250,15 @@ def _in_tiles(
 def _of_all(seen: Sequence[TileFacts]) -> TileFacts:
     """Of several pictures: how they were cut, and the worst of what that cost."""
     worst = next(
-        (one for kind in ("per_tile", "estimated") for one in seen if one.norm_statistics == kind), seen[0]
+        (facts for kind in ("per_tile", "estimated") for facts in seen if facts.norm_statistics == kind),
+        seen[0],
     )
-    differences = [one.overlap_difference for one in seen if one.overlap_difference is not None]
+    differences = [facts.overlap_difference for facts in seen if facts.overlap_difference is not None]
     return replace(worst, overlap_difference=max(differences, default=None))
 
 
 def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFacts:
-    """What is known of tiles before anything is cut: by the VAE, where it cuts its own.
-
-    Args:
-        work: What there is to do.
-        tiles: Of what size.
-        by_vae: Whether the VAE may.
-    """
+    """What is known of tiles before anything is cut: by the VAE, where it cuts its own."""
     cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
     shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
     if (

@@ -55,11 +55,7 @@ class ApartError(Exception):
 
 
 def why_no_ram(error: BaseException) -> str | None:
-    """The reason, if an error says that RAM ran out, which tiles by themselves take less of; None of any other.
-
-    Args:
-        error: That ended tiles which went together.
-    """
+    """The reason, if an error says that RAM ran out, which tiles by themselves take less of; None of any other."""
     is_ram = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     return f"RAM ran out while its tiles waited for each other: {describe(error)}" if is_ram else None
 
@@ -69,11 +65,7 @@ class _StoppedError(BaseException):
 
 
 def why_apart(modules: Sequence[nn.Module]) -> str | None:
-    """Why norms shall see a tile at a time, or None.
-
-    Args:
-        modules: That are to run.
-    """
+    """Why norms shall see a tile at a time, or None."""
     parts = [part for module in modules for part in module.modules()]
     if not any(isinstance(part, nn.GroupNorm) for part in parts):
         return "it has no GroupNorm, and other norms see their tile alone"
@@ -88,11 +80,7 @@ def why_apart(modules: Sequence[nn.Module]) -> str | None:
 
 
 def can_estimate(modules: Sequence[nn.Module]) -> bool:
-    """Whether group norms can be given statistics where tiles cannot meet.
-
-    Args:
-        modules: That are to run.
-    """
+    """Whether group norms can be given statistics where tiles cannot meet."""
     parts = [part for module in modules for part in module.modules()]
     return any(isinstance(part, nn.GroupNorm) for part in parts) and not _is_compiled(parts)
 
@@ -159,12 +147,7 @@ class _AtAttention:
 
 
 class _Meeting:
-    """One layer at which all tiles meet.
-
-    Args:
-        first: The first tile to come.
-        sides: Height and width of its features.
-    """
+    """One layer at which all tiles meet."""
 
     def __init__(self, first: "Place", sides: Sequence[int]) -> None:
         axes = first.plan.rows, first.plan.columns
@@ -186,12 +169,7 @@ class _Meeting:
 
 
 class _Norm(_Meeting):
-    """A group norm over the whole picture, of which every tile sees the part where it is.
-
-    Args:
-        first: The first tile to come.
-        asked: What it asks for.
-    """
+    """A group norm over the whole picture, of which every tile sees the part where it is."""
 
     def __init__(self, first: "Place", asked: _AtNorm) -> None:
         area = asked.area(first)
@@ -218,13 +196,7 @@ class _Norm(_Meeting):
         self._seen.append((grouped.shape[2], mean, variance))
 
     def answer(self, place: "Place", asked: _AtNorm, *, put_back: bool) -> Tensor:
-        """A tile's features, normalised.
-
-        Args:
-            place: Of the tile.
-            asked: What it asks for.
-            put_back: Whether its features have been let go of, and shall hold the whole's.
-        """
+        """A tile's features, normalised."""
         area = asked.area(place)
         rows, columns = self.spans(place, area.shape[-2:])
         there = self._whole[..., rows.place, columns.place]
@@ -284,12 +256,7 @@ def _check_room(nbytes: int) -> None:
 
 
 class _Attention(_Meeting):
-    """Attention between all places of a picture.
-
-    Args:
-        first: The first tile to come.
-        asked: What it asks for.
-    """
+    """Attention between all places of a picture."""
 
     def __init__(self, first: "Place", asked: _AtAttention) -> None:
         super().__init__(first, asked.sides[-2:])
@@ -314,11 +281,7 @@ class _Attention(_Meeting):
 
 
 class _Thread:
-    """Code that goes on only while it is waited for, and asks for all that it is not to do itself.
-
-    Args:
-        code: What to run.
-    """
+    """Code that goes on only while it is waited for, and asks for all that it is not to do itself."""
 
     def __init__(self, code: Callable[[], object]) -> None:
         self._questions: SimpleQueue[Any] = SimpleQueue()
@@ -382,12 +345,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Layers(TorchFunctionMode):
-    """Stops at group norms and at attention between places.
-
-    Args:
-        tile: Whose.
-        ask: Waits for the others.
-    """
+    """Stops at group norms and at attention between places."""
 
     def __init__(self, tile: "Tile", ask: Callable[[object], Any]) -> None:
         super().__init__()
@@ -445,11 +403,7 @@ class _Layers(TorchFunctionMode):
 
 
 class _Held:
-    """The storages that a tile's own work made. While it waits, they are in RAM, whatever its device.
-
-    Args:
-        modules: Whose weights are no tile's.
-    """
+    """The storages that a tile's own work made. While it waits, they are in RAM, whatever its device."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -471,9 +425,6 @@ class _Held:
 
     def leave(self, laid_down: torch.UntypedStorage | None) -> bool:
         """Take all to RAM that is not there yet.
-
-        Args:
-            laid_down: What is there in another way. It is let go of, if it is the tile's own.
 
         Returns:
             Whether it was.
@@ -506,14 +457,8 @@ class _Held:
 class Tile:
     """One tile on its way.
 
-    Args:
-        place: Which.
-        function: What it goes through.
-        part: What goes in.
-        modules: What `function` runs.
-
     Attributes:
-        place: As above.
+        place: Which of the tiles.
         thread: That it runs in.
         attends_alone: Why attention does not see the whole, where it does not.
     """
@@ -544,9 +489,6 @@ class Tile:
 
     def go_on(self, meeting: "_Norm | _Attention | None") -> Tensor | None:
         """Let it go on until it is through or waits for the others, and do what it asks for meanwhile.
-
-        Args:
-            meeting: At which it waited; None: it begins.
 
         Returns:
             What came out, if it is through.
@@ -584,9 +526,6 @@ class Tile:
 
     def meet(self, meeting: "_Norm | _Attention | None") -> "_Norm | _Attention":
         """Come to a meeting, or begin one.
-
-        Args:
-            meeting: Of the others that are there already.
 
         Raises:
             ApartError: It is not the one that this tile has come to.
@@ -713,10 +652,10 @@ def go_through(
             passed, meeting, coming = meeting, None, waiting
             waiting = []
             for tile in coming:
-                made = tile.go_on(passed)
-                if made is not None:
-                    yield tile.place, made
-                    del made
+                result = tile.go_on(passed)
+                if result is not None:
+                    yield tile.place, result
+                    del result
                     continue
                 waiting.append(tile)
                 meeting = tile.meet(meeting)

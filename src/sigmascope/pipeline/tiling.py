@@ -100,11 +100,6 @@ class TileAxis:
     def features(self, index: int, length: int, scale: Fraction) -> Span:
         """Where features of a tile are.
 
-        Args:
-            index: Of the tile.
-            length: Of its features.
-            scale: Of them, to one latent element.
-
         Raises:
             ApartError: They do not lie on a grid that all tiles share.
         """
@@ -336,11 +331,6 @@ def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
 def checked_overlap(overlap: int | None, tile: int, factor: int) -> int:
     """What neighbours share, in latent elements; a quarter of the tile if None.
 
-    Args:
-        overlap: In pixels.
-        tile: In latent elements.
-        factor: Pixels along a latent element.
-
     Raises:
         ConfigError: It is not a multiple of `factor`, or tiles would not advance.
     """
@@ -417,17 +407,7 @@ def in_tiles(
     compared: Callable[[Tensor], Tensor] | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Tensor, TileFacts]:
-    """What `tiled_map` gives, and what the tiles cost. Arguments as there, errors too.
-
-    Args:
-        function: As there.
-        tensor: As there.
-        plan: As there.
-        modules: As there.
-        apart: Why the norms shall see a tile at a time all the same.
-        compared: What of a tile's result neighbours are held against each other by; None: they are not.
-        progress: As there.
-    """
+    """What `tiled_map` gives, and what the tiles cost. Arguments as there, errors too."""
     latents = _holds_latents(tensor, plan)
     if plan.count == 1:
         return function(tensor), plan.facts()
@@ -593,8 +573,8 @@ class _Blend:
         if not self._sums:
             return None
         apart, one, other = torch.stack(self._sums).sum(0)
-        found = torch.stack([(apart / (one + other) * 2).sqrt(), *self.differences])
-        return float(found.nan_to_num(0.0).max())
+        measured = torch.stack([(apart / (one + other) * 2).sqrt(), *self.differences])
+        return float(measured.nan_to_num(0.0).max())
 
 
 def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:

@@ -20,7 +20,7 @@ from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.image_preprocessing import Values, rescaled
 from sigmascope.pipeline.model_state import execution_device, has_diffusers_hooks, modules_in, tensors_of
 from sigmascope.records.latents import VaeFacts
-from sigmascope.stages.vae_facts import inner_vae, vae_facts
+from sigmascope.stages.vae_facts import inner_vae, is_comfyui_vae, vae_facts
 
 _OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 """VAEs that have an axis for frames and make pictures: several are a batch, and no video."""
@@ -45,12 +45,7 @@ _FALLBACKS = (
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A latent, or the parameters of the distribution that it is drawn from.
-
-    Attributes:
-        tensor: What tiles are blended from.
-        posterior: The distribution's class, where `tensor` holds its parameters.
-    """
+    """A latent, or the parameters of the distribution that it is drawn from."""
 
     tensor: Tensor
     posterior: type[Any] | None = None
@@ -66,10 +61,6 @@ class Encoded:
 
 class ModuleVae:
     """One VAE, whatever its class.
-
-    Args:
-        vae: With `encode`, `decode` or both.
-        facts: What is known of it.
 
     Attributes:
         values: In which range its pictures are.
@@ -180,13 +171,13 @@ def encoded(output: object) -> Encoded:
     Raises:
         ModelMismatchError: There is no tensor in it.
     """
-    found = _unwrapped(output, _ENCODED)
-    if isinstance(found, Tensor):
-        return Encoded(found)
-    parameters = getattr(found, "parameters", None)
-    if isinstance(parameters, Tensor) and hasattr(found, "mode"):
-        return Encoded(parameters, type(found))
-    mode = _mode_of(found)
+    encoding = _unwrapped(output, _ENCODED)
+    if isinstance(encoding, Tensor):
+        return Encoded(encoding)
+    parameters = getattr(encoding, "parameters", None)
+    if isinstance(parameters, Tensor) and hasattr(encoding, "mode"):
+        return Encoded(parameters, type(encoding))
+    mode = _mode_of(encoding)
     if isinstance(mode, Tensor):
         return Encoded(mode)
     raise _no_tensor("encode", output)
@@ -208,8 +199,8 @@ def _inner(output: object, names: tuple[str, ...]) -> object:
         return next((output[name] for name in names if name in output), None)
     if isinstance(output, tuple | list):
         return output[0] if output else None
-    found = (getattr(output, name, None) for name in names)
-    return next((one for one in found if one is not None and not callable(one)), None)
+    candidates = (getattr(output, name, None) for name in names)
+    return next((value for value in candidates if value is not None and not callable(value)), None)
 
 
 def _mode_of(distribution: Any) -> object:
@@ -234,19 +225,14 @@ def decoded(output: object) -> Tensor:
     Raises:
         ModelMismatchError: There is no tensor in it.
     """
-    found = _unwrapped(output, _DECODED)
-    if isinstance(found, Tensor):
-        return found
+    decoding = _unwrapped(output, _DECODED)
+    if isinstance(decoding, Tensor):
+        return decoding
     raise _no_tensor("decode", output)
 
 
 class ComfyuiVae:
-    """ComfyUI's VAE. Pictures go in and come out with channels last, in [0, 1]. Attributes as of `ModuleVae`.
-
-    Args:
-        vae: As a loader node gives it.
-        facts: What is known of it.
-    """
+    """ComfyUI's VAE. Pictures go in and come out with channels last, in [0, 1]. Attributes as of `ModuleVae`."""
 
     values: Values = "unit"
     default_values: Values | None = "unit"
@@ -382,12 +368,7 @@ def adapted(vae: object) -> Vae:
     """
     inner = inner_vae(vae)
     facts = vae_facts(inner)
-    return ComfyuiVae(inner, facts) if is_comfyui(inner) else ModuleVae(inner, facts)
-
-
-def is_comfyui(vae: object) -> bool:
-    """Whether it is ComfyUI's VAE, told by what it holds."""
-    return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
+    return ComfyuiVae(inner, facts) if is_comfyui_vae(inner) else ModuleVae(inner, facts)
 
 
 def check_can_sample(one: Encoded) -> None:

@@ -437,8 +437,8 @@ def _driver_version(from_nvml: str | None) -> Reading[str]:
     if torch.version.hip:
         return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
     text = attempt(_NVIDIA_VERSION_FILE.read_text)
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
-    return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
+    return Reading(version[1]) if version else Reading(None, text.reason or "not in the driver's own words")
 
 
 def _capability(properties: Any) -> str:
@@ -555,11 +555,6 @@ class TimingEvent:
 
     While a graph is being captured nothing is recorded or queried: the mark would become part of the
     graph, and a query would end the capture with an error.
-
-    Args:
-        event: The torch event.
-        record: Puts it on the right stream.
-        capturing: Whether the current stream is being captured into a graph.
     """
 
     __slots__ = ("_capturing", "_event", "_record", "_set")

@@ -50,9 +50,6 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     Never raises. Nothing is loaded, merged, moved or copied. An entry that cannot be read is there as
     "unknown" with the reason.
 
-    Args:
-        model: A patcher, or what holds one.
-
     Returns:
         One `AppliedPatch` for an entry of `patches`, by key in the host's order; before them weights that are
         replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of
@@ -243,9 +240,6 @@ def sources_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, str]:
     their strength. One call gives a weight, or a part of it, one entry: if the same trace is there twice, it
     was two calls.
 
-    Args:
-        patches: By key, the entries in the host's order.
-
     Returns:
         By key and the entry's index. Merged models are named "merged model 1" and so on.
     """
@@ -421,9 +415,6 @@ def kept_weights(model: object) -> dict[str, KeptWeight]:
 
     Clones share one model, which holds the changes of the one that was loaded last. What it held before is
     kept by that one, and by its clones too where they share what was kept (all, since 2024).
-
-    Args:
-        model: A patcher, or what holds one; anything else has none.
     """
     patcher = patcher_of(model)
     return {} if patcher is None else attempt(lambda: _kept_weights(patcher)).value or {}
@@ -440,7 +431,7 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
         _kept_by(holders, name) for name in ("backup", "hook_backup", "object_patches_backup")
     )
     objects = mapping(patcher, "object_patches")
-    hooks = attempt(lambda: {found.key for found in hooked(patcher) if found.standing.state == "merged"})
+    hooks = attempt(lambda: {kept.key for kept in hooked(patcher) if kept.standing.state == "merged"})
 
     def is_own(key: str) -> bool:
         return (
@@ -450,10 +441,10 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
         )
 
     # A hook changes the weight with everything else merged, so what was kept of that is older.
-    found = by_hooks | merged | objects_kept
+    kept = by_hooks | merged | objects_kept
     return {
         key: KeptWeight(weight, attempt(lambda key=key: is_own(key)).value is True)  # type: ignore[misc]
-        for key, weight in found.items()
+        for key, weight in kept.items()
     }
 
 

@@ -277,12 +277,7 @@ def _noting_function(function: object, unavailable: dict[str, str]) -> dict[str,
 
 
 def parts_of(entry: Entry, original: Tensor | None) -> list[Part]:
-    """The changes that an entry stands for; their sum is what the host does.
-
-    Args:
-        entry: As read.
-        original: The weight before any change, which `model_as_lora` takes from the other model's.
-    """
+    """The changes that an entry stands for; their sum is what the host does."""
     if is_list_of_patches(entry.value):
         return _parts_of_merge(entry)
     change = read_value(entry.value)
@@ -432,13 +427,7 @@ def _pads(options: object) -> bool:
 
 
 def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
-    """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows.
-
-    Args:
-        change: As read.
-        weight: The weight's shape.
-        offset: (dimension, start, length) of the part that is changed.
-    """
+    """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows."""
     check = _CHECKS.get(change.kind)
     if check is None:
         return None
@@ -484,8 +473,8 @@ def _check_glora(change: Change, weight: Shape) -> None:
     newer = {"a1": (weight[1], rank), "a2": (rank, weight[1]), "b1": (out, rank), "b2": (rank, width)}
     older = {"a1": (rank, width), "a2": (width, rank), "b1": (rank, width), "b2": (out, rank)}
     if sides not in (newer, older):
-        found = ", ".join(f"{name} {_shape_text(shape)}" for name, shape in sides.items())
-        raise _Unfit(f"its factors {found} are not those of a weight of {_shape_text(weight)}")
+        shapes = ", ".join(f"{name} {_shape_text(shape)}" for name, shape in sides.items())
+        raise _Unfit(f"its factors {shapes} are not those of a weight of {_shape_text(weight)}")
     _check_magnitudes(change, weight)
 
 
@@ -499,9 +488,9 @@ def _check_rotation(change: Change, weight: Shape) -> None:
 
 
 def _check_difference(change: Change, weight: Shape) -> None:
-    found = tuple(change.tensors["diff"].shape)
-    if found != weight:
-        raise _Unfit(f"the difference is {_shape_text(found)}, the weight {_shape_text(weight)}")
+    shape = tuple(change.tensors["diff"].shape)
+    if shape != weight:
+        raise _Unfit(f"the difference is {_shape_text(shape)}, the weight {_shape_text(weight)}")
 
 
 def _check_replacement(change: Change, weight: Shape) -> None:
@@ -581,12 +570,12 @@ def _check_magnitudes(change: Change, weight: Shape) -> None:
     """The magnitudes of a DoRA are divided by norms of rows, or of columns where there are not as many."""
     if "dora_scale" not in change.tensors:
         return
-    found = tuple(change.tensors["dora_scale"].shape)
-    rows = bool(found) and found[0] == weight[0]
+    shape = tuple(change.tensors["dora_scale"].shape)
+    rows = bool(shape) and shape[0] == weight[0]
     norms = (weight[0], *[1] * (len(weight) - 1)) if rows else (1, *weight[1:2], *[1] * (len(weight) - 2))
-    ratio = _broadcast_shape(found, norms)
+    ratio = _broadcast_shape(shape, norms)
     if len(weight) < 2 or ratio is None or not _broadcasts(ratio, weight):
-        raise _Unfit(f"its magnitudes are {_shape_text(found)}, the weight {_shape_text(weight)}")
+        raise _Unfit(f"its magnitudes are {_shape_text(shape)}, the weight {_shape_text(weight)}")
 
 
 def _broadcasts(found: Shape, weight: Shape) -> bool:
@@ -609,14 +598,7 @@ def _shape_text(shape: Shape) -> str:
 
 
 def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:
-    """The change with its doubt, settled where the weight can settle it.
-
-    Args:
-        patch: Any change.
-        original: The weight before any change.
-        now: The weight as it is.
-        alone: Whether this is the only change of the weight.
-    """
+    """The change with its doubt, settled where the weight can settle it."""
     reason = doubt(patch)
     if reason is None or patch.state in ("failed", "inactive"):
         return patch

@@ -167,11 +167,7 @@ def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]
 
 
 def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
-    """The extras that users install, in the order of the metadata. Never raises; empty without metadata.
-
-    Args:
-        distribution: Whose extras.
-    """
+    """The extras that users install, in the order of the metadata. Never raises; empty without metadata."""
     return attempt(lambda: _extras(distribution)).value or []
 
 
@@ -202,17 +198,17 @@ def _packages(
     extra: str, requirements: list[Requirement], distribution: str, seen: frozenset[str]
 ) -> dict[str, None]:
     """What an extra brings, in order, with what the extras that it contains bring."""
-    found: dict[str, None] = {}
+    packages: dict[str, None] = {}
     for requirement in requirements:
         if not _belongs_to(requirement, extra):
             continue
         if requirement.name != distribution:
-            found[requirement.name] = None
+            packages[requirement.name] = None
         for contained in (
             sorted(requirement.extras - seen - {extra}) if requirement.name == distribution else ()
         ):
-            found |= _packages(contained, requirements, distribution, seen | {extra})
-    return found
+            packages |= _packages(contained, requirements, distribution, seen | {extra})
+    return packages
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:

@@ -99,14 +99,14 @@ def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -
         threads: How many hash on the CPU at once; None: as many as torch calculates with, at most eight.
     """
     reasons = {name: why for name, tensor in tensors.items() if (why := why_unreadable(tensor))}
-    found: Readings = {name: Reading(None, why) for name, why in reasons.items()}
+    readings: Readings = {name: Reading(None, why) for name, why in reasons.items()}
     on_cpu = {name: tensor for name, tensor in tensors.items() if name not in reasons and _on_cpu(tensor)}
     elsewhere = {n: tensor for n, tensor in tensors.items() if n not in reasons and n not in on_cpu}
     with torch.no_grad():
-        found |= _all_on_cpu(on_cpu, threads)
+        readings |= _all_on_cpu(on_cpu, threads)
         for group in _groups(elsewhere):
-            found |= _group_elsewhere(group)
-    return {name: found[name] for name in tensors}
+            readings |= _group_elsewhere(group)
+    return {name: readings[name] for name in tensors}
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -197,11 +197,11 @@ def _hash_where_it_is(names: Sequence[str], tensors: Sequence[Tensor]) -> Readin
             sums.append(block_sums(_as_words(raw[:whole])))
     pieces = digests(torch.cat(sums)) if sums else np.empty(0, np.uint64)
     left = torch.cat(rests).cpu().numpy().data
-    found: Readings = {}
+    readings: Readings = {}
     for name, tensor, count, rest in zip(names, tensors, counts, rests, strict=True):
-        found[name] = Reading(_fingerprint(tensor, pieces[:count], left[: rest.numel()]))
+        readings[name] = Reading(_fingerprint(tensor, pieces[:count], left[: rest.numel()]))
         pieces, left = pieces[count:], left[rest.numel() :]
-    return found
+    return readings
 
 
 def block_sums(words: Int64[Tensor, "pieces words"]) -> Int64[Tensor, "pieces blocks 8"]:
@@ -308,19 +308,16 @@ def samples(tensors: Mapping[str, Tensor]) -> dict[str, Shaped[Tensor, " n"]]:
     """Up to a thousand elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
 
     Tensors without readable floating-point values are left out. What lies on an accelerator is waited for.
-
-    Args:
-        tensors: Of any dtype, layout and device.
     """
-    found: dict[str, Tensor] = {}
+    sampled: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             try:
                 if why_unreadable(tensor) is None and tensor.is_floating_point() and tensor.numel():
-                    found[name] = _sample_of(tensor)
+                    sampled[name] = _sample_of(tensor)
             except PROBE_ERRORS:
                 continue
-        return {name: sample.cpu() for name, sample in found.items()}
+        return {name: sample.cpu() for name, sample in sampled.items()}
 
 
 def _sample_of(tensor: Tensor) -> Tensor:

@@ -149,10 +149,6 @@ def others_share(before: CpuMoment, after: CpuMoment) -> float | None:
     """The share of all processor threads that others used in between, 0 to 1; None if no time passed.
 
     The system counts in hundredths of a second: over less than a second the share is rough.
-
-    Args:
-        before: Earlier.
-        after: Later.
     """
     room = (after.at - before.at) * (os.cpu_count() or 1)
     if room <= 0:

@@ -52,11 +52,6 @@ def process_rss_bytes() -> int | None:
 
     Made for hot paths. Linux counts pages per thread in batches, so the figure may lag by some pages.
     """
-    if _HAS_STATM:
-        try:  # written out here: a call more would cost a twentieth of it all
-            return int(os.pread(_descriptor[0], 128, 0).split()[1]) * _PAGE_BYTES
-        except (OSError, ValueError, IndexError):
-            pass  # not opened yet in this process, or somebody closed all descriptors
     return process_rss().value
 
 
@@ -163,8 +158,8 @@ def heap_in_use() -> Reading[int]:
 
 
 def _heap_bytes() -> int:
-    found = _mallinfo2()()
-    return int(found.uordblks) + int(found.hblkhd)
+    information = _mallinfo2()()
+    return int(information.uordblks) + int(information.hblkhd)
 
 
 @cache

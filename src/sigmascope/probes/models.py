@@ -72,17 +72,17 @@ def module_facts(module: object) -> ModuleFacts:
     """
     class_name = type(module).__name__
     try:
-        found = _modules_of(module)
-        if not found:
+        modules = _modules_of(module)
+        if not modules:
             return _nothing_known(class_name, f"{class_name} holds no module that is known how to find")
         facts = _Count()
-        for inner in found:
+        for inner in modules:
             facts.add(inner)
     except PROBE_ERRORS as error:
         return _nothing_known(class_name, describe(error))
-    if len(found) > 1 or found[0] is module or isinstance(module, Mapping) or components_of(module):
+    if len(modules) > 1 or modules[0] is module or isinstance(module, Mapping) or components_of(module):
         return facts.result(class_name, None)
-    return facts.result(type(found[0]).__name__, class_name)
+    return facts.result(type(modules[0]).__name__, class_name)
 
 
 def _modules_of(thing: object) -> list[nn.Module]:
@@ -160,9 +160,9 @@ def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
         return None
     for name in _INNER_NAMES:
         held = getattr(thing, name, None)
-        found = None if held is None or _is_method(held) else unwrap(held, depth + 1)
-        if found is not None:
-            return found
+        module = None if held is None or _is_method(held) else unwrap(held, depth + 1)
+        if module is not None:
+            return module
     return None
 
 
@@ -215,9 +215,9 @@ def detect_architecture(model: object) -> Reading[Architecture]:
 def _architecture_of(model: object) -> Architecture:
     for candidate in denoisers_of(model):
         module = unwrap(candidate)
-        found = None if module is None else _classify(module)
-        if found is not None:
-            return found
+        architecture = None if module is None else _classify(module)
+        if architecture is not None:
+            return architecture
     raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
 
 
@@ -281,7 +281,7 @@ def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, n
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
     """Each module of a model, itself first."""
-    return (found for _, found in named_modules_in(module))
+    return (part for _, part in named_modules_in(module))
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -322,12 +322,8 @@ _KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def file_facts(files: object) -> dict[str, Any]:
-    """Names, format and size of the files of a model's weights; nothing where there are none.
-
-    Args:
-        files: One path or several.
-    """
-    paths = [Path(one) for one in _several(files) if isinstance(one, str | os.PathLike)]
+    """Names, format and size of the files of a model's weights; nothing where there are none."""
+    paths = [Path(file) for file in _several(files) if isinstance(file, str | os.PathLike)]
     sizes = [path.stat().st_size for path in paths if path.is_file()]
     if not sizes:
         return {}
@@ -352,13 +348,13 @@ def key_facts(result: object) -> dict[str, Any]:
     Args:
         result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
     """
-    told = (
+    keys_by_group = (
         result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
     )
-    if isinstance(told, tuple) and len(told) >= 4:
-        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, told[1:4], strict=True))
+    if isinstance(keys_by_group, tuple) and len(keys_by_group) >= 4:
+        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, keys_by_group[1:4], strict=True))
     else:
-        groups = {name: getattr(told, name, None) for name in _KEY_GROUPS}
+        groups = {name: getattr(keys_by_group, name, None) for name in _KEY_GROUPS}
     facts: dict[str, Any] = {}
     for name, keys in groups.items():
         if isinstance(keys, Iterable):

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
 
 _sessions: dict[int, ModuleType] = {}  # process id -> initialised library: a forked child needs its own
 _FACT_FIELDS = (
@@ -74,18 +74,18 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     if opened.value is None:
         return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, opened.reason or "unknown"))
     nvml: Any = opened.value
-    handle = _attempt(nvml, lambda: handle_of(nvml, device))
+    handle = attempt(lambda: handle_of(nvml, device))
     if handle.value is None:
         return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, handle.reason or "unknown"))
     gpu = handle.value
-    memory = _attempt(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    memory = attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
     readings: dict[str, Reading[Any]] = {
-        "name": _attempt(nvml, lambda: _as_text(nvml.nvmlDeviceGetName(gpu))),
-        "uuid": _attempt(nvml, lambda: _as_text(nvml.nvmlDeviceGetUUID(gpu))),
-        "driver_version": _attempt(nvml, lambda: _as_text(nvml.nvmlSystemGetDriverVersion())),
-        "utilization_percent": _attempt(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
-        "temperature_celsius": _attempt(
-            nvml, lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+        "name": attempt(lambda: _as_text(nvml.nvmlDeviceGetName(gpu))),
+        "uuid": attempt(lambda: _as_text(nvml.nvmlDeviceGetUUID(gpu))),
+        "driver_version": attempt(lambda: _as_text(nvml.nvmlSystemGetDriverVersion())),
+        "utilization_percent": attempt(lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
+        "temperature_celsius": attempt(
+            lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
         ),
     }
     for name in ("total", "used", "free"):
@@ -94,12 +94,8 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     return NvmlFacts(
         device,
         **{name: reading.value for name, reading in readings.items()},
-        unavailable={n: reading.reason for n, reading in readings.items() if reading.reason is not None},
+        unavailable=reasons(readings),
     )
-
-
-def _attempt(nvml: Any, read: Any) -> Reading[Any]:
-    return attempt(read)
 
 
 def _as_text(value: str | bytes) -> str:
@@ -107,16 +103,12 @@ def _as_text(value: str | bytes) -> str:
 
 
 def nvml_memory(device: str) -> Reading[tuple[int, int]]:
-    """Free and total bytes of one CUDA device alone: the other facts take milliseconds to read. Never raises.
-
-    Args:
-        device: As in `read_nvml`.
-    """
+    """Free and total bytes of one CUDA device alone: the other facts take milliseconds to read. Never raises."""
     opened = library()
     if opened.value is None:
         return Reading(None, opened.reason)
     nvml: Any = opened.value
-    memory = _attempt(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle_of(nvml, device)))
+    memory = attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle_of(nvml, device)))
     return memory if memory.value is None else Reading((int(memory.value.free), int(memory.value.total)))
 
 
@@ -131,7 +123,7 @@ def library() -> Reading[ModuleType]:
         import pynvml
     except ImportError:
         return Reading(None, "the package nvidia-ml-py is not installed")
-    started = _attempt(pynvml, pynvml.nvmlInit)
+    started = attempt(pynvml.nvmlInit)
     if started.reason is not None:
         return Reading(None, started.reason)
     _sessions[os.getpid()] = pynvml
@@ -140,10 +132,6 @@ def library() -> Reading[ModuleType]:
 
 def handle_of(nvml: Any, device: str) -> Any:
     """NVML's handle of a CUDA device such as "cuda:1".
-
-    Args:
-        nvml: The initialised library.
-        device: A name as torch gives it.
 
     Raises:
         LookupError: It cannot be told yet which device that is.
@@ -187,7 +175,7 @@ def _handle_by_number(nvml: Any, number: int) -> Any:
     if not by_pci and len({_as_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}) > 1:
         raise LookupError("with devices of several models CUDA's order is unknown until it is initialised")
     handle = handles[number]
-    mode = _attempt(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)).value  # most devices have no such mode
+    mode = attempt(lambda: nvml.nvmlDeviceGetMigMode(handle)).value  # most devices have no such mode
     if mode is not None and mode[0]:
         raise LookupError(
             f"device {number} is in MIG parts; which one CUDA takes is unknown until it is initialised"
@@ -232,12 +220,7 @@ class GpuActivity:
 
 
 class GpuGauge:
-    """Reads one device. What it does not support is asked for once.
-
-    Args:
-        nvml: The initialised library.
-        device: As torch names it.
-    """
+    """Reads one device. What it does not support is asked for once."""
 
     def __init__(self, nvml: Any, device: str) -> None:
         self.device = device
@@ -249,27 +232,26 @@ class GpuGauge:
         """All figures now; never raises."""
         nvml = self._nvml
         if self._handle is None:  # asked for again: before CUDA is initialised it may be ambiguous
-            found = attempt(lambda: handle_of(nvml, self.device))
-            if found.value is None:
+            handle = attempt(lambda: handle_of(nvml, self.device))
+            if handle.value is None:
                 return GpuActivity(
-                    self.device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, found.reason or "unknown")
+                    self.device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, handle.reason or "unknown")
                 )
-            self._handle = found.value
+            self._handle = handle.value
         readings = {name: self._get(name, read) for name, read in self._reads().items()}
-        rates, reasons = readings["busy_percent"].value, readings["slowed_by_heat"].value
+        rates, slowed_by = readings["busy_percent"].value, readings["slowed_by_heat"].value
         warmth, milliwatts = readings["temperature_celsius"].value, readings["power_watts"].value
-        missing = {name: one.reason for name, one in readings.items() if one.reason is not None}
         return GpuActivity(
             self.device,
             None if rates is None else float(rates.gpu),
             None if rates is None else float(rates.memory),
             None if warmth is None else float(warmth),
             None if milliwatts is None else milliwatts / 1e3,
-            None if reasons is None else bool(reasons & _HEAT),
-            None if reasons is None else bool(reasons & _POWER_CAP),
+            None if slowed_by is None else bool(slowed_by & _HEAT),
+            None if slowed_by is None else bool(slowed_by & _POWER_CAP),
             {
                 name: reason
-                for first, reason in missing.items()
+                for first, reason in reasons(readings).items()
                 for name in (first, *_READ_TOGETHER.get(first, ()))
             },
         )

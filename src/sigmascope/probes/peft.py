@@ -242,8 +242,8 @@ def by_adapter(layer: object, name: str) -> dict[str, Any]:
 
 def tensor_of(held: object) -> Tensor | None:
     """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
-    found = held if isinstance(held, Tensor) else attribute(held, "weight")
-    return found.detach() if isinstance(found, Tensor) else None
+    tensor = held if isinstance(held, Tensor) else attribute(held, "weight")
+    return tensor.detach() if isinstance(tensor, Tensor) else None
 
 
 def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
@@ -254,11 +254,11 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
         return [_unknown_change(layer, parameter, reason or "its factors are not where PEFT keeps them")]
     if attribute(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
         up, down = down.mT, up.mT
-    found = [_low_rank_change(layer, adapter, parameter, up, down)]
+    changes = [_low_rank_change(layer, adapter, parameter, up, down)]
     bias = attribute(by_adapter(layer, "lora_B").get(adapter), "bias")
     if isinstance(bias, Tensor):
-        found.append(Change("bias", "diff", {"diff": bias.detach()}))
-    return found
+        changes.append(Change("bias", "diff", {"diff": bias.detach()}))
+    return changes
 
 
 def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
@@ -514,12 +514,12 @@ def base_weight(model: object, key: str) -> Tensor | None:
 def tensor_at(model: object, key: str) -> Tensor | None:
     """The tensor of that name without wrappers, whatever it is; None if there is none."""
     *path, own = key.split(".")
-    found: object = model
+    place: object = model
     if not isinstance(model, nn.Module) and path:
-        found = _component(model, path.pop(0))
+        place = _component(model, path.pop(0))
     for part in path:
-        found = _children(bare(found)).get(part)
-    return _own_tensor(bare(found), own)
+        place = _children(bare(place)).get(part)
+    return _own_tensor(bare(place), own)
 
 
 def _component(pipeline: object, name: str) -> object:

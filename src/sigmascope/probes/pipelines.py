@@ -156,11 +156,7 @@ def _source(pipeline: object) -> str | None:
 
 
 def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:
-    """Processors of the attention modules that have one, as diffusers' do. Never raises.
-
-    Args:
-        denoisers: The models to look through.
-    """
+    """Processors of the attention modules that have one, as diffusers' do. Never raises."""
     return attempt(lambda: _count_processors(denoisers)).value or AttentionFacts()
 
 
@@ -183,9 +179,6 @@ def _count_processors(denoisers: Iterable[nn.Module]) -> AttentionFacts:
 
 def offload_of(module: nn.Module) -> Offload | None:
     """Which offloading moves a model's weights, by the hooks of accelerate and diffusers on it.
-
-    Args:
-        module: The model.
 
     Returns:
         "model": the whole model moves when it is called; "sequential": each leaf does; "group": groups of

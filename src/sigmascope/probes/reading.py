@@ -86,8 +86,8 @@ def describe(error: BaseException) -> str:
 
     Where words are not kept: its type, what is known of it, and its place.
     """
-    told = message_of(error).strip().partition("\n")[0]
-    text = f"{type(error).__name__}: {told}" if told else type(error).__name__
+    message = message_of(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     place = None if keeps_words() else _place_of(error)
     return text if place is None else f"{text} ({place})"
 
@@ -222,8 +222,8 @@ def known_cause(error: BaseException) -> str | None:
 
 def _size_in(error: BaseException, pattern: re.Pattern[str]) -> str | None:
     """A number of bytes that the message gives, rounded and written anew."""
-    told = pattern.search(_text_of(error))
-    return None if told is None else format_size(round(float(told[1]) * _UNITS[told[2][0].upper()]))
+    size = pattern.search(_text_of(error))
+    return None if size is None else format_size(round(float(size[1]) * _UNITS[size[2][0].upper()]))
 
 
 _UNITS: Final = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

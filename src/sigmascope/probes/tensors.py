@@ -199,10 +199,6 @@ def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
     """As `tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
 
     The range tells of NaN and Inf too: with either of them in it, everything is read.
-
-    Args:
-        tensor: Pictures or latents.
-        statistics: As in `tensor_facts`.
     """
     large = attempt(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
     if statistics is not None or not large:

@@ -297,17 +297,16 @@ def record_in(stage: Stage | None) -> EncodingRecord | None:
     Raises:
         ValueError: What is there is no such record.
     """
-    found = (
-        [] if stage is None else [one.facts[RECORD_FACT] for one in stage.walk() if RECORD_FACT in one.facts]
-    )
-    return encoding_record(found[-1]) if found else None
+    stages = () if stage is None else stage.walk()
+    records = [part.facts[RECORD_FACT] for part in stages if RECORD_FACT in part.facts]
+    return encoding_record(records[-1]) if records else None
 
 
 def attempts_in(stage: Stage | None, direction: Direction) -> tuple[StrategyAttempt, ...]:
     """The strategies that were watched apart inside a stage, in order."""
     strategies = {attempt_stage(strategy, direction): strategy for strategy in STRATEGIES}
-    inner = [] if stage is None else [one for one in stage.walk() if one.name in strategies]
-    return tuple(_attempt(one, strategies[one.name]) for one in inner)
+    inner = [] if stage is None else [part for part in stage.walk() if part.name in strategies]
+    return tuple(_attempt(part, strategies[part.name]) for part in inner)
 
 
 def _attempt(stage: Stage, strategy: Strategy) -> StrategyAttempt:
@@ -344,29 +343,25 @@ def _peak_growth(stage: Stage, device: str | None) -> int | None:
 
 def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
     """All that a record shows, and what the engine found itself."""
-    found = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
-    return (*found, *without_known(record.findings, found))
+    own = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
+    return (*own, *without_known(record.findings, own))
 
 
 def findings_of_attempts(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction, *, dummy: bool
 ) -> tuple[Finding, ...]:
-    """Findings from what was tried.
-
-    Args:
-        attempts: In the order in which they were made.
-        strategy: The one that gave the output.
-        direction: Whether it encoded or decoded.
-        dummy: Whether the output is a stand-in.
-    """
-    found = [
+    """Findings from what was tried."""
+    findings = [
         *_stand_in_finding(strategy, direction, dummy=dummy),
         *_failure_finding(attempts, strategy, direction),
     ]
     if not dummy:
-        found += _fallback_finding(attempts, strategy, direction)
-        found += _tiles_finding(attempts, direction)
-    return (*found, *(finding for one in attempts for finding in _misprediction_finding(one, direction)))
+        findings += _fallback_finding(attempts, strategy, direction)
+        findings += _tiles_finding(attempts, direction)
+    return (
+        *findings,
+        *(finding for attempt in attempts for finding in _misprediction_finding(attempt, direction)),
+    )
 
 
 def _stand_in_finding(strategy: Strategy | None, direction: Direction, *, dummy: bool) -> Iterator[Finding]:
@@ -384,25 +379,27 @@ def _stand_in_finding(strategy: Strategy | None, direction: Direction, *, dummy:
 def _failure_finding(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
 ) -> Iterator[Finding]:
-    failed = [one for one in attempts if one.outcome == "failed"]
+    failed = [attempt for attempt in attempts if attempt.outcome == "failed"]
     if strategy is not None or not failed:
         return
-    reasons = "; ".join(f"{strategy_label(one.name, direction)}: {one.reason or 'unknown'}" for one in failed)
+    reasons = "; ".join(
+        f"{strategy_label(attempt.name, direction)}: {attempt.reason or 'unknown'}" for attempt in failed
+    )
     yield Finding(
         "vae_failed",
         "error",
         f"No strategy got through the {direction}. {reasons}",
         _evidence(failed),
         None  # the reason says what to do, and smaller pieces would not mend it
-        if any(one.error_type == _NOT_FINITE for one in failed)
+        if any(attempt.error_type == _NOT_FINITE for attempt in failed)
         else "Choose smaller tiles, fewer frames at a time or a smaller picture.",
         VAE_STAGES[direction],
     )
 
 
 def _evidence(attempts: Sequence[StrategyAttempt]) -> dict[str, str | float | None]:
-    reasons = {f"{one.name}_reason": one.reason for one in attempts}
-    peaks = {f"{one.name}_measured_peak_mb": mib(one.measured_peak_bytes) for one in attempts}
+    reasons = {f"{attempt.name}_reason": attempt.reason for attempt in attempts}
+    peaks = {f"{attempt.name}_measured_peak_mb": mib(attempt.measured_peak_bytes) for attempt in attempts}
     return {**reasons, **peaks}
 
 
@@ -410,12 +407,14 @@ def _fallback_finding(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
 ) -> Iterator[Finding]:
     """A strategy that gave way to another without the user's choice: what users ask to be told."""
-    before = [one for one in attempts if one.outcome != "succeeded"]
+    before = [attempt for attempt in attempts if attempt.outcome != "succeeded"]
     if strategy is None or not before or len(before) == len(attempts):
         return
-    widened = strategy == "cpu" and any(one.error_type == _NOT_FINITE for one in before)
-    names = " and ".join(f"{strategy_label(one.name, direction)} {_what_happened(one)}" for one in before)
-    lost = sum(one.seconds or 0.0 for one in before)
+    widened = strategy == "cpu" and any(attempt.error_type == _NOT_FINITE for attempt in before)
+    names = " and ".join(
+        f"{strategy_label(attempt.name, direction)} {_what_happened(attempt)}" for attempt in before
+    )
+    lost = sum(attempt.seconds or 0.0 for attempt in before)
     yield Finding(
         "vae_fallback",
         "warning",
@@ -428,7 +427,7 @@ def _fallback_finding(
 
 def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) -> Iterator[Finding]:
     """An output that is not what the whole would have given, as far as its tiles show."""
-    tile = next((one.tile for one in attempts if one.outcome == "succeeded"), None)
+    tile = next((attempt.tile for attempt in attempts if attempt.outcome == "succeeded"), None)
     if tile is None:
         return
     difference = tile.overlap_difference
@@ -484,8 +483,8 @@ def _what_happened(attempt: StrategyAttempt) -> str:
         return "was skipped"
     if attempt.error_type == _NOT_FINITE:
         return "gave NaN or Inf"
-    told = f"{attempt.error_type} {attempt.reason}".lower()
-    return "ran out of memory" if "memory" in told else "failed"
+    words = f"{attempt.error_type} {attempt.reason}".lower()
+    return "ran out of memory" if "memory" in words else "failed"
 
 
 def _misprediction_finding(attempt: StrategyAttempt, direction: Direction) -> Iterator[Finding]:

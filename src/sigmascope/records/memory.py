@@ -61,8 +61,8 @@ class MemorySnapshot:
 
     def accelerator(self, device: str) -> AcceleratorMemory:
         """The memory of `device`; all unknown if the snapshot does not hold it."""
-        found = (memory for memory in self.accelerators if memory.device == device)
-        return next(found, AcceleratorMemory(device))
+        memories = (memory for memory in self.accelerators if memory.device == device)
+        return next(memories, AcceleratorMemory(device))
 
     def device_in_use(self) -> str | None:
         """The device that holds the work: the current one, unless only others hold allocations.
@@ -273,11 +273,7 @@ class PeakMemory:
         return None if highest is None else highest.device
 
     def rss_cleanup_effectiveness(self, impact: MemoryImpact) -> float | None:
-        """(peak - current) / (peak - baseline) of this process's resident set, 0 to 1.
-
-        Args:
-            impact: The memory before and after the same stage.
-        """
+        """(peak - current) / (peak - baseline) of this process's resident set, 0 to 1."""
         before, after = impact.baseline.process_rss_bytes, impact.current.process_rss_bytes
         return share_given_back(before, self.rss_bytes, after)
 
@@ -286,10 +282,6 @@ class PeakMemory:
 
         The share of a stage's growth to its peak that was given back by its end. None if a figure is
         unknown or nothing grew.
-
-        Args:
-            impact: The memory before and after the same stage.
-            device: A name such as "cuda:0".
         """
         before = impact.baseline.accelerator(device).allocated_bytes
         after = impact.current.accelerator(device).allocated_bytes

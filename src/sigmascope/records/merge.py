@@ -79,7 +79,7 @@ def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:
     if len(chosen) != len(runs):
         raise ConfigError(f"There are {len(runs)} runs, but {len(chosen)} names.", hint="Name each run.")
     for what, given in (("name", chosen), ("run", [run.id for run in runs])):
-        twice = [one for one, count in Counter(given).items() if count > 1]
+        twice = [name for name, count in Counter(given).items() if count > 1]
         if twice:
             raise ConfigError(f"The {what} {twice[0]!r} is given twice.", hint="Give each rank once.")
     return dict(zip(chosen, runs, strict=True))
@@ -153,7 +153,7 @@ def _common_host(named: Mapping[str, Run], devices: Mapping[str, Mapping[str, st
 def _machine(host: HostFacts) -> list[object]:
     """What tells machines apart: all but the devices, of which each rank may see others."""
     apart = ("accelerators", "unavailable")
-    return [getattr(host, one.name) for one in fields(host) if one.name not in apart]
+    return [getattr(host, entry.name) for entry in fields(host) if entry.name not in apart]
 
 
 def _each_once(accelerators: Iterable[Any]) -> list[Any]:
@@ -245,7 +245,7 @@ def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
 def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
     memory, peak = stage.memory, stage.peak
     if memory is not None:
-        baseline, current = (_only(one, devices) for one in (memory.baseline, memory.current))
+        baseline, current = (_only(snapshot, devices) for snapshot in (memory.baseline, memory.current))
         memory = replace(memory, baseline=baseline, current=current)
     if peak is not None:
         peak = _peak_of(peak, devices)
@@ -259,11 +259,14 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
 
 
 def _peak_of(peak: PeakMemory, devices: Collection[str]) -> PeakMemory:
-    return replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
+    return replace(
+        peak,
+        accelerators=tuple(device_peak for device_peak in peak.accelerators if device_peak.device in devices),
+    )
 
 
 def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapshot:
-    kept = tuple(one for one in snapshot.accelerators if one.device in devices)
+    kept = tuple(memory for memory in snapshot.accelerators if memory.device in devices)
     current = snapshot.current_device if snapshot.current_device in devices else None
     return replace(snapshot, accelerators=kept, current_device=current)
 

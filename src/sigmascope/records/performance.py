@@ -86,32 +86,28 @@ class PerformanceMetrics:
     @property
     def misses_target(self) -> bool:
         """Whether it took longer than a target that somebody gave."""
-        return self.target_met is False and "target_generation_time" not in self.assumed
+        return self.target_met is False and not self.target_assumed
+
+    @property
+    def target_assumed(self) -> bool:
+        """Whether its target is a default that nobody gave."""
+        return "target_generation_time" in self.assumed
 
     def fill_assumed(self, seen: CallFacts | None, steps: int) -> None:
-        """Put what was seen of a generation in the place of defaults that nobody gave.
-
-        Args:
-            seen: The pipeline's call; None: not watched.
-            steps: How many were counted; 0: not known.
-        """
+        """Put what was seen of a generation in the place of defaults that nobody gave."""
         call = seen or CallFacts()
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "num_inference_steps": call.num_inference_steps or steps,
             "image_resolution": (call.width, call.height) if call.width and call.height else None,
             "batch_size": call.batch_size,
         }
-        for name in found.keys() & set(self.assumed):
-            if found[name]:
-                setattr(self, name, found[name])
-        self.assumed = tuple(name for name in self.assumed if not found.get(name))
+        for name in values.keys() & set(self.assumed):
+            if values[name]:
+                setattr(self, name, values[name])
+        self.assumed = tuple(name for name in self.assumed if not values.get(name))
 
     def call_facts(self, seen: CallFacts) -> CallFacts:
-        """The call as far as it is known: what was seen of it, then what the caller said.
-
-        Args:
-            seen: Of the pipeline's call.
-        """
+        """The call as far as it is known: what was seen of it, then what the caller said."""
         width, height = (0, 0) if "image_resolution" in self.assumed else self.image_resolution
         steps = 0 if "num_inference_steps" in self.assumed else self.num_inference_steps
         batch = 0 if "batch_size" in self.assumed else self.batch_size
@@ -130,7 +126,7 @@ class PerformanceMetrics:
         Raises:
             ValueError: A value is of another type than its field; the message says which.
         """
-        known = {one.name for one in fields(cls)}
+        known = {entry.name for entry in fields(cls)}
         return from_plain(
             {name: value for name, value in values.items() if name in known}, cls, "current_metrics"
         )
@@ -319,15 +315,15 @@ class Made:
 def others_of(facts: Mapping[str, Any]) -> float | None:
     """How busy others kept the processor during a run, of its facts; None: not known."""
     noted = facts.get(BENCHMARK)
-    found = noted.get(OTHERS) if isinstance(noted, Mapping) else None
-    return float(found) if isinstance(found, int | float) else None
+    share = noted.get(OTHERS) if isinstance(noted, Mapping) else None
+    return float(share) if isinstance(share, int | float) else None
 
 
 def work_of(facts: Mapping[str, Any]) -> str:
     """What work a run did, of its facts: the label of its case; empty for a run that no benchmark made."""
     noted = facts.get(BENCHMARK)
-    found = noted.get("work") if isinstance(noted, Mapping) else None
-    return found if isinstance(found, str) else ""
+    label = noted.get("work") if isinstance(noted, Mapping) else None
+    return label if isinstance(label, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +367,7 @@ class RequestRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return asdict(self) | {"generations": [dict(one) for one in self.generations]}
+        return asdict(self) | {"generations": [dict(generation) for generation in self.generations]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +444,7 @@ def profiles_of(stage: Stage) -> tuple[StepsProfile, ...]:
     Raises:
         ValueError: The record is damaged; the message says where.
     """
-    return tuple(from_plain(one, StepsProfile, PROFILES) for one in stage.facts.get(PROFILES) or ())
+    return tuple(from_plain(profile, StepsProfile, PROFILES) for profile in stage.facts.get(PROFILES) or ())
 
 
 UTILIZATION: Final = "utilization"
@@ -514,7 +510,10 @@ def utilization_of(stage: Stage) -> dict[str, DeviceUtilization]:
         ValueError: The record is damaged; the message says where.
     """
     plain = stage.facts.get(UTILIZATION) or {}
-    return {device: from_plain(one, DeviceUtilization, UTILIZATION) for device, one in plain.items()}
+    return {
+        device: from_plain(utilization, DeviceUtilization, UTILIZATION)
+        for device, utilization in plain.items()
+    }
 
 
 def readable_utilization(stage: Stage) -> list[DeviceUtilization]:
@@ -556,7 +555,7 @@ def memory_over_time(stage: Stage) -> dict[str, MemoryCurve]:
         ValueError: The record is damaged; the message says where.
     """
     plain = stage.facts.get(MEMORY_OVER_TIME) or {}
-    return {name: from_plain(one, MemoryCurve, MEMORY_OVER_TIME) for name, one in plain.items()}
+    return {name: from_plain(curve, MemoryCurve, MEMORY_OVER_TIME) for name, curve in plain.items()}
 
 
 def readable_curves(stage: Stage) -> dict[str, MemoryCurve]:

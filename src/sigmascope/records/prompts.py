@@ -205,16 +205,12 @@ def _without_errors(value: Any) -> Any:
 def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
     """A function that takes the prompts of a run out of plain values, wherever they are repeated.
 
-    Args:
-        run: Its facts say what the prompts were.
-        privacy: What stays in their place.
-
     Raises:
         ConfigError: There is no such privacy.
     """
-    told = {text for facts in _all_facts(run) for text in _prompts(facts)}
-    hashes = {text for text in told if _SHA256.fullmatch(text)}
-    prompts = told - hashes
+    texts = {text for facts in _all_facts(run) for text in _prompts(facts)}
+    hashes = {text for text in texts if _SHA256.fullmatch(text)}
+    prompts = texts - hashes
     if privacy == "none":
         prompts |= hashes | {prompt_sha256(text) for text in prompts}
     redact = redactor(sorted(prompts), privacy)

@@ -105,10 +105,6 @@ def run_to_json(run: Run) -> str:
 def run_from_json(text: str | bytes, *, source: str | os.PathLike[str] = _IN_MEMORY) -> Run:
     """The run in JSON text.
 
-    Args:
-        text: What `run_to_json` gave, in this or an earlier version.
-        source: The file that errors name.
-
     Raises:
         NewerSchemaError: A later version wrote it.
         RecordError: It is damaged or not a run; the message says where.
@@ -133,10 +129,6 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 def run_from_dict(document: object, *, source: str | os.PathLike[str] = _IN_MEMORY) -> Run:
     """The run in a document of any schema up to the current one; the document stays as it is.
-
-    Args:
-        document: What `run_to_dict` gave, in this or an earlier version.
-        source: The file that errors name.
 
     Raises:
         NewerSchemaError: A later version wrote it.
@@ -167,10 +159,6 @@ def _schema_and_run(document: object, source: Path) -> tuple[int, dict[str, Any]
 def migrate(run: Plain, schema: int) -> Plain:
     """The run in the current schema.
 
-    Args:
-        run: The `run` object of a file; stays as it is.
-        schema: The version that the file says.
-
     Raises:
         KeyError: There is no way from that version.
         TypeError, ValueError, AttributeError: The run is not of the shape its version says.
@@ -192,10 +180,10 @@ def _stage_in_seconds(stage: Plain) -> Plain:
 
 def _objects(parent: Plain, name: str) -> list[Plain]:
     """The objects in a list of the file, which may be damaged."""
-    found = parent.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+    objects = parent.get(name, [])
+    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
         raise TypeError(f"{name} is not a list of objects")
-    return found
+    return objects
 
 
 def _steps_in_seconds(steps: object) -> Plain:
@@ -244,11 +232,6 @@ def to_plain(record: object) -> dict[str, Any]:
 
 def from_plain(plain: object, kind: type[Record], name: str) -> Record:
     """The record of that type that plain values describe.
-
-    Args:
-        plain: Dicts, lists and scalars.
-        kind: A dataclass of `records`.
-        name: What messages call it.
 
     Raises:
         ValueError: They do not describe one; the message says where.

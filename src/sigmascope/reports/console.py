@@ -230,10 +230,10 @@ def accelerator_table(run: Run) -> Table | None:
     """
     if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
         return None
-    made = new_table("\nAccelerator (memory in MiB)")
-    made.add_column("Stage", overflow="fold")
+    table = new_table("\nAccelerator (memory in MiB)")
+    table.add_column("Stage", overflow="fold")
     for name in ("GPU time", "GPU +/-", "GPU peak", "at"):
-        made.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for depth, stage in with_depth(run):
         row: list[RenderableType] = [
             stage_name(depth, stage),
@@ -241,8 +241,8 @@ def accelerator_table(run: Run) -> Table | None:
             _gpu_change(stage),
             *_gpu_peak(stage),
         ]
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def _gpu_time(stage: Stage) -> str:
@@ -325,16 +325,6 @@ def _utilization_words(device: DeviceUtilization) -> str:
     return ", ".join(parts)
 
 
-def print_profile(profile: StepsProfile, console: Console | None = None) -> None:
-    """Print the blocks and the most expensive operators.
-
-    Args:
-        profile: What `profile_steps` saw.
-        console: Where to; standard output by default, plain when that is no terminal.
-    """
-    (console or Console()).print(render_profile(profile))
-
-
 def render_profile(profile: StepsProfile) -> RenderableType:
     """Return both tables, or why there are none. Times are a call's mean, of the device where there is one."""
     numbers = ", ".join(map(str, profile.steps)) or "none"
@@ -391,9 +381,6 @@ class Harmless:
 
     Lines are divided before that. So what has no width is left out, where `printable` would show a mark for it and push
     the end of a line out of sight.
-
-    Args:
-        renderable: What to render.
     """
 
     def __init__(self, renderable: RenderableType) -> None:

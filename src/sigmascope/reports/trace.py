@@ -260,12 +260,7 @@ def _whole_characters(value: Any) -> Any:
 
 
 def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
-    """Every stage and step of a run, by their beginning, outer ones first.
-
-    Args:
-        run: The record.
-        offset_ns: Where the trace's clock stands when the run begins.
-    """
+    """Every stage and step of a run, by their beginning, outer ones first."""
     slices = [part for stage in run.stages for part in _slices_in(stage, None, offset_ns)]
     return sorted(slices, key=lambda part: (part.started_ns, -part.ended_ns))
 
@@ -286,11 +281,7 @@ def _slices_in(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[S
 
 
 def tracks_of(slices: Sequence[Slice]) -> dict[Slice, int]:
-    """A track for each slice: that of its stage where it nests there, else the first where it does, from 0.
-
-    Args:
-        slices: Sorted as `slices_of` does.
-    """
+    """A track for each slice: that of its stage where it nests there, else the first where it does, from 0."""
     chosen: dict[Slice, int] = {}
     open_on: list[list[Slice]] = []
     for part in slices:
@@ -336,10 +327,6 @@ def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
     by the sampler. What the sampler read lies in the outermost stages: memory over time and how busy a device was.
 
     Of a merged run each rank is a process of its own, and a system of its own where the ranks ran on several.
-
-    Args:
-        run: The record.
-        offset_ns: Where the trace's clock stands when the run begins.
     """
     of_each_rank = (PROCESS_COUNTER,) if run.host is not None else (PROCESS_COUNTER, SYSTEM_COUNTER)
     readings: list[Reading] = []

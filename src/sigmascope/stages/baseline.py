@@ -54,6 +54,8 @@ COMPARED = (
     "adapters",
 )
 
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""What of an analysis its stage holds."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Dict = TypeVar("_Dict")
 
@@ -93,17 +95,7 @@ def plain_baseline(baseline: object) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What every analysis measures: memory now and against the baseline, time, peaks, and what was raised.
-
-    Attributes:
-        baseline: As the caller handed it over.
-        snapshot: Memory now.
-        impact: Memory before and now; None without a baseline.
-        seconds: What the stage took; None if that is not known.
-        why_no_time: Why it is not.
-        peak: The highest memory of the stage.
-        error: What it raised.
-    """
+    """What every analysis measures: memory now and against the baseline, time, peaks, and what was raised."""
 
     baseline: object
     snapshot: MemorySnapshot
@@ -148,19 +140,17 @@ def measure(
     peak_memory: PeakMemory | PeakMemoryDict | None,
     error: BaseException | str | None,
 ) -> Measurement:
-    """Read memory, before the analysis takes any itself, and check what the caller handed over.
-
-    Args:
-        baseline: What the stage's capture gave; None if there was none.
-        elapsed_time: Seconds.
-        peak_memory: The peak of the stage that watched.
-        error: What the stage raised.
-    """
+    """Read memory, before the analysis takes any itself, and check what the caller handed over."""
     references = references_of(baseline, References)
     now = memory_snapshot(None if references is None else references.accelerator)
     before = memory_before(baseline)
     impact = None if before is None else MemoryImpact(before, now)
     return Measurement(baseline, now, impact, *checked_seconds(elapsed_time), peak_memory, error)
+
+
+def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an analysis the stage itself does not hold already."""
+    return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
 
 
 def memory_before(baseline: object) -> MemorySnapshot | None:
@@ -226,10 +216,6 @@ def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[fl
     """The share of the growth to the peak that was given back, or None and why it is not known.
 
     Of the device in use where there is one, else of this process.
-
-    Args:
-        peak: A stage's `PeakMemory`.
-        impact: Memory before and after.
     """
     if impact is None or not isinstance(peak, PeakMemory):
         return None, "it takes a baseline and the peak of a stage"
@@ -286,13 +272,7 @@ def model_state(model: object) -> ModelStateDict:
 
 
 def state_now(baseline: object, name: str, reference: Callable[[], Any] | None) -> ModelStateDict:
-    """A model's state now, with what changed since the baseline.
-
-    Args:
-        baseline: What the stage's capture gave.
-        name: Under which the baseline has the model's state.
-        reference: That to the model in what the baseline keeps.
-    """
+    """A model's state now, with what changed since the baseline."""
     if references_of(baseline, References) is None:
         return _unknown_state(NO_BASELINE)
     before: ModelStateDict = lookup(baseline, name)
@@ -392,26 +372,30 @@ def check_of(problems: Iterable[str], *, known: bool) -> Check:
 
 def tensor_dict(facts: TensorFacts) -> TensorDict:
     """A tensor's facts as analyses hold them."""
-    return {
-        "shape": list(facts.shape),
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": facts.nbytes / MIB,
-        "num_elements": facts.num_elements,
-        "statistics": _statistics(facts),
-        "unavailable": dict(facts.unavailable),
-    }
+    return facts_as(
+        TensorDict,
+        facts,
+        shape=list(facts.shape),
+        size_mb=facts.nbytes / MIB,
+        statistics=facts_as(StatisticsDict, facts),
+        unavailable=dict(facts.unavailable),
+    )
 
 
-def _statistics(facts: TensorFacts) -> StatisticsDict:
-    return {
-        "min": facts.min,
-        "max": facts.max,
-        "mean": facts.mean,
-        "std": facts.std,
-        "nan_count": facts.nan_count,
-        "inf_count": facts.inf_count,
-    }
+def facts_as(kind: type[_Dict], facts: object, **others: object) -> _Dict:
+    """A dict of `schema` with the attributes of an object that have its names, and with the others."""
+    names = kind.__annotations__
+    return cast(_Dict, {name: others[name] if name in others else getattr(facts, name) for name in names})
+
+
+def with_reasons(
+    kind: type[_Dict], readings: Mapping[str, tuple[object, str | None]], **others: object
+) -> _Dict:
+    """A dict of `schema` with figures, the reason for each of them that is None, and with the others."""
+    figures = {name: figure for name, (figure, _) in readings.items()}
+    unavailable = {name: why or "unknown" for name, (figure, why) in readings.items() if figure is None}
+    known = {**figures, **others, "unavailable": unavailable}
+    return cast(_Dict, {name: known[name] for name in kind.__annotations__})
 
 
 def unknown(kind: type[_Dict], reason: str, **known: object) -> _Dict:

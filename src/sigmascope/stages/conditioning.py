@@ -248,14 +248,7 @@ def conditioning_facts(
     statistics: bool | None,
     reason: str | None = None,
 ) -> ConditioningDict:
-    """Everything that is known of one conditioning.
-
-    Args:
-        conditioning: Its tensors.
-        encoders: The live encoders that may have made it.
-        statistics: As in `probes.tensor_facts`: None reads values of CPU tensors only.
-        reason: Why it could not be read, if it could not.
-    """
+    """Everything that is known of one conditioning."""
     entries = [_entry_dict(entry, statistics) for entry in conditioning.entries]
     index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
     if index is None:

@@ -17,7 +17,7 @@ from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import TensorFacts
-from sigmascope.stages.baseline import unknown
+from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.schema import PicturesDict
 
 NAMES = (
@@ -62,13 +62,7 @@ class Pictures:
 
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
-    """Facts about pictures or a video. Never raises.
-
-    Args:
-        data: In any of the known forms.
-        vae: How many colours it takes, and whether it takes videos.
-        statistics: Whether to read values, as in `probes.tensor_facts`.
-    """
+    """Facts about pictures or a video. Never raises."""
     reading = read_host(lambda: _read(node_outputs(data), vae, statistics))
     return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
 
@@ -203,25 +197,20 @@ def pictures_dict(pictures: Pictures) -> PicturesDict:
     if facts is None:
         return unknown(PicturesDict, pictures.reason or "unknown", sizes=[])
     tensor = facts.tensor
-    return {
-        "form": facts.form,
-        "layout": facts.layout,
-        "shape": list(tensor.shape),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "size_mb": mib(tensor.nbytes),
-        "batch_size": facts.batch,
-        "length": pictures.length,
-        "channels": facts.channels,
-        "height": facts.height,
-        "width": facts.width,
-        "sizes": [list(size) for size in pictures.sizes],
-        "min": tensor.min,
-        "max": tensor.max,
-        "nan_count": tensor.nan_count,
-        "inf_count": tensor.inf_count,
-        "unavailable": {**tensor.unavailable, **facts.unavailable},
-    }
+    return facts_as(
+        PicturesDict,
+        facts,
+        **{
+            name: getattr(tensor, name)
+            for name in ("dtype", "device", "min", "max", "nan_count", "inf_count")
+        },
+        shape=list(tensor.shape),
+        size_mb=mib(tensor.nbytes),
+        batch_size=facts.batch,
+        length=pictures.length,
+        sizes=[list(size) for size in pictures.sizes],
+        unavailable={**tensor.unavailable, **facts.unavailable},
+    )
 
 
 def picture_layout(

@@ -82,15 +82,17 @@ from sigmascope.stages.latent_performance import (
 from sigmascope.stages.latent_summary import (
     DECODING_TITLE,
     ENCODING_TITLE,
-    print_event,
-    print_start,
+    event_lines,
+    print_lines,
     sections,
+    start_lines,
 )
 from sigmascope.stages.latent_validation import (
     CodingFacts,
     PicturesAndLatent,
     failures_of,
     findings_of,
+    not_finite_in,
     validation_of,
 )
 from sigmascope.stages.schema import (
@@ -257,7 +259,7 @@ def print_latent_generation_start(
         step: What the step is called.
         console: Where to; standard output by default.
     """
-    print_start(baseline, step, console)
+    print_lines(start_lines(baseline, step), console)
 
 
 def print_encoding_event(event: EncodingEvent, console: Console | None = None) -> None:
@@ -267,7 +269,7 @@ def print_encoding_event(event: EncodingEvent, console: Console | None = None) -
         event: A strategy that begins or ends.
         console: Where to; standard output by default.
     """
-    print_event(event, console)
+    print_lines(event_lines(event), console)
 
 
 def capture_latent_decoding_baseline(
@@ -486,11 +488,7 @@ def _failed_if_not_finite(
     attempts: tuple[StrategyAttempt, ...], media: PicturesAndLatent, direction: Direction
 ) -> tuple[StrategyAttempt, ...]:
     """Where only the caller or a monitor says that an attempt succeeded, what came out may say otherwise."""
-    facts: Mapping[str, Any] = media.pictures
-    if direction == "encoding":
-        facts = media.latent["statistics"] or {}
-    counts = {"NaN": facts.get("nan_count"), "Inf": facts.get("inf_count")}
-    words = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    _, words = not_finite_in(media.pictures if direction == "decoding" else media.latent["statistics"] or {})
     if not words or not attempts or attempts[-1].outcome != "succeeded":
         return attempts
     last = replace(

@@ -24,21 +24,13 @@ from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.run import Finding, TensorFacts
-from sigmascope.stages.baseline import tensor_dict, unknown
+from sigmascope.stages.baseline import tensor_dict, unknown, with_reasons
 from sigmascope.stages.image_facts import Sizes, Video, sizes_of
 from sigmascope.stages.schema import LatentAnalysis
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
 UNKNOWN_TYPE = "Unknown Latent"
 _NO_FACTOR = "the VAE's factor is unknown"
-_AXES_KEYS = ("batch_size", "frames", "channels", "height", "width", "latent_layout", "layout_evidence")
-_COMPRESSION_KEYS = (
-    "spatial_compression",
-    "temporal_compression",
-    "nominal_spatial_compression",
-    "nominal_temporal_compression",
-)
-Part = tuple[dict[str, Any], dict[str, str]]
 _LATENT_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
 _VACE_NAMES = ("vace_frames", "vace_mask")
 _CANDIDATES: dict[int, tuple[Layout, ...]] = {
@@ -171,15 +163,7 @@ class LatentReading:
 def read_latent(
     latent: Tensor, vae: VaeFacts | None, video: Video, layout: Layout | None, statistics: bool | None
 ) -> LatentReading:
-    """Read a latent: which axes it has, unpacked where it is packed.
-
-    Args:
-        latent: Of any rank.
-        vae: What made it.
-        video: What it was made of.
-        layout: What the caller says of its axes.
-        statistics: Whether to read values, as in `probes.tensor_facts`.
-    """
+    """Read a latent: which axes it has, unpacked where it is packed."""
     facts = quick_facts(latent, statistics)
     if layout in (None, "packed"):
         whole = unpacked(facts.shape, vae, video.length, video.height, video.width)
@@ -309,12 +293,7 @@ def _divided(side: int | None, factor: int | None) -> int | None:
 
 
 def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
-    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small.
-
-    Args:
-        reading: Whose other values may have been left alone.
-        latent: The same latent.
-    """
+    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small."""
     facts = reading.tensor
     if facts.nan_count is not None:
         return reading
@@ -331,24 +310,41 @@ def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
 def latent_analysis(
     reading: LatentReading, structure: str, vae: VaeFacts | None, video: Video
 ) -> LatentAnalysis:
-    """Everything that is known of one latent.
-
-    Args:
-        reading: The latent and its axes.
-        structure: In what it was.
-        vae: What made it.
-        video: What it was made of.
-    """
-    parts = (
-        _tensor_part(reading),
-        _axes_part(reading),
-        _compression_part(reading.sizes, vae, video),
-        _shapes_part(reading, vae, video),
+    """Everything that is known of one latent."""
+    tensor, sizes, axes = tensor_dict(reading.tensor), reading.sizes, reading.axes
+    rank = len(tensor["shape"])
+    layout, evidence = (None, None) if axes is None else axes
+    no_axis = f"no layout is known for a latent of {rank} axes" if axes is None else f"{layout} has none"
+    expected = expected_latent(vae, video).shape
+    analysis = with_reasons(
+        LatentAnalysis,
+        {
+            "batch_size": (sizes.batch, no_axis),
+            "frames": (sizes.frames, no_axis),
+            "channels": (sizes.channels, no_axis),
+            "height": (sizes.height, no_axis),
+            "width": (sizes.width, no_axis),
+            "latent_layout": (layout, no_axis),
+            "layout_evidence": (evidence, no_axis),
+            **_compression(sizes, vae, video),
+            "unpacked_shape": (
+                None if reading.unpacked is None else list(reading.unpacked.shape),
+                "it is not packed",
+            ),
+            "expected_shape": (
+                expected,
+                "it takes the VAE's channels and factor, and the size of the pictures",
+            ),
+        },
+        **{name: value for name, value in tensor.items() if name != "unavailable"},
+        status="not_finite" if reading.tensor.nan_count or reading.tensor.inf_count else "success",
+        structure=structure,
+        latent_type=_TYPES.get(
+            rank if reading.unpacked is None else len(reading.unpacked.shape), UNKNOWN_TYPE
+        ),
     )
-    values: dict[str, Any] = {name: value for part, _ in parts for name, value in part.items()}
-    unavailable = {name: reason for _, reasons in parts for name, reason in reasons.items()}
-    status = "not_finite" if reading.tensor.nan_count or reading.tensor.inf_count else "success"
-    return {"status": status, "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
+    analysis["unavailable"] |= tensor["unavailable"]
+    return analysis
 
 
 def no_latent(search: LatentSearch) -> LatentAnalysis:
@@ -359,42 +355,23 @@ def no_latent(search: LatentSearch) -> LatentAnalysis:
     )
 
 
-def _tensor_part(reading: LatentReading) -> Part:
-    facts = reading.tensor
-    rank = len(facts.shape if reading.unpacked is None else reading.unpacked.shape)
-    values: dict[str, Any] = {"latent_type": _TYPES.get(rank, UNKNOWN_TYPE), **tensor_dict(facts)}
-    return values, values.pop("unavailable")
-
-
-def _axes_part(reading: LatentReading) -> Part:
-    sizes, axes = reading.sizes, reading.axes
-    values = {
-        "batch_size": sizes.batch,
-        "frames": sizes.frames,
-        "channels": sizes.channels,
-        "height": sizes.height,
-        "width": sizes.width,
-        "latent_layout": None if axes is None else axes.layout,
-        "layout_evidence": None if axes is None else axes.evidence,
-    }
-    rank = len(reading.tensor.shape)
-    if axes is None:
-        return values, dict.fromkeys(_AXES_KEYS, f"no layout is known for a latent of {rank} axes")
-    missing = (name for name in _AXES_KEYS if values[name] is None)
-    return values, dict.fromkeys(missing, f"{axes.layout} has none")
-
-
-def _compression_part(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
-    spatial, temporal = spatial_compression(video, sizes), temporal_compression(video, sizes)
+def _compression(
+    sizes: Sizes, vae: VaeFacts | None, video: Video
+) -> dict[str, tuple[float | None, str | None]]:
     factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
-    values = {
-        "spatial_compression": spatial,
-        "temporal_compression": temporal,
-        "nominal_spatial_compression": None if factor is None else float(factor**2),
-        "nominal_temporal_compression": None if time is None else float(time),
+    sides = video.height is not None and video.width is not None
+    return {
+        "spatial_compression": (
+            spatial_compression(video, sizes),
+            "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
+        ),
+        "temporal_compression": (
+            temporal_compression(video, sizes),
+            "the latent has no frames" if video.length is not None else "the number of frames is unknown",
+        ),
+        "nominal_spatial_compression": (None if factor is None else float(factor**2), _NO_FACTOR),
+        "nominal_temporal_compression": (None if time is None else float(time), _NO_FACTOR),
     }
-    reasons = dict(zip(_COMPRESSION_KEYS, (*_why_no_compression(video), _NO_FACTOR, _NO_FACTOR), strict=True))
-    return values, {name: reasons[name] for name, value in values.items() if value is None}
 
 
 def spatial_compression(video: Video, sizes: Sizes) -> float | None:
@@ -413,33 +390,10 @@ def temporal_compression(video: Video, sizes: Sizes) -> float | None:
     return video.length / sizes.frames if sizes.frames else None
 
 
-def _why_no_compression(video: Video) -> tuple[str, str]:
-    sides = video.height is not None and video.width is not None
-    return (
-        "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
-        "the latent has no frames" if video.length is not None else "the number of frames is unknown",
-    )
-
-
-def _shapes_part(reading: LatentReading, vae: VaeFacts | None, video: Video) -> Part:
-    expected = expected_latent(vae, video).shape
-    values = {
-        "unpacked_shape": None if reading.unpacked is None else list(reading.unpacked.shape),
-        "expected_shape": expected,
-    }
-    unknown = "it takes the VAE's channels and factor, and the size of the pictures"
-    reasons = {"unpacked_shape": "it is not packed", "expected_shape": unknown}
-    return values, {name: reasons[name] for name, value in values.items() if value is None}
-
-
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
     """Shape, type, size and values of each part; an empty dict where there is none. Never raises.
 
     `trim_latent` counts the latent frames of a reference picture, at the beginning.
-
-    Args:
-        output: What the node gave: (positive, negative, latent, trim_latent), or a conditioning.
-        statistics: Whether to read values, as in `probes.tensor_facts`.
     """
     output = node_outputs(output)
     parts: dict[str, Any] = {
@@ -466,10 +420,6 @@ def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
 
     WAN-VACE's node says so beside its latent. Of the latent alone it shows by one frame more than the video's, and
     by its zeros where its values were read: its content is in the conditioning.
-
-    Args:
-        latent: What is known of it.
-        vace: What `vace_analysis` gave.
     """
     if vace:
         return int(vace.get("trim_latent", 0))

@@ -6,6 +6,7 @@ Memory before and after is read from snapshots, or from the dicts that callers h
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 from sigmascope.records.latents import (
@@ -38,6 +39,7 @@ from sigmascope.stages.baseline import (
     cleanup_effectiveness,
     device_memory,
     nbytes_in,
+    with_reasons,
 )
 from sigmascope.stages.image_facts import Video
 from sigmascope.stages.schema import GpuChanges, MemoryEfficiency, PerformanceAnalysis
@@ -50,8 +52,6 @@ _TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
     "direct": ("direct", "standard", "normal"),
 }
 COLOURS = 3
-_RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")
-_CHANGE_KEYS = ("allocated_change_mb", "reserved_change_mb")
 
 
 class UsedStrategy(NamedTuple):
@@ -72,14 +72,7 @@ def used_strategy(
     direction: Direction,
     attempts: Sequence[StrategyAttempt] = (),
 ) -> UsedStrategy:
-    """The strategy by the caller's words, else by the record, else by what was seen to succeed.
-
-    Args:
-        named: "Direct VAE Encoding", with or without "(Strategy 1)"; "direct"; 1; words of the caller's own.
-        record: What `encode_latents` gave.
-        direction: Whether it encoded or decoded.
-        attempts: Those that a monitor saw.
-    """
+    """The strategy by the caller's words, else by the record, else by what was seen to succeed."""
     if named is None and record is not None:
         return UsedStrategy(record.strategy_label, record.strategy)
     if named is None:
@@ -97,14 +90,7 @@ def used_strategy(
 def record_of_step(
     stage: Stage, direction: Direction, named: object, output: SampleFacts | None
 ) -> EncodingRecord | None:
-    """What a step did with the VAE; None where nothing is known of it.
-
-    Args:
-        stage: The step: a record that `encode_latents` left on it or in it goes first, then strategies watched apart.
-        direction: Whether it encoded or decoded.
-        named: The strategy in the caller's words, as in `used_strategy`.
-        output: Facts of the latent, or of the pictures.
-    """
+    """What a step did with the VAE; None where nothing is known of it."""
     left = record_in(stage)
     if left is not None and left.direction == direction:
         return left
@@ -183,71 +169,33 @@ def performance_analysis(
 
     Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
     whatever type the pictures were handed over in; `input_mb` has their real size.
-
-    Args:
-        elapsed: Seconds.
-        strategy: What it is called.
-        video: Frames, height and width.
-        colours: Of the pictures; 3 unless they are known to be others.
-        input_mb: Their size in memory.
     """
     seconds, why_no_time = checked_seconds(elapsed)
     if seconds == 0:
-        seconds, why_no_time = None, "it took no measurable time"
-    pixels = _pixels(video)
+        why_no_time = "it took no measurable time"
+    sizes = {"frames": video.length, "height": video.height, "width": video.width}
+    missing = ", ".join(name for name, size in sizes.items() if size is None)
+    pixels = None if missing else prod(size or 0 for size in sizes.values())
     megabytes = None if pixels is None else pixels * (colours or COLOURS) / MIB
-    rates = {
-        "pixels_per_second": _rate(pixels, seconds),
-        "mb_per_second": _rate(megabytes, seconds),
-        "frames_per_second": _rate(video.length, seconds),
-    }
-    unavailable = _performance_reasons(video, pixels, strategy, checked_seconds(elapsed), input_mb)
-    unavailable |= {
-        name: why_no_time or "the size of the video is unknown" for name in _RATES if rates[name] is None
-    }
-    return {
-        "total_pixels": pixels,
-        "total_mb": megabytes,
-        "input_mb": input_mb,
-        "elapsed_time": checked_seconds(elapsed)[0],
-        "strategy_used": strategy,
-        "pixels_per_second": rates["pixels_per_second"],
-        "mb_per_second": rates["mb_per_second"],
-        "frames_per_second": rates["frames_per_second"],
-        "video_dimensions": {"length": video.length, "height": video.height, "width": video.width},
-        "unavailable": unavailable,
-    }
 
+    def by_second(amount: int | float | None) -> tuple[float | None, str]:
+        rate = amount / seconds if amount is not None and seconds else None
+        return rate, why_no_time or "the size of the video is unknown"
 
-def _pixels(video: Video) -> int | None:
-    if video.length is None or video.height is None or video.width is None:
-        return None
-    return video.length * video.height * video.width
-
-
-def _rate(amount: int | float | None, seconds: float | None) -> float | None:
-    return None if amount is None or seconds is None else amount / seconds
-
-
-def _performance_reasons(
-    video: Video,
-    pixels: int | None,
-    strategy: str | None,
-    elapsed: tuple[float | None, str | None],
-    input_mb: float | None,
-) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    if pixels is None:
-        sizes = {"frames": video.length, "height": video.height, "width": video.width}
-        missing = ", ".join(name for name, size in sizes.items() if size is None)
-        reasons |= dict.fromkeys(("total_pixels", "total_mb"), f"unknown of the video: {missing}")
-    if elapsed[0] is None:
-        reasons["elapsed_time"] = elapsed[1] or "unknown"
-    if strategy is None:
-        reasons["strategy_used"] = "no strategy was named"
-    if input_mb is None:
-        reasons["input_mb"] = "the pictures were not looked at"
-    return reasons
+    return with_reasons(
+        PerformanceAnalysis,
+        {
+            "total_pixels": (pixels, f"unknown of the video: {missing}"),
+            "total_mb": (megabytes, f"unknown of the video: {missing}"),
+            "input_mb": (input_mb, "the pictures were not looked at"),
+            "elapsed_time": (seconds, why_no_time),
+            "strategy_used": (strategy, "no strategy was named"),
+            "pixels_per_second": by_second(pixels),
+            "mb_per_second": by_second(megabytes),
+            "frames_per_second": by_second(video.length),
+        },
+        video_dimensions={"length": video.length, "height": video.height, "width": video.width},
+    )
 
 
 def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemorySnapshot) -> MemoryImpactDict:
@@ -286,12 +234,7 @@ def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tu
 
 
 def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
-    """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now.
-
-    Args:
-        measured: A mapping with `allocated_change` and `reserved_change`, in MB; a stage's `MemoryImpact`; or None.
-        impact: Memory before the encoding and now.
-    """
+    """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now."""
     by = "analysis"
     if isinstance(measured, MemoryImpact):
         by, impact = "stage", measured
@@ -310,37 +253,23 @@ def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
 
 
 def _changes_dict(changes: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
-    missing = [name for name, figure in zip(_CHANGE_KEYS, changes, strict=True) if figure is None]
-    return {
-        "allocated_change_mb": changes[0],
-        "reserved_change_mb": changes[1],
-        "measured_by": by,
-        "unavailable": dict.fromkeys(missing, reason),
-    }
+    readings = {"allocated_change_mb": (changes[0], reason), "reserved_change_mb": (changes[1], reason)}
+    return with_reasons(GpuChanges, readings, measured_by=by)
 
 
 def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
-    """How the device's allocator stands after the encoding, and the share of the growth that was given back.
-
-    Args:
-        impact: Memory before and after.
-        peak: The `PeakMemory` in between.
-    """
+    """How the device's allocator stands after the encoding, and the share of the growth that was given back."""
     device = None if impact is None else impact.current.device_in_use()
     before = after = AcceleratorMemory("")
     if impact is not None and device is not None:
         before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
-    cleanup, why_no_cleanup = cleanup_effectiveness(peak, impact)
-    efficiency: MemoryEfficiency = {
-        "allocated_reserved_ratio": after.allocated_ratio(),
-        "fragmentation": after.fragmentation(),
-        "free_vram_change_mb": mib(change(before.free_bytes, after.free_bytes)),
-        "cleanup_effectiveness": cleanup,
-        "unavailable": {},
-    }
     reason = NO_BASELINE if impact is None else "the device does not tell" if device else NO_ACCELERATOR
-    missing = [name for name, figure in efficiency.items() if figure is None]
-    efficiency["unavailable"] = dict.fromkeys(missing, reason)
-    if cleanup is None:
-        efficiency["unavailable"]["cleanup_effectiveness"] = why_no_cleanup or "unknown"
-    return efficiency
+    return with_reasons(
+        MemoryEfficiency,
+        {
+            "allocated_reserved_ratio": (after.allocated_ratio(), reason),
+            "fragmentation": (after.fragmentation(), reason),
+            "free_vram_change_mb": (mib(change(before.free_bytes, after.free_bytes)), reason),
+            "cleanup_effectiveness": cleanup_effectiveness(peak, impact),
+        },
+    )

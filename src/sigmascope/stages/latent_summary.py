@@ -30,6 +30,7 @@ from sigmascope.stages.summary import (
     Section,
     check_row,
     error_rows,
+    figure,
     finding_rows,
     is_number,
     mb,
@@ -70,7 +71,7 @@ def _overview(analysis: Facts) -> Iterator[Row]:
     yield Row(f"{mark} VAE {verb} Success", answer, style)
     if analysis.get("dummy"):
         yield Row("🚨 NOT REAL", f"this is no {verb.lower()}, it only has the shape of one", BAD)
-    yield Row("⏱️  Total Execution Time", seconds(analysis, "elapsed_time"))
+    yield Row("⏱️  Total Execution Time", figure(analysis, "elapsed_time", seconds))
     name = analysis.get("strategy_used")
     used = strategy(printable(name), analysis.get("strategy_number"))
     yield Row("🎯 Strategy Used", used if name else unknown(reason_for(analysis, "strategy_used")))
@@ -91,8 +92,8 @@ def _latent_rows(latent: Facts) -> Iterator[Row]:
     yield Row("📐 Shape", f"{shape(latent.get('shape'))}{packed}")
     yield Row("🏷️  Data Type", f"torch.{printable(latent.get('dtype'))}")
     yield Row("📱 Device", printable(latent.get("device")))
-    yield Row("💾 Size", size(latent, "size_mb"))
-    yield Row("🔢 Elements", count(latent, "num_elements"))
+    yield Row("💾 Size", figure(latent, "size_mb", size))
+    yield Row("🔢 Elements", figure(latent, "num_elements", count))
     for icon, which in (("📏", "Spatial"), ("⏱️ ", "Temporal")):
         name = f"{which.lower()}_compression"
         yield Row(f"{icon} {which} Compression", times(latent, name, f"nominal_{name}"))
@@ -102,10 +103,15 @@ def _performance(facts: Facts) -> Iterator[Row]:
     if not facts:
         return
     yield Row("📊 Video Dimensions", dimensions(part(facts, "video_dimensions")))
-    yield Row("📊 Total Pixels", count(facts, "total_pixels"))
-    yield Row("📊 Total Data", size(facts, "total_mb"))
-    yield Row("⚡ Processing Speed", rate(facts, "frames_per_second", "frames"))
-    yield Row("⚡ Data Throughput", rate(facts, "mb_per_second", "MB"))
+    yield Row("📊 Total Pixels", figure(facts, "total_pixels", count))
+    yield Row("📊 Total Data", figure(facts, "total_mb", size))
+    yield Row(
+        "⚡ Processing Speed",
+        figure(facts, "frames_per_second", lambda rate: f"{_short(rate, 1)} frames/second"),
+    )
+    yield Row(
+        "⚡ Data Throughput", figure(facts, "mb_per_second", lambda rate: f"{_short(rate, 1)} MB/second")
+    )
 
 
 def _memory_rows(analysis: Facts) -> Iterator[Row]:
@@ -226,7 +232,7 @@ def _pictures(pictures: Facts) -> Iterator[Row]:
     layout = pictures.get("layout")
     yield Row("Shape", f"{shape(pictures['shape'])}{f' {printable(layout)}' if layout else ''}")
     form, dtype, device = (printable(pictures.get(name)) for name in ("form", "dtype", "device"))
-    yield Row("Given as", f"{form}, {dtype} on {device}, {size(pictures, 'size_mb')}")
+    yield Row("Given as", f"{form}, {dtype} on {device}, {figure(pictures, 'size_mb', size)}")
     low, high = pictures.get("min"), pictures.get("max")
     if is_number(low) and is_number(high):
         yield Row("Values", f"{number(low)} to {number(high)}")
@@ -235,7 +241,7 @@ def _pictures(pictures: Facts) -> Iterator[Row]:
 def _latent_detail_rows(analysis: Facts) -> Iterator[Row]:
     latent, rates = part(analysis, "latent_analysis"), part(analysis, "performance_analysis")
     if rates.get("pixels_per_second") is not None:
-        yield Row("Pixel Throughput", f"{count(rates, 'pixels_per_second')} pixels/second")
+        yield Row("Pixel Throughput", f"{figure(rates, 'pixels_per_second', count)} pixels/second")
     if latent.get("shape") is None:
         return
     layout, evidence = latent.get("latent_layout"), printable(latent.get("layout_evidence") or "")
@@ -247,26 +253,24 @@ def _efficiency(analysis: Facts) -> Iterator[Row]:
     facts = part(analysis, "efficiency")
     if not facts:
         return
-    yield _share(facts, "cleanup_effectiveness", "Memory Given Back")
+    yield Row("Memory Given Back", figure(facts, "cleanup_effectiveness", _share))
     impact = part(analysis, "memory_impact")
     if not part(impact, "gpus"):
         return
-    yield _share(facts, "allocated_reserved_ratio", "Allocated of Reserved")
-    yield _share(facts, "fragmentation", "Fragmentation")
-    free, reason = facts.get("free_vram_change_mb"), reason_for(facts, "free_vram_change_mb")
-    yield Row("Free VRAM", signed_mb(free, None) if is_number(free) else unknown(reason))
+    yield Row("Allocated of Reserved", figure(facts, "allocated_reserved_ratio", _share))
+    yield Row("Fragmentation", figure(facts, "fragmentation", _share))
+    yield Row("Free VRAM", figure(facts, "free_vram_change_mb", signed_mb))
     yield from _immediate(part(analysis, "immediate_gpu_changes"))
     yield from _short_ram_rows(impact)
 
 
-def _share(facts: Facts, name: str, label: str) -> Row:
-    share = facts.get(name)
-    return Row(label, f"{100 * share:.1f}%" if is_number(share) else unknown(reason_for(facts, name)))
+def _share(share: int | float) -> str:
+    return f"{100 * share:.1f}%"
 
 
 def _immediate(changes: Facts) -> Iterator[Row]:
     if changes.get("measured_by") == "caller":
-        both = (signed_mb(changes.get(f"{name}_change_mb"), None) for name in ("allocated", "reserved"))
+        both = (signed_mb(changes.get(f"{name}_change_mb")) for name in ("allocated", "reserved"))
         yield Row("Right After", "allocated {}, reserved {}".format(*both))
 
 
@@ -274,7 +278,7 @@ def _short_ram_rows(impact: Facts) -> Iterator[Row]:
     ram, process = part(impact, "ram"), part(impact, "process")
     yield Row(
         "RAM Used",
-        f"{gb(ram.get('current_used_mb'))}, {signed_mb(ram.get('used_change_mb'), None)}",
+        f"{gb(ram.get('current_used_mb'))}, {signed_mb(ram.get('used_change_mb'))}",
     )
     yield Row("Process", signed_mb(process.get("rss_change_mb"), process.get("rss_change_pct")))
 
@@ -289,19 +293,15 @@ def ram_rows(impact: Facts) -> Iterator[Row]:
     """RAM and the process before and after."""
     ram, process = part(impact, "ram"), part(impact, "process")
     used, available = ram.get("current_used_mb"), ram.get("current_available_mb")
-    yield Row("🖥️  RAM Used", f"{gb(used)}, {signed_mb(ram.get('used_change_mb'), None)}")
-    change = signed_mb(ram.get("available_change_mb"), None)
+    yield Row("🖥️  RAM Used", f"{gb(used)}, {signed_mb(ram.get('used_change_mb'))}")
+    change = signed_mb(ram.get("available_change_mb"))
     yield Row("🖥️  RAM Available", f"{gb(available)}, {change}")
     change = signed_mb(process.get("rss_change_mb"), process.get("rss_change_pct"))
     yield Row("🖥️  Process", f"{gb(process.get('current_rss_mb'))}, {change}")
 
 
-def print_start(baseline: Facts, step: str, console: Console | None) -> None:
-    """Print what is known before an encoding: see `sigmascope.print_latent_generation_start`."""
-    _print_lines(start_lines(baseline, step), console)
-
-
-def _print_lines(lines: Iterator[Line], console: Console | None) -> None:
+def print_lines(lines: Iterator[Line], console: Console | None = None) -> None:
+    """Print lines with their styles, to standard output by default."""
     target = console or Console()
     for text, style in lines:
         if not text:
@@ -309,11 +309,6 @@ def _print_lines(lines: Iterator[Line], console: Console | None) -> None:
             continue
         indent = len(text) - len(text.lstrip(" "))
         print_line(target, (text[indent:], style), indent=indent)
-
-
-def print_event(event: EncodingEvent, console: Console | None) -> None:
-    """Print what has just happened: see `sigmascope.print_encoding_event`."""
-    _print_lines(event_lines(event), console)
 
 
 def start_lines(baseline: Facts, step: str) -> Iterator[Line]:
@@ -333,25 +328,6 @@ def start_lines(baseline: Facts, step: str) -> Iterator[Line]:
         channels = pictures.get("channels")
         colours = f", {channels} channels" if channels is not None else ""
         yield f"   Video Dimensions: {dimensions(pictures)}{colours}", ""
-
-
-def print_end(
-    step: str,
-    seconds: float | None,
-    peak: PeakMemory | None,
-    error: str | None,
-    process: EncodingRecord | None = None,
-) -> None:
-    """Print what a step of a workflow took, to standard output.
-
-    Args:
-        step: What it is called.
-        seconds: How long it took; None: not known.
-        peak: Its highest memory; None: not known.
-        error: What it raised, if it did.
-        process: What it did with the VAE, if that was its work.
-    """
-    _print_lines(end_lines(step, seconds, peak, error, process), None)
 
 
 def end_lines(
@@ -452,11 +428,8 @@ def _peak_lines(peak: PeakMemory) -> Iterator[Line]:
         yield f"   💾 Peak Memory: {plain_mb(mib(peak.rss_bytes), 0)} in this process", ""
 
 
-def size(facts: Facts, name: str) -> str:
+def size(amount: int | float) -> str:
     """MiB with two decimals, more digits for what is smaller than 0.1 MB."""
-    amount = facts.get(name)
-    if not is_number(amount):
-        return unknown(reason_for(facts, name))
     return mb(amount) if 0 < amount < 0.1 else f"{amount:,.2f} MB"
 
 
@@ -470,26 +443,18 @@ def gb(amount_mb: object) -> str:
     return f"{amount_mb / _MB_IN_GB:.1f} GB" if is_number(amount_mb) else unknown()
 
 
-def seconds(facts: Facts, name: str) -> str:
+def seconds(amount: int | float) -> str:
     """Seconds with two decimals; three significant digits below 0.1."""
-    amount = facts.get(name)
-    return f"{_short(amount, 2)} seconds" if is_number(amount) else unknown(reason_for(facts, name))
+    return f"{_short(amount, 2)} seconds"
 
 
 def _short(amount: int | float, decimals: int) -> str:
     return f"{amount:.3g}" if 0 < amount < 0.1 else f"{amount:,.{decimals}f}"
 
 
-def rate(facts: Facts, name: str, unit: str) -> str:
-    """A figure by second with one decimal."""
-    amount = facts.get(name)
-    return f"{_short(amount, 1)} {unit}/second" if is_number(amount) else unknown(reason_for(facts, name))
-
-
-def count(facts: Facts, name: str) -> str:
+def count(amount: int | float) -> str:
     """A whole number with commas."""
-    amount = facts.get(name)
-    return f"{amount:,.0f}" if is_number(amount) else unknown(reason_for(facts, name))
+    return f"{amount:,.0f}"
 
 
 def times(facts: Facts, name: str, nominal: str) -> str:
@@ -501,7 +466,7 @@ def times(facts: Facts, name: str, nominal: str) -> str:
     return f"{amount:.1f}x (nominal {factor:g}x)" if differs else f"{amount:.1f}x"
 
 
-def signed_mb(amount: object, percent: object) -> str:
+def signed_mb(amount: object, percent: object = None) -> str:
     """A change in MiB with its percentage."""
     share = f" ({percent:+.1f}%)" if is_number(percent) else ""
     return f"{amount:+.1f} MB{share}" if is_number(amount) else unknown()

@@ -68,12 +68,7 @@ class CodingFacts:
 
 
 def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
-    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each.
-
-    Args:
-        facts: What is known.
-        of_record: Those that the engine has drawn itself; one that is here already is not repeated.
-    """
+    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each."""
     stage = facts.stage
     encodes = facts.direction == "encoding"
     pictures = list(picture_findings(facts.media.pictures, stage, decoded=not encodes))
@@ -143,13 +138,7 @@ def _unread(facts: CodingFacts) -> Iterator[str]:
 
 
 def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
-    """Findings about pictures by themselves.
-
-    Args:
-        pictures: What is known of them.
-        stage: The stage's name.
-        decoded: Whether a decoder made them, which may overshoot.
-    """
+    """Findings about pictures by themselves."""
     if pictures["length"] == 0:
         yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
     yield from _pictures_of_mixed_sizes(pictures, stage)
@@ -175,11 +164,16 @@ def _pictures_of_mixed_sizes(pictures: PicturesDict, stage: str) -> Iterator[Fin
 
 
 def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
-    not_finite = {name: count for name, count in counts.items() if count}
+    not_finite, words = not_finite_in(pictures)
     if not_finite:
-        words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
         yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite, stage=stage)
+
+
+def not_finite_in(facts: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+    """How many elements are NaN and Inf, by these names and in words; neither where there are none or nobody looked."""
+    counts = {"NaN": facts.get("nan_count"), "Inf": facts.get("inf_count")}
+    not_finite = {name: count for name, count in counts.items() if count}
+    return not_finite, " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
 
 
 def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
@@ -226,12 +220,9 @@ def latent_findings(
 
 
 def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
-    values = latent["statistics"]
-    counts = {} if values is None else {"NaN": values["nan_count"], "Inf": values["inf_count"]}
-    not_finite = {name: count for name, count in counts.items() if count}
+    not_finite, words = not_finite_in(latent["statistics"] or {})
     if not not_finite:
         return
-    words = " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
     half = latent["dtype"] == "float16"
     yield Finding(
         "latent_not_finite",
@@ -357,14 +348,7 @@ def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict, stage
 def memory_findings(
     efficiency: MemoryEfficiency, reserved_mb: float | None, growth_mb: float | None, stage: str
 ) -> Iterator[Finding]:
-    """Memory of the device that is reserved and not used, or that the stage kept.
-
-    Args:
-        efficiency: Ratios after the stage.
-        reserved_mb: What the allocator holds.
-        growth_mb: By how much what is allocated grew.
-        stage: The stage's name.
-    """
+    """Memory of the device that is reserved and not used, or that the stage kept."""
     share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
     if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
         yield Finding(

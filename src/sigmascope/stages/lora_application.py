@@ -33,9 +33,11 @@ from sigmascope.stages.baseline import (
     NO_BASELINE,
     References,
     baseline_of,
+    beside_the_stage,
     measure,
     plain_baseline,
     references_of,
+    with_reasons,
 )
 from sigmascope.stages.lora_findings import FileFindings, findings_of
 from sigmascope.stages.lora_on_model import (
@@ -89,6 +91,10 @@ __all__ = [
 
 Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
+_IN_DETAIL = frozenset(
+    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
+)
+"""Parts of which the record keeps only how long they are."""
 
 
 def capture_lora_baseline(
@@ -405,6 +411,25 @@ def _plain_lora_baseline(baseline: object) -> dict[str, Any] | None:
     return plain
 
 
+def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """An analysis for the record: of single weights only how much each changed, of other lists how long they are.
+
+    Of what the stage itself holds only memory's change is kept, which has that of each model.
+    """
+    memory = {"memory_impact": analysis["memory_impact"]} if "memory_impact" in analysis else {}
+    return {name: _short(name, value) for name, value in {**beside_the_stage(analysis), **memory}.items()}
+
+
+def _short(name: str, value: Any) -> Any:
+    if name == "keys_value_changed" and isinstance(value, Mapping):
+        return {key: change.get("relative_change") for key, change in value.items()}
+    if name in _IN_DETAIL and isinstance(value, Mapping | list):
+        return len(value)
+    if isinstance(value, Mapping):
+        return {key: _short(str(key), inner) for key, inner in value.items()}
+    return value
+
+
 def track_model_identity_changes(
     original_model: object, modified_model: object, model_type: str
 ) -> IdentityChanges:
@@ -485,45 +510,26 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
 def _memory_change(
     baseline: object, model: object, model_type: str, now: MemorySnapshot
 ) -> MemoryChangeOfModel:
-    """What PyTorch's allocator holds on the device in use, against the bytes of a baseline.
-
-    Args:
-        baseline: `baseline["unet"]` or `baseline["clip"]`, with `memory_allocated` and `memory_reserved`.
-        model: As it is now; for its size.
-        model_type: Such as "UNet" or "CLIP".
-        now: Memory now.
-    """
+    """What PyTorch's allocator holds on the device in use, against the bytes of a baseline."""
     device = now.accelerator(now.device_in_use() or "")
     error = (
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"
     )
     size = None if model is None else read_host(lambda: weights_nbytes(model, model_type)).value
-    unavailable: dict[str, str] = {}
-    figures: dict[str, float | None] = {}
+    readings: dict[str, tuple[float | None, str | None]] = {
+        "model_size_mb": (mib(size), "no module was found in the model")
+    }
     for name, current in (("allocated", device.allocated_bytes), ("reserved", device.reserved_bytes)):
-        before = lookup(baseline, f"memory_{name}")
-        if isinstance(before, bool) or not isinstance(before, int):
-            before = None
         why = NO_ACCELERATOR
         if device.device:
             why = device.unavailable.get(f"{name}_bytes", "it could not be read")
-        if current is None:
-            unavailable[f"current_{name}_mb"] = why
-        if before is None or current is None:
-            unavailable[f"{name}_change_mb"] = why if current is None else "the baseline does not say"
-        figures[f"{name}_change_mb"] = mib(change(before, current))
-        figures[f"current_{name}_mb"] = mib(current)
-    if size is None:
-        unavailable["model_size_mb"] = "no module was found in the model"
-    return {
-        "allocated_change_mb": figures["allocated_change_mb"],
-        "reserved_change_mb": figures["reserved_change_mb"],
-        "current_allocated_mb": figures["current_allocated_mb"],
-        "current_reserved_mb": figures["current_reserved_mb"],
-        "model_size_mb": mib(size),
-        "error": error,
-        "unavailable": unavailable,
-    }
+        before = lookup(baseline, f"memory_{name}")
+        if isinstance(before, bool) or not isinstance(before, int):
+            before = None
+        why_no_change = why if current is None else "the baseline does not say"
+        readings[f"{name}_change_mb"] = (mib(change(before, current)), why_no_change)
+        readings[f"current_{name}_mb"] = (mib(current), why)
+    return with_reasons(MemoryChangeOfModel, readings, error=error)
 
 
 def print_lora_analysis_summary(analysis: Mapping[str, Any] | None, console: Console | None = None) -> None:

@@ -43,13 +43,7 @@ _MUCH_OVERLAP: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
-    """What was found out of the file.
-
-    Attributes:
-        verdict: Whether it is for the models.
-        applied: What of it is on them.
-        host: `comfyui` or `diffusers`: what only the other does with such files is left out.
-    """
+    """What was found out of the file."""
 
     verdict: LoraVerdict | None
     applied: AppliedVerdict | None
@@ -59,12 +53,14 @@ class FileFindings:
         """The findings of both verdicts that matter here."""
         complete = self.applied is not None and self.applied.complete
         on_model = () if self.applied is None else self.applied.findings
-        told = (
-            {"lora_text_encoder_missing"} if any(one.id == "lora_part_left_out" for one in on_model) else ()
+        left_out = (
+            {"lora_text_encoder_missing"}
+            if any(finding_on_model.id == "lora_part_left_out" for finding_on_model in on_model)
+            else ()
         )
         for finding in () if self.verdict is None else self.verdict.findings:
             if _HOST_OF_FINDING.get(finding.id, self.host) == self.host and not (
-                finding.id in told or (complete and finding.id in _ABOUT_NAMES)
+                finding.id in left_out or (complete and finding.id in _ABOUT_NAMES)
             ):
                 yield replace(finding, stage=STAGE)
         for finding in on_model:
@@ -79,15 +75,7 @@ def findings_of(
     applied: bool,
     left_off: bool = False,
 ) -> list[Finding]:
-    """All findings, the worst first.
-
-    Args:
-        models: Name, weight changes and patches of each model.
-        file: What was found out of the file.
-        effective: Whether anything does something else than before; None if nobody knows.
-        applied: Whether the host says that it applied one.
-        left_off: Whether the host gave both models back as they went in.
-    """
+    """All findings, the worst first."""
     findings: list[Finding] = []
     for name, weights, patches in models:
         findings += [*on_patches(name, patches), *on_weights(name, weights)]

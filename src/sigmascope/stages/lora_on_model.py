@@ -38,10 +38,11 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
-from sigmascope.stages.baseline import unknown
+from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
+    OnePatch,
     PatchAnalysis,
     PatchDetails,
     SameTwice,
@@ -68,11 +69,7 @@ Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
 
 
 def lora_file_facts(path: object) -> LoraFileFacts:
-    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises.
-
-    Args:
-        path: A file, a folder that holds one, or None.
-    """
+    """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises."""
     if path is None:
         return _unknown_file(NOT_GIVEN)
     place = read_host(lambda: Path(path)).value  # type: ignore[arg-type]
@@ -129,13 +126,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def match_file(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
-    """Match the modules of a LoRA file with the layers of both models. Never raises.
-
-    Args:
-        path: The file; None if it was not given.
-        unet: The denoiser, in any form that `parts_of` knows.
-        clip: The text encoders.
-    """
+    """Match the modules of a LoRA file with the layers of both models. Never raises."""
     if path is None:
         return Reading(None, NOT_GIVEN)
     modules = read_host(lambda: _named_modules(unet, clip))
@@ -328,19 +319,7 @@ def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | Non
         "adapter_type": first.adapter_type,
         "state": next((state for state in _FARTHEST if state in states), first.state),
         "patches": [
-            {
-                "source": patch.source,
-                "adapter_type": patch.adapter_type,
-                "state": patch.state,
-                "state_reason": patch.state_reason,
-                "strength": patch.strength,
-                "strength_model": patch.strength_model,
-                "rank": patch.rank,
-                "alpha": patch.alpha,
-                "scale": patch.scale,
-                "finite": finite[id(patch)],
-                "unavailable": dict(patch.unavailable),
-            }
+            facts_as(OnePatch, patch, finite=finite[id(patch)], unavailable=dict(patch.unavailable))
             for patch in patches
         ],
     }
@@ -378,11 +357,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:
-    """Changes of the same content that act more than once on one weight, whatever their strengths and names.
-
-    Args:
-        by_key: The changes of each weight. The tensors of weights with several are looked at.
-    """
+    """Changes of the same content that act more than once on one weight, whatever their strengths and names."""
     several = {
         key: acting
         for key, patches in by_key.items()

@@ -13,6 +13,7 @@ from sigmascope.stages.summary import (
     Section,
     as_it_is,
     error_rows,
+    figure,
     finding_rows,
     mb,
     memory_rows,
@@ -64,7 +65,7 @@ def _basics(analysis: Facts) -> Iterator[Row]:
             style,
         )
     if "elapsed_time" in analysis:
-        yield Row("Time", seconds(analysis["elapsed_time"], reason_for(analysis, "elapsed_time")))
+        yield Row("Time", figure(analysis, "elapsed_time", seconds))
 
 
 def _file(facts: Facts) -> Iterator[Row]:
@@ -75,12 +76,12 @@ def _file(facts: Facts) -> Iterator[Row]:
     yield Row("Exists", "✅ yes" if exists else "❌ no", GOOD if exists else BAD)
     if not exists:
         return
-    yield Row("Size", mb(facts.get("file_size"), reason_for(facts, "file_size")))
+    yield Row("Size", figure(facts, "file_size", mb))
     yield Row("Format", printable(facts.get("format") or unknown(reason_for(facts, "format"))))
-    yield Row("Modules", number(facts.get("modules"), reason_for(facts, "modules")))
+    yield Row("Modules", figure(facts, "modules", number))
     for name in ("rank", "alpha"):
         others = len(facts.get(f"{name}s") or ()) - 1
-        text = number(facts.get(name), reason_for(facts, name))
+        text = figure(facts, name, number)
         yield Row(name.capitalize(), f"{text}, and {others} others" if others > 0 else text)
     hint = facts.get("base_hint")
     yield Row("Base model", printable(hint) if hint else unknown(reason_for(facts, "base_hint")))
@@ -181,8 +182,8 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
         "" if changed else NOTABLE,
     )
     if changed:
-        yield Row("‖ΔW‖", number(facts.get("delta_norm"), reason_for(facts, "delta_norm")))
-        yield Row("‖ΔW‖ / ‖W‖", _share(facts.get("relative_change"), reason_for(facts, "relative_change")))
+        yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
+        yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
     drift = facts.get("drift") or {}
     if drift.get("keys"):
         largest = drift.get("largest_relative_change")
@@ -199,9 +200,7 @@ def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
             yield Row(f"{what.capitalize()} changed", number(count), NOTABLE)
 
 
-def _share(value: object, reason: str | None = None) -> str:
-    if not isinstance(value, int | float):
-        return unknown(reason)
+def _share(value: int | float) -> str:
     return f"{100 * value:.3g} %"
 
 
@@ -210,7 +209,9 @@ def _block_rows(blocks: Any) -> Iterator[Row]:
     largest = max((_strength(block) for block in measured), default=0.0)
     for block in measured[:_MOST_BLOCKS]:
         bar = "█" * max(1, round(_BAR * _strength(block) / largest)) if largest else ""
-        yield Row(f"  {printable(block.get('name'), 40)}", f"{_share(block.get('relative_change'))} {bar}")
+        yield Row(
+            f"  {printable(block.get('name'), 40)}", f"{figure(block, 'relative_change', _share)} {bar}"
+        )
     if len(measured) > _MOST_BLOCKS:
         yield Row("  …", f"{len(measured) - _MOST_BLOCKS} more blocks")
 
@@ -241,9 +242,7 @@ def patch_rows(facts: Facts) -> Iterator[Row]:
     for pair in facts.get("overlaps") or ():
         names = f"{printable(pair.get('a'), 40)} and {printable(pair.get('b'), 40)}"
         chance = f", chance {number(pair.get('chance'))}" if pair.get("chance") is not None else ""
-        yield Row(
-            f"Overlap of {names}", f"{number(pair.get('overall'), reason_for(pair, 'overall'))}{chance}"
-        )
+        yield Row(f"Overlap of {names}", f"{figure(pair, 'overall', number)}{chance}")
 
 
 def _counts_words(counts: object) -> str:

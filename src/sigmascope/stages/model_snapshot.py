@@ -297,13 +297,7 @@ def _look_at_contents(
 
 
 def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
-    """Compare two moments.
-
-    Args:
-        before: The original.
-        after: What came of it.
-        same: Whether it is one object; None if nobody knows, as where there is no model.
-    """
+    """Compare two moments."""
     unavailable = {
         f"{which}_{name}": snapshot.unavailable[read]
         for which, snapshot in (("original", before), ("modified", after))
@@ -352,12 +346,7 @@ def is_same(before: ModelSnapshot, modified: object) -> bool | None:
 
 
 def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementChanges:
-    """Compare two moments of a model; a text encoder has three more keys, `clip_…`.
-
-    Args:
-        before: The original.
-        after: What came of it.
-    """
+    """Compare two moments of a model; a text encoder has three more keys, `clip_…`."""
     changes: dict[str, Any] = {}
     reasons = {**before.unavailable, **after.unavailable}
     unavailable: dict[str, str] = {}
@@ -384,10 +373,6 @@ def weights_in(model: object, model_type: str) -> Weights:
 
     Parameters and those buffers that a state dict has, under dotted names; each name once, also where several
     are one tensor.
-
-    Args:
-        model: See `parts_of`.
-        model_type: See `parts_of`.
     """
     base: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
@@ -450,12 +435,7 @@ def weights_nbytes(model: object, model_type: str) -> int | None:
 
 
 def read_model_patches(model: object, model_type: str = "") -> ModelPatches:
-    """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises.
-
-    Args:
-        model: See `parts_of`.
-        model_type: See `parts_of`.
-    """
+    """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises."""
     parts = read_host(lambda: parts_of(model, model_type))
     if parts.value is None:
         return ModelPatches(unavailable={"model": parts.reason or "unknown"})

@@ -103,14 +103,7 @@ class TokenCount:
 def prompt_facts(
     prompt: object, tokens: Sequence[TokenCount], reason: str | None, privacy: PromptPrivacy
 ) -> PromptFacts:
-    """Characters, words, weights and tokens of one prompt.
-
-    Args:
-        prompt: A text, or several that were encoded together (their facts are those of all of them).
-        tokens: What each tokenizer makes of it.
-        reason: Why there are none, when there are none.
-        privacy: Whether the text, its SHA-256 or nothing is kept. Whatever quotes the prompt follows it.
-    """
+    """Characters, words, weights and tokens of one prompt."""
     text, texts = as_text(prompt), texts_of(prompt)
     if text is None:
         kind = type(prompt).__name__

@@ -47,13 +47,7 @@ class Section(NamedTuple):
 
 
 def print_summary(title: str, sections: Iterable[Section], console: Console | None = None) -> None:
-    """Print sections under a title.
-
-    Args:
-        title: In capitals by custom.
-        sections: Those without rows are left out.
-        console: Where to; standard output by default, plain when that is no terminal.
-    """
+    """Print sections under a title."""
     target = console or Console()
     rule = ("=" * min(WIDTH, target.width), "dim")
     print_line(target, (f"🔍 {title}", "bold"))
@@ -77,14 +71,7 @@ def print_analysis(
     sections: Callable[[Mapping[str, Any]], Iterable[Section]],
     console: Console | None = None,
 ) -> None:
-    """Print an analysis as sections under a title; where there is none, a line that says so.
-
-    Args:
-        title: In capitals by custom.
-        analysis: What a stage's analysis gave; None: it gave nothing.
-        sections: Makes its sections.
-        console: As in `print_summary`.
-    """
+    """Print an analysis as sections under a title; where there is none, a line that says so."""
     none = [Section("", "", [Row("❌ Error", "there is no analysis to show", BAD)])]
     print_summary(title, none if analysis is None else sections(analysis), console)
 
@@ -235,9 +222,15 @@ def part(facts: Facts, name: str) -> Facts:
     return held if isinstance(held, Mapping) else {}
 
 
-def mb(amount: object, reason: str | None = None) -> str:
+def figure(facts: Facts, name: str, show: Callable[[Any], str]) -> str:
+    """A figure of a dict as its unit is shown; a dash, with the reason that the dict gives, where it has none."""
+    amount = facts.get(name)
+    return show(amount) if is_number(amount) else unknown(reason_for(facts, name))
+
+
+def mb(amount: object) -> str:
     """MiB; the text says MB."""
-    return f"{units.mebibytes(amount)} MB" if is_number(amount) else unknown(reason)
+    return f"{units.mebibytes(amount)} MB" if is_number(amount) else UNKNOWN
 
 
 def is_number(amount: object) -> TypeGuard[int | float]:
@@ -253,20 +246,20 @@ def mb_change(amount: object, percent: object = None) -> str:
     return f"{units.mebibytes_change(amount)} MB{share}"
 
 
-def seconds(amount: object, reason: str | None = None) -> str:
+def seconds(amount: object) -> str:
     """A duration with the unit that suits it."""
-    return units.seconds(amount) if is_number(amount) else unknown(reason)
+    return units.seconds(amount) if is_number(amount) else UNKNOWN
 
 
-def number(amount: object, reason: str | None = None) -> str:
+def number(amount: object) -> str:
     """A count in full, another number with four significant digits."""
-    return units.number(amount) if is_number(amount) else unknown(reason)
+    return units.number(amount) if is_number(amount) else UNKNOWN
 
 
-def shape(sizes: object, reason: str | None = None) -> str:
+def shape(sizes: object) -> str:
     """A shape as torch writes it."""
     if not isinstance(sizes, list | tuple):
-        return unknown(reason)
+        return UNKNOWN
     return "(" + ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "") + ")"
 
 

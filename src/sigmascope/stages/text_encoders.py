@@ -14,6 +14,7 @@ from torch import nn
 
 from sigmascope.probes.models import modules_in
 from sigmascope.probes.reading import read_host
+from sigmascope.stages.baseline import facts_as
 from sigmascope.stages.schema import EncoderDict
 
 CLIP_TOKENS = 77
@@ -149,16 +150,15 @@ def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> E
     table = variant_by_width(width)
     variant = variant_of(verdict, width)
     other = None if any(encoder.width == width for encoder in encoders) else by_shape
-    return {
-        "family": verdict.family,
-        "evidence": verdict.evidence,
-        "reason": verdict.reason,
-        "candidates": list(verdict.candidates),
-        "width": width,
-        "clip_variant": variant,
-        "clip_variant_by_width": table,
-        "conflict": _conflict(verdict, other, variant, table, width),
-    }
+    return facts_as(
+        EncoderDict,
+        verdict,
+        candidates=list(verdict.candidates),
+        width=width,
+        clip_variant=variant,
+        clip_variant_by_width=table,
+        conflict=_conflict(verdict, other, variant, table, width),
+    )
 
 
 class EncoderVerdict(NamedTuple):

@@ -31,6 +31,7 @@ from sigmascope.stages.baseline import (
     reference_to,
     references_of,
     state_now,
+    with_reasons,
 )
 from sigmascope.stages.conditioning import (
     DumpFolder,
@@ -56,6 +57,7 @@ from sigmascope.stages.summary import (
     Section,
     check_row,
     error_rows,
+    figure,
     mb,
     memory_rows,
     number,
@@ -300,29 +302,17 @@ def performance(
 ) -> Performance:
     """Seconds in all, for each prompt, and by character and token of both prompts together."""
     total, why = checked_seconds(elapsed)
-    positive, negative = checked_seconds(positive_seconds)[0], checked_seconds(negative_seconds)[0]
     characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
-    unavailable: dict[str, str] = {}
-    if total is None:
-        names = ("total_execution_time", "time_per_character", "time_per_token")
-        unavailable |= dict.fromkeys(names, why or "unknown")
-    if positive is None:
-        unavailable["positive_encoding_time"] = _NOT_APART
-    if negative is None:
-        unavailable["negative_encoding_time"] = _NOT_APART
-    per_character, per_token = _ratio(total, characters), _ratio(total, tokens)
-    if total is not None and per_character is None:
-        unavailable["time_per_character"] = _why_no_rate("characters", characters)
-    if total is not None and per_token is None:
-        unavailable["time_per_token"] = _why_no_rate("tokens", tokens)
-    return {
-        "total_execution_time": total,
-        "positive_encoding_time": positive,
-        "negative_encoding_time": negative,
-        "time_per_character": per_character,
-        "time_per_token": per_token,
-        "unavailable": unavailable,
-    }
+    return with_reasons(
+        Performance,
+        {
+            "total_execution_time": (total, why),
+            "positive_encoding_time": (checked_seconds(positive_seconds)[0], _NOT_APART),
+            "negative_encoding_time": (checked_seconds(negative_seconds)[0], _NOT_APART),
+            "time_per_character": (_ratio(total, characters), why or _why_no_rate("characters", characters)),
+            "time_per_token": (_ratio(total, tokens), why or _why_no_rate("tokens", tokens)),
+        },
+    )
 
 
 def _sum_of_prompts(prompts: TextProcessing, name: str) -> int | None:
@@ -360,31 +350,25 @@ def efficiency(
         total, why = None, "it took no measurable time"
     characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
     sizes = [facts["total_size_mb"] for facts in conditionings if facts["total_size_mb"] is not None]
-    by_second = None if total is None or characters is None else characters / total
-    tokens_by_second = None if total is None or tokens is None else tokens / total
-    by_character = _ratio(sum(sizes), characters) if sizes else None
     device = next((facts["device"] for facts in conditionings if facts["device"]), None)
-    utilization, why_no_gpu = _gpu_utilization(device)
-    figures = {
-        "characters_per_second": (by_second, why or _why_no_rate("characters", characters)),
-        "tokens_per_second": (tokens_by_second, why or _why_no_rate("tokens", tokens)),
-        "memory_per_character_mb": (
-            by_character,
-            _why_no_rate("characters", characters) if sizes else "there is no conditioning",
-        ),
-        "gpu_utilization": (utilization, why_no_gpu),
-        "cleanup_effectiveness": cleanup,
-    }
-    return {
-        "characters_per_second": by_second,
-        "tokens_per_second": tokens_by_second,
-        "memory_per_character_mb": by_character,
-        "gpu_utilization": utilization,
-        "cleanup_effectiveness": cleanup[0],
-        "unavailable": {
-            name: reason or "unknown" for name, (value, reason) in figures.items() if value is None
+    no_characters = _why_no_rate("characters", characters)
+    return with_reasons(
+        Efficiency,
+        {
+            "characters_per_second": (_rate(characters, total), why or no_characters),
+            "tokens_per_second": (_rate(tokens, total), why or _why_no_rate("tokens", tokens)),
+            "memory_per_character_mb": (
+                _ratio(sum(sizes), characters) if sizes else None,
+                no_characters if sizes else "there is no conditioning",
+            ),
+            "gpu_utilization": _gpu_utilization(device),
+            "cleanup_effectiveness": cleanup,
         },
-    }
+    )
+
+
+def _rate(count: int | None, seconds: float | None) -> float | None:
+    return None if count is None or seconds is None else count / seconds
 
 
 def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:
@@ -426,9 +410,7 @@ def text_sections(analysis: Facts) -> Iterator[Section]:
 def _basics(analysis: Facts) -> Iterator[Row]:
     success = analysis.get("encoding_success")
     yield Row("Text encoding success", "YES" if success else "NO", GOOD if success else BAD)
-    yield Row(
-        "Total execution time", seconds(analysis.get("elapsed_time"), reason_for(analysis, "elapsed_time"))
-    )
+    yield Row("Total execution time", figure(analysis, "elapsed_time", seconds))
 
 
 def _prompt(facts: Facts) -> Iterator[Row]:
@@ -447,7 +429,7 @@ def _prompt(facts: Facts) -> Iterator[Row]:
     yield Row("Characters", number(facts["character_length"]))
     yield Row("Words", number(facts.get("word_count")))
     yield Row("Special characters", number(facts.get("special_characters")))
-    yield Row("Tokens", number(facts.get("token_count"), reason_for(facts, "token_count")))
+    yield Row("Tokens", figure(facts, "token_count", number))
     cut = facts.get("truncated_tokens")
     if cut:
         words = facts.get("truncated_words")
@@ -509,24 +491,14 @@ def _performance(analysis: Facts) -> Iterator[Row]:
         "time_per_token": "By token",
     }
     for name, label in labels.items() if times else ():
-        yield Row(label, seconds(times.get(name), reason_for(times, name)))
+        yield Row(label, figure(times, name, seconds))
     if not rates:
         return
-    yield Row(
-        "Characters per second",
-        number(rates.get("characters_per_second"), reason_for(rates, "characters_per_second")),
-    )
-    memory = rates.get("memory_per_character_mb")
-    yield Row("Memory per character", mb(memory, reason_for(rates, "memory_per_character_mb")))
-    busy = rates.get("gpu_utilization")
-    yield Row(
-        "GPU utilization", unknown(reason_for(rates, "gpu_utilization")) if busy is None else f"{busy:.0f} %"
-    )
-    cleanup = rates.get("cleanup_effectiveness")
-    reason = reason_for(rates, "cleanup_effectiveness")
-    yield Row(
-        "Memory given back", unknown(reason) if cleanup is None else f"{100 * cleanup:.0f} % of the growth"
-    )
+    yield Row("Characters per second", figure(rates, "characters_per_second", number))
+    yield Row("Memory per character", figure(rates, "memory_per_character_mb", mb))
+    yield Row("GPU utilization", figure(rates, "gpu_utilization", lambda busy: f"{busy:.0f} %"))
+    given_back = figure(rates, "cleanup_effectiveness", lambda share: f"{100 * share:.0f} % of the growth")
+    yield Row("Memory given back", given_back)
 
 
 def _models(states: Facts) -> Iterator[Row]:

@@ -7,6 +7,7 @@ limits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.stages.baseline import check_of
@@ -74,42 +75,19 @@ def validate(
     seconds: float | None,
     limits: TextEncodingThresholds,
 ) -> Validation:
-    """All checks: of the prompts, the conditionings, the time, and of what fits together.
-
-    Args:
-        prompts: Facts of both prompts.
-        conditionings: Facts of `positive` and `negative`.
-        clip: The encoder's state after the encoding.
-        encoders: What is known of it by class.
-        memory: Before and after; None if there is no baseline.
-        seconds: What the step took.
-        limits: What the caller allows.
-    """
+    """All checks: of the prompts, the conditionings, the time, and of what fits together."""
     given = {"positive": prompts["positive"], "negative": prompts["negative"]}
-    checks = {
-        "input": check_of(
-            _prompt_problems(given, limits), known=given["positive"]["character_length"] is not None
-        ),
+    known = given["positive"]["character_length"] is not None
+    validation: Validation = {
+        "success": True,
+        "input": check_of(_prompt_problems(given, limits), known=known),
         "output": check_of(_conditioning_problems(conditionings, limits), known=True),
         "performance": check_of(_time_problems(seconds, limits), known=seconds is not None),
-    }
-    compatibility = {
-        "clip_model": _check_clip_model(clip, encoders),
-        "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
-        "device_placement": _check_placement(conditionings, clip, limits),
-        "memory_threshold": check_memory(memory, limits),
-    }
-    all_checks = (*checks.values(), *compatibility.values())
-    return {
-        "success": all(check["passed"] is not False for check in all_checks),
-        "input": checks["input"],
-        "output": checks["output"],
-        "performance": checks["performance"],
         "compatibility": {
-            "clip_model": compatibility["clip_model"],
-            "tensor_dimensions": compatibility["tensor_dimensions"],
-            "device_placement": compatibility["device_placement"],
-            "memory_threshold": compatibility["memory_threshold"],
+            "clip_model": _check_clip_model(clip, encoders),
+            "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
+            "device_placement": _check_placement(conditionings, clip, limits),
+            "memory_threshold": check_memory(memory, limits),
         },
         "notes": [
             *_prompt_notes(given),
@@ -117,6 +95,10 @@ def validate(
             *width_notes(conditionings, encoders),
         ],
     }
+    checks: list[Any] = [validation[name] for name in ("input", "output", "performance")]
+    checks += validation["compatibility"].values()
+    validation["success"] = all(check["passed"] is not False for check in checks)
+    return validation
 
 
 def _prompt_problems(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -> Iterator[str]:

@@ -14,6 +14,7 @@ from sigmascope.probes.reading import read_host
 from sigmascope.records.latents import VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import ModuleFacts
+from sigmascope.stages.baseline import facts_as
 from sigmascope.stages.schema import VaeDict
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")
@@ -44,7 +45,7 @@ def _facts(vae: object) -> VaeFacts:
     module = module_facts(vae)
     if vae is None:
         return _unknown("NoneType", "no VAE was given", module)
-    if _is_comfyui(vae):
+    if is_comfyui_vae(vae):
         return _comfyui(vae, module)
     config = getattr(vae, "config", None)
     if isinstance(config, Mapping):
@@ -66,7 +67,8 @@ def _weight_facts(module: ModuleFacts) -> dict[str, Any]:
     }
 
 
-def _is_comfyui(vae: object) -> bool:
+def is_comfyui_vae(vae: object) -> bool:
+    """Whether it is ComfyUI's VAE, told by what it holds."""
     return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
 
 
@@ -120,7 +122,7 @@ def inner_vae(vae: object) -> object:
 
 
 def _held(vae: object) -> object:
-    if _is_comfyui(vae):
+    if is_comfyui_vae(vae):
         return None
     held = (getattr(vae, name, None) for name in _HOLDERS)
     return next((value for value in held if value is not None and not _is_function(value)), None)
@@ -210,17 +212,4 @@ def whole(number: object) -> int | None:
 
 def vae_dict(facts: VaeFacts) -> VaeDict:
     """The VAE's facts as an analysis holds them."""
-    return {
-        "class_name": facts.class_name,
-        "latent_channels": facts.latent_channels,
-        "image_channels": facts.image_channels,
-        "spatial_factor": facts.spatial_factor,
-        "temporal_factor": facts.temporal_factor,
-        "first_frame_apart": facts.first_frame_apart,
-        "is_video": facts.is_video,
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": mib(facts.nbytes),
-        "source": facts.source,
-        "unavailable": dict(facts.unavailable),
-    }
+    return facts_as(VaeDict, facts, size_mb=mib(facts.nbytes), unavailable=dict(facts.unavailable))

@@ -41,14 +41,7 @@ _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeforeAndAfter:
-    """Two moments of a model, and the model itself. It holds the host's tensors.
-
-    Attributes:
-        before: The original.
-        after: What came of it.
-        model: As it is now.
-        applied: The changes on it now.
-    """
+    """Two moments of a model, and the model itself. It holds the host's tensors."""
 
     before: ModelSnapshot
     after: ModelSnapshot
@@ -413,11 +406,6 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
     """The effect with the norm of the weight without the changes, where it can be had.
 
     ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
-
-    Args:
-        effect: Of the changes, beside the merged weight.
-        merged: The weight with the changes.
-        acting: All of its changes that act.
     """
     norm = attempt(lambda: _norm_before(effect, merged, acting)).value
     if norm is None or effect.delta_norm is None:

@@ -10,8 +10,8 @@ from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
 import sigmascope
-from sigmascope.monitor.workflow import in_short
 from sigmascope.records.serialization import run_from_json, run_to_json
+from sigmascope.stages.lora_application import in_short
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from sigmascope.records.performance import (
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import to_plain
 from sigmascope.reports import print_run
-from sigmascope.reports.console import print_profile
+from sigmascope.reports.console import render_profile
 
 MIB = 2**20
 
@@ -29,7 +29,7 @@ PROFILE = StepsProfile(
 
 def printed(profile: StepsProfile) -> str:
     stream = io.StringIO()
-    print_profile(profile, Console(file=stream, width=80))
+    Console(file=stream, width=80).print(render_profile(profile))
     return stream.getvalue()
 
 

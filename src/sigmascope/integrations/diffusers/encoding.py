@@ -29,13 +29,13 @@ from sigmascope.integrations.diffusers.watch_session import (
     Session,
     StageStack,
     WatchedParts,
-    beside_the_stage,
     current_stack,
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.stages.baseline import beside_the_stage
 from sigmascope.stages.latent_encoding import (
     analyze_latent_decoding_results,
     analyze_latent_generation_results,
@@ -71,14 +71,7 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True)
 class Encoding:
-    """One call of `encode_prompt` while it goes on.
-
-    Attributes:
-        prompt: What it was called with.
-        negative_prompt: Likewise.
-        baseline: The text encoders and memory before it.
-        readings: What tokenizers were seen to read.
-    """
+    """One call of `encode_prompt` while it goes on."""
 
     prompt: object
     negative_prompt: object
@@ -242,12 +235,7 @@ def _width(embeddings: Tensor) -> int:
 
 
 def capture_text_baseline(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
-    """Take what is known before the encoding.
-
-    Args:
-        arguments: The call's, by name.
-        encoders: The pipeline's text encoders, by name. Their weights are not read.
-    """
+    """Take what is known before the encoding."""
     baseline = capture_text_encoding_baseline(None, dict(encoders) or None)
     return Encoding(arguments.get("prompt"), arguments.get("negative_prompt"), baseline)
 
@@ -259,15 +247,7 @@ def record_text_analysis(
     privacy: PromptPrivacy,
     error: BaseException | None,
 ) -> None:
-    """Put the analysis on the stage, which is over. Nothing waits for an accelerator.
-
-    Args:
-        stage: The encoding's.
-        encoding: What was seen of it.
-        named: The embeddings that it gave, by name.
-        privacy: What is kept of prompts.
-        error: What it raised.
-    """
+    """Put the analysis on the stage, which is over. Nothing waits for an accelerator."""
     record = stage.record()
     analysis = analyze_text_encoding_results(
         encoding.baseline,
@@ -294,15 +274,7 @@ def _conditioning(named: Mapping[str, object], which: str) -> object:
 def readings_of(
     name: str, tokenizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> list[Reading]:
-    """What a call of a tokenizer says of each of its texts. Nothing for pairs, or where no mask is given.
-
-    Args:
-        name: The pipeline's component.
-        tokenizer: Itself.
-        args: The call's.
-        kwargs: Those by name.
-        result: What it gave.
-    """
+    """What a call of a tokenizer says of each of its texts. Nothing for pairs, or where no mask is given."""
     text = args[0] if args else kwargs.get("text")
     texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -337,12 +309,7 @@ def _lengths(mask: Any) -> Iterator[int]:
 
 
 def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list[TokenCount], str | None]:
-    """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing.
-
-    Args:
-        readings: All that were seen in the encoding.
-        texts: A prompt's.
-    """
+    """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing."""
     counts = []
     for name in dict.fromkeys(reading.tokenizer for reading in readings):
         of_texts = [
@@ -467,13 +434,7 @@ class VaeObserver(Observer):
 
 
 def capture_vae_baseline(direction: Direction, vae: object, input_tensor: Tensor | None) -> Mapping[str, Any]:
-    """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
-
-    Args:
-        direction: What the VAE does.
-        vae: Itself.
-        input_tensor: What goes in.
-    """
+    """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those."""
     capture = (
         capture_latent_generation_baseline if direction == "encoding" else capture_latent_decoding_baseline
     )
@@ -488,16 +449,7 @@ def record_vae_analysis(
     strategy: str,
     error: BaseException | None,
 ) -> None:
-    """Put the analysis on the stage, which is over.
-
-    Args:
-        stage: The encoding's or decoding's.
-        direction: Which of them.
-        baseline: What `capture_vae_baseline` gave.
-        output: What came out; None if nothing did.
-        strategy: "Direct" or "Tiled", as the VAE was seen to work.
-        error: What it raised.
-    """
+    """Put the analysis on the stage, which is over."""
     record = stage.record()
     seen: dict[str, Any] = {"peak_memory": record.peak, "error": error, "statistics": False}
     analyze: Callable[..., Mapping[str, Any]] = analyze_latent_decoding_results

@@ -39,9 +39,6 @@ COMPILED = "_compiled_call_impl"
 class HookSet:
     """Hooks of one kind on any number of things. The first failure of one takes all off, with one line in the log.
 
-    Args:
-        guard: Keeps the reason of a failure.
-
     Attributes:
         name: Under which the reason is kept, after "watch.".
         works: Whether nothing has failed so far.
@@ -248,10 +245,6 @@ class MethodHook:
     The host's results and exceptions pass unchanged. Inside what torch.compile traces nobody is told, so that no graph
     breaks. Whoever replaces the method meanwhile stays: our part in it then does nothing.
 
-    Args:
-        owner: The class or object whose attribute it is.
-        name: The attribute.
-
     Raises:
         KeyError: It is not the owner's own.
         TypeError: The attribute is no function.
@@ -369,16 +362,7 @@ def call_with_listeners(
     kwargs: Keywords,
     seen: Arguments,
 ) -> Any:
-    """What the original gives, with all listeners told.
-
-    Args:
-        original: The function.
-        listeners: Any number.
-        target: What they are told it is called on.
-        args: Its arguments.
-        kwargs: Those by name.
-        seen: Those of `args` that the listeners are told.
-    """
+    """What the original gives, with all listeners told of the target and of those arguments that are `seen`."""
     afters = _call_before(listeners, target, seen, kwargs)
     try:
         result = original(*args, **kwargs)
@@ -407,13 +391,7 @@ def _call_before(
 
 
 def _call_after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
-    """Tell listeners of a call's end, the last first.
-
-    Args:
-        afters: What their `before` gave, and whose it is.
-        result: What the call returned; None if it raised.
-        error: What it raised.
-    """
+    """Tell listeners of a call's end, the last first."""
     for after, listener in reversed(afters):
         try:
             after(result, error)
@@ -469,10 +447,6 @@ class ModuleHook:
 
     A copy or pickle of the hooked module gets one of the standard library's in its place, which does nothing, so that
     it can be loaded where there is no Sigmascope.
-
-    Args:
-        act: What to do with what the hook is given after the module; it may raise.
-        failed: Told of what it raised.
     """
 
     __slots__ = ("act", "failed")

@@ -259,8 +259,7 @@ class LoraObserver(Observer):
 
     def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
-        from sigmascope.monitor.workflow import in_short
-        from sigmascope.stages.lora_application import analyze_lora_application_results
+        from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
 
         models = LoraModels(target)
         record = stage.record()
@@ -277,11 +276,7 @@ class LoraObserver(Observer):
 
 
 class LoraModels:
-    """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone.
-
-    Args:
-        target: What a LoRA is put on.
-    """
+    """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone."""
 
     def __init__(self, target: object) -> None:
         parts = take_apart(target)

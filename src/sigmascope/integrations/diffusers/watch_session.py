@@ -38,7 +38,7 @@ from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
+from sigmascope.monitor.recorder import LiveStage, Recorder, frames_here, leave_closed
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.prompts import PromptPrivacy
@@ -50,8 +50,6 @@ STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", d
 """The stacks of this context, of all watches, the innermost last."""
 _FORGET_ABOVE: Final = 1000
 """Of fewer things than these nobody asks whether they still are."""
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of an analysis its stage holds."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
@@ -71,13 +69,7 @@ class WatchOptions:
 
 
 class Session:
-    """From entering a watch to leaving it.
-
-    Args:
-        pipelines: Those to watch; none: every pipeline of the process.
-        options: The caller's.
-        observers: What follows events, in this order.
-    """
+    """From entering a watch to leaving it."""
 
     def __init__(
         self, pipelines: tuple[object, ...], options: WatchOptions, observers: "Iterable[type[Observer]]"
@@ -264,11 +256,7 @@ def _name_of(pipelines: tuple[object, ...]) -> str:
 
 
 class Observer(HookSet):
-    """Follows one kind of event on the pipelines that a session watches.
-
-    Args:
-        session: For which it works.
-    """
+    """Follows one kind of event on the pipelines that a session watches."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.guard)
@@ -284,14 +272,7 @@ class Observer(HookSet):
         """Put on what this pipeline needs and has not yet."""
 
     def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
-        """Put something on a class, now or in the host's import of its module.
-
-        Args:
-            key: Under which to find what ends the waiting.
-            module: The class's.
-            name: The class.
-            put_on: Called with the class; what it raises is kept from the host.
-        """
+        """Put something on a class, now or in the host's import of its module."""
 
         def safely(kind: type) -> None:
             try:
@@ -302,20 +283,9 @@ class Observer(HookSet):
         self.keep_undo(key, when_loaded(module, name, safely))
 
 
-def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an analysis the stage itself does not hold already."""
-    return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-
-
 @dataclass(frozen=True, slots=True)
 class WatchedParts:
-    """A pipeline taken apart, for as long as observers are put on it.
-
-    Attributes:
-        pipeline: Itself.
-        components: By name; those that are there.
-        facts: Of them all.
-    """
+    """A pipeline taken apart, for as long as observers are put on it."""
 
     pipeline: object
     components: Mapping[str, object]
@@ -329,12 +299,7 @@ class WatchedParts:
 
 
 def take_apart(pipeline: object, known: PipelineFacts | None = None) -> WatchedParts:
-    """The parts of a pipeline, or of a denoiser alone.
-
-    Args:
-        pipeline: What has `components`, or a module.
-        known: Its facts, if they were read before.
-    """
+    """The parts of a pipeline, or of a denoiser alone."""
     components = {name: part for name, part in components_of(pipeline).items() if part is not None}
     if not components and isinstance(pipeline, nn.Module):
         components = {"denoiser": pipeline}
@@ -377,10 +342,6 @@ def asks_for_guidance(pipeline: object) -> object:
 
 class StageStack:
     """The stages that a session has open in one context, and what is seen of the call that they belong to.
-
-    Args:
-        session: Whose.
-        pipeline_id: `id` of the pipeline that is being called; None outside of calls.
 
     Attributes:
         pipeline: What is being called, until the call is over.
@@ -475,11 +436,7 @@ class StageStack:
             stage.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
 
     def weights_moved(self, nanoseconds: int) -> None:
-        """Take a move of weights to or from a device, which has just ended.
-
-        Args:
-            nanoseconds: How long it took.
-        """
+        """Take a move of weights to or from a device, which has just ended."""
         if self.open:
             stage = self.open[-1][1]
             before, times = self.moved.get(stage, (0, 0))
@@ -500,10 +457,6 @@ class StageStack:
 
 class Denoising:
     """Counts the denoiser's calls into steps, which it puts on a stage.
-
-    Args:
-        stage: The denoising, open and innermost.
-        recorder: Its recorder.
 
     Attributes:
         calls: How often each component was called.
@@ -532,13 +485,7 @@ class Denoising:
         self._moves: dict[int, int] = {}
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take a call of the denoiser that is about to run: the hot path.
-
-        Args:
-            name: Of the pipeline's component.
-            args: The call's arguments, of which the second or `timestep` is the timestep.
-            kwargs: Those by name.
-        """
+        """Take a call of the denoiser that is about to run: the hot path."""
         if (
             self._started is None or not self._component
         ):  # none is open, or what works for the denoiser opened it
@@ -672,25 +619,14 @@ def leave_stacks(*gone: StageStack) -> None:
 
 def _recorders_here() -> list[Recorder]:
     """The recorders whose blocks this context is in."""
-    recorders = []
-    frame = CURRENT.get()
-    while frame is not None:
-        if frame.is_open:
-            recorders.append(frame.recorder)
-        frame = frame.outer
-    return recorders
+    return [frame.recorder for frame in frames_here()]
 
 
 def leave_recorder(recorder: Recorder) -> None:
     """Take this context out of all scopes of a recorder, also of those that could not be closed."""
-    frame = CURRENT.get()
-    while frame is not None:
-        frame.is_open = frame.is_open and frame.recorder is not recorder
-        frame = frame.outer
-    frame = CURRENT.get()
-    while frame is not None and not frame.is_open:
-        frame = frame.outer
-    CURRENT.set(frame)
+    for frame in frames_here():
+        frame.is_open = frame.recorder is not recorder
+    leave_closed()
 
 
 class OpenCalls:
@@ -703,13 +639,7 @@ class OpenCalls:
         self._open: list[OpenCall] = []
 
     def begin(self, stack: StageStack, stage: LiveStage, module: object) -> "OpenCall | None":
-        """Remember a call that is about to run; None where it cannot be followed.
-
-        Args:
-            stack: In which the stage lies.
-            stage: The call's.
-            module: What is called.
-        """
+        """Remember a call that is about to run; None where it cannot be followed."""
         if stack.pipeline_id is not None:
             return None
         call = OpenCall(stack, stage, module)
@@ -724,12 +654,7 @@ class OpenCalls:
             self._open.remove(call)
 
     def close_broken(self, stack: StageStack, entering: object = None) -> None:
-        """Close the stages of a stack's calls that run no more.
-
-        Args:
-            stack: Which.
-            entering: A module whose call has begun and is none of those.
-        """
+        """Close the stages of a stack's calls that run no more."""
         for call in [call for call in self._open if call.stack is stack]:
             if not call.is_running(entering):
                 self._open.remove(call)
@@ -737,13 +662,7 @@ class OpenCalls:
 
 
 class OpenCall:
-    """One call of a module.
-
-    Args:
-        stack: In which its stage lies.
-        stage: Its stage.
-        module: What is called.
-    """
+    """One call of a module."""
 
     def __init__(self, stack: StageStack, stage: LiveStage, module: object) -> None:
         self.stack = stack

@@ -27,7 +27,8 @@ from sigmascope.pipeline.plan import (
     PlanningContext,
     ProcessSetting,
     Undo,
-    models_of,
+    model_of,
+    of_each,
 )
 from sigmascope.probes.pipelines import channels_last, is_compiled, layerwise_casting
 from sigmascope.probes.reading import attempt
@@ -113,7 +114,7 @@ def _own_choice_is_best(context: PlanningContext, name: str) -> NotTaken | None:
 
 def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
     """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
-    model: Any = models_of(pipeline)[choice.component]
+    model = model_of(pipeline, choice)
     if choice.options["backend"] == _FUSED_PROCESSOR:
         _set_fused(model)
         return None
@@ -144,13 +145,8 @@ _DEFAULT_BACKEND: Final = ProcessSetting(
 ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)
 
 
-def consider_fused_qkv(context: PlanningContext) -> Considered:
+def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """On request only: LoRAs loaded afterwards would change layers that no longer work."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _fused_qkv_of(context, name, model)
-
-
-def _fused_qkv_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     if context.config.fuse_qkv is False:
         return NotTaken(FUSED_QKV, name, "switched off")
     if not can_fuse(model):
@@ -187,11 +183,10 @@ def can_fuse(model: nn.Module) -> bool:
 
 def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
     """Fuse. The layers of their own stay, so that undoing it takes the fused ones away."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.fuse_qkv_projections()
+    model_of(pipeline, choice).fuse_qkv_projections()
 
 
-FUSED_QKV_KIND: Final = Kind(FUSED_QKV, consider_fused_qkv, apply_fused_qkv)
+FUSED_QKV_KIND: Final = Kind(FUSED_QKV, of_each("denoiser", consider_fused_qkv), apply_fused_qkv)
 
 
 COMPILE: Final = "compile"
@@ -207,13 +202,8 @@ _MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
 CHANNELS_LAST: Final = "channels_last"
 
 
-def consider_compile(context: PlanningContext) -> Considered:
+def consider_compile(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """On an accelerator, where enough is generated for it to pay."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _compile_model(context, name, model)
-
-
-def _compile_model(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked, backend = context.config.compile, context.config.compile_backend
     if asked is False:
         return NotTaken(COMPILE, name, "switched off")
@@ -256,7 +246,7 @@ def _compiling_gains_nothing(
         return f"compiling takes longer than {context.config.generations} generations gain"
     part = context.parts.facts.components.get(name)
     is_moved = part is not None and part.offload in ("group", "sequential")
-    if is_moved or any(one.options.get("how") == "group" for one in context.chosen):
+    if is_moved or any(choice.options.get("how") == "group" for choice in context.chosen):
         return "layers move in and out, and waiting for them is what takes the time"
     if context.has("layerwise_casting") or layerwise_casting(model):
         return "the hooks that widen each layer make torch.compile compile again and again, up to its limit"
@@ -267,11 +257,10 @@ def _compiling_gains_nothing(
 
 def apply_compile(pipeline: Any, choice: Choice) -> None:
     """Set each block to be compiled at its first call. Undone, blocks run as written; Dynamo keeps its cache."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.compile_repeated_blocks(backend=choice.options["backend"])
+    model_of(pipeline, choice).compile_repeated_blocks(backend=choice.options["backend"])
 
 
-COMPILE_KIND: Final = Kind(COMPILE, consider_compile, apply_compile)
+COMPILE_KIND: Final = Kind(COMPILE, of_each("denoiser", consider_compile), apply_compile)
 
 
 def consider_fast_matmul(context: PlanningContext) -> Considered:
@@ -392,7 +381,7 @@ def _channels_last_gains_nothing(context: PlanningContext, name: str) -> NotTake
 
 def apply_channels_last(pipeline: Any, choice: Choice) -> None:
     """Lay the kernels out anew; what flows through takes their format."""
-    models_of(pipeline)[choice.component].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model_of(pipeline, choice).to(memory_format=torch.channels_last)
 
 
 CHANNELS_LAST_KIND: Final = Kind(
@@ -422,13 +411,8 @@ _CALLS: Final = {
 }
 
 
-def consider_cache(context: PlanningContext) -> Considered:
+def consider_cache(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """Where the image may be an approximation."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _caching_of(context, name, model)
-
-
-def _caching_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = context.config.cache
     if asked is None:
         return NotTaken(CACHE, name, "switched off")
@@ -501,8 +485,7 @@ def _blocks_are_known(model: nn.Module) -> bool:
 
 def apply_cache(pipeline: Any, choice: Choice) -> None:
     """Put the hooks on."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.enable_cache(_cache_config(str(choice.options["cache"]), pipeline))
+    model_of(pipeline, choice).enable_cache(_cache_config(str(choice.options["cache"]), pipeline))
 
 
 def _cache_config(cache: str, pipeline: Any) -> Any:
@@ -526,4 +509,4 @@ def _cache_config(cache: str, pipeline: Any) -> Any:
     )
 
 
-CACHE_KIND: Final = Kind(CACHE, consider_cache, apply_cache)
+CACHE_KIND: Final = Kind(CACHE, of_each("denoiser", consider_cache), apply_cache)

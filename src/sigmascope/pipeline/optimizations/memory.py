@@ -5,7 +5,6 @@ RAM while they are not at work. A VAE that decodes image by image, or tile by ti
 """
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +27,9 @@ from sigmascope.pipeline.plan import (
     Reckoning,
     Undo,
     config_value,
+    model_of,
     models_of,
+    of_each,
     planned_call,
     spatial_factor,
 )
@@ -47,13 +48,7 @@ TEMPORAL_FACTOR: Final = 4
 
 
 def context_of(parts: PipelineParts, hardware: Hardware, config: OptimizationConfig) -> PlanningContext:
-    """All that the kinds of choices start from.
-
-    Args:
-        parts: The pipeline.
-        hardware: Where it shall run.
-        config: What may be done.
-    """
+    """All that the kinds of choices start from."""
     call = planned_call(parts, config.height, config.width, config.num_frames, config.batch_size)
     dtypes = {name: dtype for name, model in parts.models.items() if (dtype := main_dtype(model)) is not None}
     context = PlanningContext(
@@ -121,14 +116,7 @@ def estimate_work(context: PlanningContext) -> None:
 
 
 def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, parts: PipelineParts) -> int | None:
-    """Activations of one call of a denoiser, roughly. None: its configuration does not tell.
-
-    Args:
-        model: The denoiser.
-        call: Its sizes.
-        itemsize: Bytes of an element.
-        parts: For the VAE's factors.
-    """
+    """Activations of one call of a denoiser, roughly. None: its configuration does not tell."""
     factor = spatial_factor(parts)
     frames = 1 + (call.num_frames - 1) // TEMPORAL_FACTOR
     elements = frames * math.ceil(call.height / factor) * math.ceil(call.width / factor)
@@ -195,11 +183,7 @@ def _latent_shape(
 
 
 def least_vae_bytes(context: PlanningContext) -> int | None:
-    """The peak of decoding with whatever the VAE offers to need less, as far as the configuration allows it.
-
-    Args:
-        context: What is planned.
-    """
+    """The peak of decoding with whatever the VAE offers to need less, as far as the configuration allows it."""
     config = context.config
     vae = next(iter(context.parts.of_role("vae").values()), None)
     sliced = 1 if config.vae_slicing is not False and hasattr(vae, "use_slicing") else None
@@ -208,11 +192,7 @@ def least_vae_bytes(context: PlanningContext) -> int | None:
 
 
 def tile_side(vae: nn.Module) -> int | None:
-    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles.
-
-    Args:
-        vae: The VAE.
-    """
+    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles."""
     names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
     sides = [getattr(vae, name, None) for name in names]
     return next((side for side in sides if isinstance(side, int)), None)
@@ -377,22 +357,13 @@ def apply_placement(pipeline: Any, choice: Choice) -> Undo | None:
         return None
     if how == "model":
         pipeline.enable_model_cpu_offload(device=device)
-        return partial(_remove_accelerate_hooks, pipeline)
+        # They are put on anew after each generation, so that what is noted now is not what will be there.
+        undo: Undo = pipeline.remove_all_hooks
+        return undo
     options = {name: value for name, value in choice.options.items() if name not in ("device", "how")}
     models = models_of(pipeline)
-    pipeline.enable_group_offload(onload_device=_torch_device(device), **options)
+    pipeline.enable_group_offload(onload_device=torch.device(device), **options)
     return partial(_remove_group_hooks, models)
-
-
-def _remove_accelerate_hooks(pipeline: Any) -> None:
-    """These were put on anew after each generation, so that what was noted at first is not what is there."""
-    pipeline.remove_all_hooks()
-
-
-def _torch_device(device: str) -> Any:
-    import torch
-
-    return torch.device(device)
 
 
 def _remove_group_hooks(models: dict[str, nn.Module]) -> None:
@@ -410,17 +381,8 @@ SLICING: Final = "vae_slicing"
 TILING: Final = "vae_tiling"
 
 
-def consider_slicing(context: PlanningContext) -> Considered:
+def consider_slicing(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
     """For several images whose decoding at once does not fit."""
-    for name, vae in _vaes(context):
-        yield _slicing(context, name, vae)
-
-
-def _vaes(context: PlanningContext) -> Iterator[tuple[str, nn.Module]]:
-    yield from context.parts.of_role("vae").items()
-
-
-def _slicing(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
     asked = context.config.vae_slicing
     refusal = _settled(SLICING, name, vae, "use_slicing", asked)
     if refusal is not None:
@@ -466,7 +428,7 @@ def _resident(context: PlanningContext, name: str) -> int:
     """Weights that are on the device while the VAE works."""
     if not context.hardware.is_accelerator:
         return 0
-    offloaded = any(one.options.get("how") in ("model", "group") for one in context.chosen)
+    offloaded = any(choice.options.get("how") in ("model", "group") for choice in context.chosen)
     return context.weights.get(name, 0) if offloaded else context.total_bytes
 
 
@@ -482,13 +444,8 @@ def _fitting_words(context: PlanningContext, name: str, peak: int | None) -> str
     )
 
 
-def consider_tiling(context: PlanningContext) -> Considered:
+def consider_tiling(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
     """For an image whose decoding at once does not fit."""
-    for name, vae in _vaes(context):
-        yield _tiling(context, name, vae)
-
-
-def _tiling(context: PlanningContext, name: str, vae: nn.Module) -> Choice | NotTaken:
     asked = context.config.vae_tiling
     refusal = _settled(TILING, name, vae, "use_tiling", asked)
     if refusal is not None:
@@ -515,17 +472,13 @@ def _tiling(context: PlanningContext, name: str, vae: nn.Module) -> Choice | Not
 
 def apply_slicing(pipeline: Any, choice: Choice) -> None:
     """Switch it on."""
-    _vae(pipeline, choice).enable_slicing()
-
-
-def _vae(pipeline: Any, choice: Choice) -> Any:
-    return models_of(pipeline)[choice.component]
+    model_of(pipeline, choice).enable_slicing()
 
 
 def apply_tiling(pipeline: Any, choice: Choice) -> None:
     """Switch it on."""
-    _vae(pipeline, choice).enable_tiling()
+    model_of(pipeline, choice).enable_tiling()
 
 
-SLICING_KIND: Final = Kind(SLICING, consider_slicing, apply_slicing)
-TILING_KIND: Final = Kind(TILING, consider_tiling, apply_tiling)
+SLICING_KIND: Final = Kind(SLICING, of_each("vae", consider_slicing), apply_slicing)
+TILING_KIND: Final = Kind(TILING, of_each("vae", consider_tiling), apply_tiling)

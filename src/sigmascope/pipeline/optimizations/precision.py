@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from sigmascope import units
 from sigmascope.pipeline.optimizations.memory import main_dtype, nbytes_of
-from sigmascope.pipeline.plan import PIPELINE, Choice, Considered, Kind, NotTaken, PlanningContext, models_of
+from sigmascope.pipeline.plan import (
+    PIPELINE,
+    Choice,
+    Considered,
+    Kind,
+    NotTaken,
+    PlanningContext,
+    model_of,
+    models_of,
+    of_each,
+)
 from sigmascope.probes.pipelines import layerwise_casting
 from sigmascope.records.memory import MIB
 
@@ -115,12 +125,7 @@ def _half_precision(context: PlanningContext, dtype: str, names: list[str]) -> C
 
 
 def narrowed_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tensors of a model that are of another dtype when it is loaded in this one.
-
-    Args:
-        model: A model of diffusers or transformers.
-        dtype: bfloat16 or float16.
-    """
+    """The tensors of a model that are of another dtype when it is loaded in this one."""
     kept = _kept_wide(model, dtype)
     for path, part in model.named_modules():
         buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
@@ -168,13 +173,8 @@ PRECISION_KIND: Final = Kind(
 )
 
 
-def consider_quantisation(context: PlanningContext) -> Considered:
+def consider_quantisation(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """On request, or ("auto") where a denoiser does not fit by itself."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _quantisation_of(context, name, model)
-
-
-def _quantisation_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = context.config.quantisation
     if asked is None:
         return NotTaken(QUANTISATION, name, "switched off")
@@ -236,21 +236,20 @@ def apply_quantisation(pipeline: Any, choice: Choice) -> None:
     """Replace the weights of linear layers."""
     quantisation = importlib.import_module("torchao.quantization")
     config = getattr(quantisation, str(choice.options["config"]))()
-    quantisation.quantize_(models_of(pipeline)[choice.component], config)
+    quantisation.quantize_(model_of(pipeline, choice), config)
 
 
 QUANTISATION_KIND: Final = Kind(
-    QUANTISATION, consider_quantisation, apply_quantisation, frozenset({"dtype", "device"}), narrows=True
+    QUANTISATION,
+    of_each("denoiser", consider_quantisation),
+    apply_quantisation,
+    frozenset({"dtype", "device"}),
+    narrows=True,
 )
 
 
-def consider_layerwise_casting(context: PlanningContext) -> Considered:
+def consider_layerwise_casting(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     """Where a denoiser does not fit on the device by itself."""
-    for name, model in context.parts.of_role("denoiser").items():
-        yield _casting_of(context, name, model)
-
-
-def _casting_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = context.config.layerwise_casting
     if asked is False:
         return NotTaken(LAYERWISE_CASTING, name, "switched off")
@@ -286,19 +285,14 @@ def _casting_not_needed(context: PlanningContext, name: str, model: nn.Module) -
 
 
 def saved_bytes(model: nn.Module, itemsize: int) -> int:
-    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
-
-    Args:
-        model: The denoiser.
-        itemsize: Bytes of an element before.
-    """
+    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are."""
     own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
     skipped = (*_NEVER_CAST, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
     layers = [
         layer
         for path, layer in model.named_modules()
         if isinstance(layer, _CAST_LAYERS)
-        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
+        and not any(re.search(pattern, part) for part in _prefixes(path) for pattern in skipped)
     ]
     return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
 
@@ -334,7 +328,7 @@ def _casting_choice(context: PlanningContext, name: str, model: nn.Module) -> Ch
 
 def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
     """Cast, and hook each layer to widen and narrow its weights around its call."""
-    model: Any = models_of(pipeline)[choice.component]
+    model = model_of(pipeline, choice)
     compute = main_dtype(
         model
     )  # as it is now: a measurement may have dropped the choice that was to change it
@@ -342,5 +336,9 @@ def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
 
 
 LAYERWISE_CASTING_KIND: Final = Kind(
-    LAYERWISE_CASTING, consider_layerwise_casting, apply_layerwise_casting, frozenset({"dtype"}), narrows=True
+    LAYERWISE_CASTING,
+    of_each("denoiser", consider_layerwise_casting),
+    apply_layerwise_casting,
+    frozenset({"dtype"}),
+    narrows=True,
 )
