@@ -181,10 +181,9 @@ class LayerSums:
         given = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if not isinstance(given, Tensor):
             return output
-        if torch.is_grad_enabled() or self._inputs is None:
-            for rows in _rows_in(module, given):
-                self._inputs = self._inputs or self._moment_sum(self._sizes[1], self._seed, rows.device)
-                self._inputs.add(rows)
+        for rows in _rows_in(module, given):
+            self._inputs = self._inputs or self._moment_sum(self._sizes[1], self._seed, rows.device)
+            self._inputs.add(rows)
         if not output.requires_grad:
             # Nothing before it needs a gradient, as in a time embedding. A leaf could not be changed in place.
             output = output.detach().requires_grad_() + 0
@@ -210,7 +209,11 @@ def _take_back(
     seed: int,
 ) -> None:
     """Call the model again with gradients, and take random projections of its output back."""
-    with torch.inference_mode(False), torch.enable_grad(), _frozen(model):
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    fork = torch.random.fork_rng(
+        devices=list(devices)
+    )  # dropout of a model in training must not move the host's
+    with fork, torch.inference_mode(False), torch.enable_grad(), _frozen(model):
         args, kwargs = _detached(args), _detached(kwargs)
         with ExitStack() as hooks:
             for layer in layers:

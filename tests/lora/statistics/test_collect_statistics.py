@@ -162,6 +162,18 @@ def test_the_host_gets_the_bits_that_it_gets_without_us(wrap: Callable[[], Any])
     assert found.unmet == ()  # time embedding and text projections too
 
 
+def test_a_model_that_draws_random_numbers_leaves_the_host_s_where_they_were() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
+
+    def program() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [model(inputs()), model(inputs()), torch.rand(3)]
+
+    expected, results = program(), []
+    collect_statistics(model, lambda: results.extend(program()))
+    assert all(torch.equal(result, same) for result, same in zip(results, expected, strict=True))
+
+
 def is_as_it_was(unet: nn.Module) -> bool:
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in unet.modules()]
     return sum(hooks) == 0 and all(
