@@ -1,10 +1,10 @@
 """Checks the package's annotations at run time, in every test.
 
 beartype checks each call. Some modules need jaxtyping around it, which takes many times as long: those that write
-shapes, as it holds the axes of one call against each other, though only their functions whose annotations have a shape;
-those that name types which they import for the type checker alone, and those that wrap functions of others, whose
-annotations are not ours: beartype by itself would refuse calls of either; and those with coroutine functions, which it
-makes into functions that are none.
+shapes, as it holds the axes of one call against each other, and those that name types which they import for the type
+checker alone, as strings, though of either only the functions whose annotations have a shape or a string; those that
+wrap functions of others, whose annotations are not ours: beartype by itself would refuse calls of these; and those with
+coroutine functions, which it makes into functions that are none.
 
 A function inside a function is defined anew in each call, and each time jaxtyping writes and compiles two more for its
 checks: a watch with hundreds of generations would do nothing else. The first few of each are checked, the others not.
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, Final, get_args
+from typing import Any, Final, ForwardRef, get_args
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
@@ -25,9 +25,10 @@ from jaxtyping import AbstractArray, install_import_hook
 PACKAGE: Final = "sigmascope"
 MOST_CHECKED: Final = 4
 """Of the functions that one `def` makes."""
-_SHAPES: Final = "from jaxtyping import"
-_WHOLE: Final = ("if TYPE_CHECKING:", "wraps(", "async def")
-"""Signs of modules that need jaxtyping around every function."""
+_IN_PART: Final = ("from jaxtyping import", "if TYPE_CHECKING:")
+"""Signs of modules that need jaxtyping around some functions."""
+_WHOLE: Final = ("wraps(", "async def")
+"""Signs of modules that need it around every function."""
 
 
 def check_annotations() -> None:
@@ -40,7 +41,7 @@ def check_annotations() -> None:
 
 def modules_for_jaxtyping() -> list[str]:
     """Names of the modules that need it; none of the package is imported to find them."""
-    return _modules_with((_SHAPES, *_WHOLE))
+    return _modules_with((*_IN_PART, *_WHOLE))
 
 
 def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]:
@@ -62,7 +63,7 @@ def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]
 
 
 def _only_shapes(jaxtyped: Any, whole: frozenset[str]) -> Any:
-    """jaxtyping's check of a function or class, with beartype alone where a function names no shape."""
+    """jaxtyping's check of a function or class, with beartype alone where a function names no shape and no string."""
 
     def check(target: Any, *, typechecker: Any) -> Any:
         plain = isinstance(target, FunctionType) and target.__module__ not in whole
@@ -74,9 +75,9 @@ def _only_shapes(jaxtyped: Any, whole: frozenset[str]) -> Any:
 
 
 def _has_shape(annotations: Iterable[Any]) -> bool:
-    """Whether one of them is or holds a shape; one that is still a string may."""
+    """Whether one of them is or holds a shape; one that is still a string may, or name what is not there."""
     return any(
-        isinstance(annotation, str)
+        isinstance(annotation, str | ForwardRef)
         or (isinstance(annotation, type) and issubclass(annotation, AbstractArray))
         or _has_shape(annotation if isinstance(annotation, list) else get_args(annotation))
         for annotation in annotations

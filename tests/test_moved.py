@@ -62,6 +62,7 @@ def test_every_old_path_is_importable_and_every_new_one_exists() -> None:
         assert Path(import_module(f"sigmascope.{home}").__file__ or "").is_file()
 
 
+@pytest.mark.slow
 def test_the_warning_names_the_line_that_imports(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -83,6 +84,7 @@ def test_a_name_that_was_never_there_is_an_import_error() -> None:
         import_module("sigmascope.lora.never_there")
 
 
+@pytest.mark.slow
 def test_a_startup_file_of_the_last_release_watches_and_says_how_to_renew_it(tmp_path: Path) -> None:
     (tmp_path / "sigmascope-watch.pth").write_text(OLD_STARTUP_LINE)
     code = (

@@ -112,6 +112,7 @@ def test_the_startup_file_is_installed_and_taken_away(
         assert (tmp_path / launch.NAME).exists() is there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["-E", "-I", "-S"])
 def test_a_python_that_nothing_comes_into_is_refused(option: str) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -129,6 +130,7 @@ def test_errors_of_places_are_errors_of_writing() -> None:
     assert isinstance(refused("--trace", "taken/t.json", "script.py"), WriteError)
 
 
+@pytest.mark.slow
 def test_the_exit_code_and_the_output_are_the_script_s() -> None:
     Path("script.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
     done = subprocess.run(
@@ -140,6 +142,7 @@ def test_the_exit_code_and_the_output_are_the_script_s() -> None:
     assert (done.returncode, done.stdout) == (3, "['--steps', '4']\n")
 
 
+@pytest.mark.slow
 def test_a_file_s_name_does_not_speak_to_the_terminal() -> None:
     output = "run\x1b]0;mine\x07.json"
     code = "import sigmascope\nwith sigmascope.stage('own'): pass"
@@ -149,6 +152,7 @@ def test_a_file_s_name_does_not_speak_to_the_terminal() -> None:
     assert "\x1b]" not in ended.stderr + ended.stdout
 
 
+@pytest.mark.slow
 def test_a_script_with_a_watch_of_its_own_is_watched(tmp_path: Path) -> None:
     code = "import sigmascope\nwith sigmascope.watch(): pass\nwith sigmascope.stage('own'): pass"
     watched = [sys.executable, "-m", "sigmascope", "watch", "--output", "run.json", "-c", code]

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
 from torch import Tensor
@@ -55,6 +56,12 @@ NOT_OFFERED: dict[str, set[str]] = {
 
 OFFERED = [
     (family, name) for name in ALONE for family in FAMILIES if family not in NOT_OFFERED.get(name, set())
+]
+
+SAMPLES = ("sd15", "flux")
+"""A U-Net and a transformer; the other families take part in the slow tests."""
+SAMPLES_AND_SLOW_FAMILIES = [
+    pytest.param(family, marks=[pytest.mark.slow] * (family not in SAMPLES)) for family in FAMILIES
 ]
 
 TOGETHER: dict[str, Any] = {

@@ -49,10 +49,9 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("attention", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool, seed: int) -> None:
-    vae = three_level_vae(attention=attention, seed=seed)
-    picture = like_a_photograph(128, 160, seed=seed)
+def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool) -> None:
+    vae = three_level_vae(attention=attention)
+    picture = like_a_photograph(128, 160)
     tiles = plan(128, 160, 64, None, 4)
     latent = parameters(vae, picture)[:, :4]
     for function, source in ((parameters, picture), (pixels_of, latent)):
@@ -388,8 +387,11 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_empty = func is torch.ops.aten.empty.memory_format
         for values, into in ((args, self.given), (found, self.given if is_empty else self.made)):
             for one in tree_leaves(values):
-                if isinstance(one, Tensor) and not {one.untyped_storage()} & {*self.given, *self.made}:
-                    into.add(one.untyped_storage())
+                if not isinstance(one, Tensor):
+                    continue
+                storage = one.untyped_storage()
+                if storage not in self.given and storage not in self.made:
+                    into.add(storage)
         self.highest = max(self.highest, sum(one.nbytes() for one in self.made))
         return found
 

@@ -267,16 +267,16 @@ def denoisers_of(model: object) -> list[object]:
 
 def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
-    return _walk("", module, set())
-
-
-def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield name, module
-    for own, child in children_of(module).items():
-        yield from _walk(f"{name}.{own}" if name else own, child, seen)
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        name, inner = waiting.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        yield name, inner
+        start = f"{name}." if name else ""
+        waiting += [(start + own, child) for own, child in reversed(children_of(inner).items())]
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:

@@ -170,6 +170,7 @@ def test_a_dump_saved_and_deleted_later_is_seen(tmp_path: Path) -> None:
         dumps["a"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_by_the_next_that_saves(tmp_path: Path) -> None:
     code = """
 import os, sys, torch

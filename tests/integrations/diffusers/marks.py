@@ -17,13 +17,13 @@ def marks(*things: Any) -> dict[str, Any]:
         *things: Pipelines and other objects.
     """
     found: dict[str, Any] = {}
+    kinds: dict[type, None] = {}
     for number, thing in enumerate(things):
         for name, one in _parts(thing):
             found |= {f"{number}.{name}.{key}": value for key, value in _attributes(one)}
-            for kind in type(one).__mro__:
-                found |= {
-                    f"{kind.__module__}.{kind.__qualname__}.{key}": id(v) for key, v in vars(kind).items()
-                }
+            kinds |= dict.fromkeys(type(one).__mro__)
+    for kind in kinds:
+        found |= {f"{kind.__module__}.{kind.__qualname__}.{key}": id(v) for key, v in vars(kind).items()}
     return found
 
 

@@ -51,6 +51,7 @@ def test_what_users_set_stays_in_the_environment() -> None:
     assert len(told) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["-X", "utf8=0"], ["-W", "error::UserWarning"], ["-O"]])
 def test_a_script_sees_the_options_that_python_was_given(options: list[str], tmp_path: Path) -> None:
     import subprocess
@@ -105,6 +106,7 @@ def test_zero_is_no(told: str | None, is_so: bool) -> None:
     assert Settings(quiet=told).is_on("quiet") is is_so
 
 
+@pytest.mark.slow
 def test_the_user_sees_the_whole_error_that_a_private_record_shortens(tmp_path: Path) -> None:
     code = """
 from sigmascope.monitor import stage

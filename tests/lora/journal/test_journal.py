@@ -110,6 +110,7 @@ def test_a_file_that_is_no_journal_is_begun_anew(target: Path, content: bytes) -
         assert journal.read("a")[1] == {"number": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
 def test_two_processes_at_one_target_are_refused(target: Path) -> None:
     code = (

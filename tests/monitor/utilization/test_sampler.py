@@ -164,6 +164,7 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_it_never_keeps_the_process_alive() -> None:
     script = """
 from sigmascope.monitor import Recorder

@@ -9,11 +9,20 @@ import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
 from tests.pipeline.deep_snapshot import deep_snapshot, differences
-from tests.pipeline.optimized import ALONE, OFFERED, TOGETHER, first_image, optimizer, warm_pipeline
+from tests.pipeline.optimized import (
+    ALONE,
+    OFFERED,
+    SAMPLES_AND_SLOW_FAMILIES,
+    TOGETHER,
+    first_image,
+    optimizer,
+    warm_pipeline,
+)
 
 from sigmascope.errors import OptimizationError
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+MOST_FAMILIES_SLOWLY = pytest.mark.parametrize("family", SAMPLES_AND_SLOW_FAMILIES)
 
 
 @contextmanager
@@ -45,7 +54,7 @@ def test_one_choice_is_undone_exactly(family: str, name: str) -> None:
     assert _there_and_back(family, ALONE[name]) == ([], True)
 
 
-@EVERY_FAMILY
+@MOST_FAMILIES_SLOWLY
 def test_all_choices_together_are_undone_exactly(family: str) -> None:
     assert _there_and_back(family, TOGETHER) == ([], True)
 
@@ -61,7 +70,7 @@ def test_a_pipeline_that_never_ran_is_as_it_was_after_undo(family: str) -> None:
     assert differences(before, deep_snapshot(pipeline)) == []
 
 
-@EVERY_FAMILY
+@MOST_FAMILIES_SLOWLY
 def test_a_choice_does_change_the_pipeline(family: str) -> None:
     pipeline = warm_pipeline(family)
     before = deep_snapshot(pipeline)

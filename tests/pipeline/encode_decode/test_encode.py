@@ -125,18 +125,6 @@ def test_wan_gives_a_latent_frame_for_the_first_and_for_every_4(
     assert latent.shape == (1, 4, latent_frames, 2, 2)
 
 
-def test_wan_vaces_control_is_two_encodings_side_by_side(wan: "Sample") -> None:
-    """PEERS: inactive and reactive parts each go through the VAE, 21 latent frames of 81 with 2 × the channels."""
-    parts = [encode_latents(wan.vae, torch.zeros(1, 3, 81, 16, 16))[0] for _ in range(2)]
-    assert torch.cat(parts, dim=1).shape == (1, 2 * 4, 21, 2, 2)
-
-
-def test_wan_vaces_reference_is_one_latent_frame_in_front(wan: "Sample") -> None:
-    control, _ = encode_latents(wan.vae, torch.zeros(1, 3, 81, 16, 16))
-    reference, _ = encode_latents(wan.vae, torch.zeros(1, 3, 1, 16, 16))
-    assert torch.cat([reference, control], dim=2).shape[2] == 22
-
-
 @pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
 def test_an_odd_size_gives_what_the_vae_makes_of_it(sample: "Sample", strategy: Any) -> None:
     pixels = sample.pixels[:1, ..., :41, :51]

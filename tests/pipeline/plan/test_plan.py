@@ -12,6 +12,7 @@ from tests.pipeline.optimized import (
     CPU,
     H100,
     NOT_OFFERED,
+    SAMPLES_AND_SLOW_FAMILIES,
     automatic,
     chosen,
     optimizer,
@@ -24,6 +25,7 @@ from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
 from sigmascope.pipeline.plan import refuse_unknown
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+MOST_FAMILIES_SLOWLY = pytest.mark.parametrize("family", SAMPLES_AND_SLOW_FAMILIES)
 
 
 @EVERY_FAMILY
@@ -38,7 +40,7 @@ def test_on_a_cpu_the_reason_is_that_there_is_no_accelerator(kind: str) -> None:
     assert reason(plan, kind).startswith("no accelerator")
 
 
-@EVERY_FAMILY
+@MOST_FAMILIES_SLOWLY
 def test_planning_changes_nothing(family: str) -> None:
     pipeline = warm_pipeline(family)
     before = deep_snapshot(pipeline)

@@ -294,6 +294,7 @@ def test_options_of_base_creation_alone_are_refused(
     assert "--config_path config.yaml is for --create_base_model only" in outcome.err
 
 
+@pytest.mark.slow
 def test_the_command_works_in_a_process_of_its_own(make_model_pair: "MakePair") -> None:
     files = make_model_pair(edit=nan_weight)
     command = [sys.executable, "-m", "sigmascope", *map(str, extract_arguments(files))]
