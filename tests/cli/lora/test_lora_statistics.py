@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tests.families import make_pipeline
 
 from sigmascope.cli.root import run
@@ -91,6 +93,22 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_lost(
     assert code == 2
     assert says in err
     assert Path("s.safetensors").read_bytes() == b"what was there"
+
+
+def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run) -> None:
+    Path("scenes").mkdir()
+    scene(101).resize((64, 64)).save("scenes/101.png")
+    code, *_ = sigmascope(
+        "lora", "statistics", TUNED_PATH, "--images", "scenes", "--save_to", "s.safetensors"
+    )
+    assert code == 0
+    models = ["--base_model_path", BASE_PATH, "--tuned_model_path", TUNED_PATH, "--rank", 2, "--conv_rank", 2]
+    for name, flags in (("two", ["--statistics", "s.safetensors"]), ("one", ["--calibrate", "scenes"])):
+        code, _, err = sigmascope("lora", "extract", *models, "--save_to", f"{name}.safetensors", *flags)
+        assert code == 0, err
+    one, two = load_file("one.safetensors"), load_file("two.safetensors")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in two)
 
 
 def scene(seed: int) -> Image.Image:

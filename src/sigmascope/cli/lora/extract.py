@@ -1,7 +1,9 @@
 """`sigmascope lora extract`: make a LoRA from two checkpoints."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +38,7 @@ from sigmascope.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from sigmascope.lora.extraction_report import ExtractionReport
+    from sigmascope.lora.statistics import ModelStatistics
 
 EPILOG = """Examples:
 
@@ -122,9 +125,17 @@ def extract(
             show_default=False,
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            help="Folder of pictures to make the statistics with first, for an LBM.",
+            show_default=False,
+        ),
+    ] = None,
     ridge: Annotated[
         float,
-        typer.Option("--ridge", help="With --statistics: the weight of directions that were never met."),
+        typer.Option("--ridge", help="With statistics: the weight of directions that were never met."),
     ] = 1e-3,
     pairing: PairFlags,
     device: Annotated[
@@ -148,7 +159,8 @@ def extract(
         ),
     ] = None,
     config_path: Annotated[
-        Path | None, typer.Option("--config_path", help="With --create_base_model: YAML of the model.")
+        Path | None,
+        typer.Option("--config_path", help="With --create_base_model or --calibrate: YAML of the model."),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -162,7 +174,15 @@ def extract(
     was killed goes on when it is started again.
     """
     choice = rank_choice(ranks)
-    require_base(base_model_path, create=create_base_model, backbone=backbone_signature, config=config_path)
+    if calibrate is not None and statistics is not None:
+        raise ConfigError("--calibrate makes what --statistics names.", hint="Leave one of the two out.")
+    require_base(
+        base_model_path,
+        create=create_base_model,
+        backbone=backbone_signature,
+        config=config_path,
+        calibrates=calibrate is not None,
+    )
     from sigmascope.lora.extract import ExtractOptions, extract_lora
 
     options = ExtractOptions(
@@ -180,22 +200,50 @@ def extract(
         statistics=statistics,
         ridge=ridge,
     )
-    with progress_bar("Extracting") as progress:
-        report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
+    with TemporaryDirectory() as folder:
+        if calibrate is not None:
+            made = Path(folder) / "statistics.safetensors"
+            calibrated(tuned_model_path, calibrate, config_path).save(made)
+            options = replace(options, statistics=made)
+        with progress_bar("Extracting") as progress:
+            report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
     if as_json:
         print_json(report.as_dict())
     else:
         print_extraction(Console(), report, verbose=verbose)
 
 
-def require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:
+def calibrated(model: Path, folder: Path, config: Path | None) -> "ModelStatistics":
+    """Statistics of an LBM that translates the pictures of a folder.
+
+    Raises:
+        ConfigError: The folder holds none.
+        CheckpointError: The model is no LBM, or cannot be loaded.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.images import find_images, load_image
+        from sigmascope.lbm.statistics import lbm_statistics
+    pictures = [load_image(path) for path in find_images(folder)[0]]
+    with progress_bar("Calibrating") as progress:
+        return lbm_statistics(
+            model, pictures, config_path=config, device=resolve_device("auto"), progress=progress
+        )
+
+
+def require_base(
+    base: Path, *, create: bool, backbone: str | None, config: Path | None, calibrates: bool = False
+) -> None:
     """Make the base model when it is missing and that was asked for; otherwise refuse to start without one.
 
     Raises:
         ConfigError: An option of base creation that has no effect, or a backbone that cannot be had.
         CheckpointError: The base does not exist.
     """
-    for flag, value in (("--backbone_signature", backbone), ("--config_path", config)):
+    for flag, value in (
+        ("--backbone_signature", backbone),
+        ("--config_path", None if calibrates else config),
+    ):
         if value is not None and not create:
             raise ConfigError(
                 f"{flag} {value} is for --create_base_model only.", hint="Add it, or leave both out."
