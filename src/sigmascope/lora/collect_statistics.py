@@ -94,7 +94,7 @@ def collect_statistics(
             hint="Pass the module that the pipeline calls at each step, such as pipe.unet or pipe.transformer.",
         )
     facts = {"calls": made, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
-    return _finished(sums, made, probes, facts, fingerprint)
+    return _finished(sums, made, facts, fingerprint)
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -104,7 +104,7 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _finished(
-    sums: "Mapping[str, LayerSums]", calls: int, probes: int, facts: Mapping[str, Any], fingerprint: str
+    sums: "Mapping[str, LayerSums]", calls: int, facts: Mapping[str, Any], fingerprint: str
 ) -> ModelStatistics:
     layers: dict[str, LayerStatistics] = {}
     unmet: list[str] = []
@@ -113,12 +113,16 @@ def _finished(
             unmet.append(name)
             continue
         try:
-            layers[name] = layer.result(calls, probes)
+            statistics = layer.result(calls)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"{name}: {error.message}",
                 hint="Use float32 or bfloat16 for the model, and check that its pictures are right.",
             ) from error
+        if statistics.weight > 0.0:
+            layers[name] = statistics
+        else:  # as before a projection of zeros
+            unmet.append(name)
     if not layers:
         raise ConfigError(
             "no layer was met while the model was called.",
@@ -163,7 +167,7 @@ class LayerSums:
             self._handle.remove()
             self._handle = None
 
-    def result(self, calls: int, probes: int) -> LayerStatistics:
+    def result(self, calls: int) -> LayerStatistics:
         """The moments.
 
         Raises:

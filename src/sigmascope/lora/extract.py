@@ -127,7 +127,7 @@ def extract_lora(
         vectors = uncovered_changes(pair)
         diffs = vectors if options.biases_and_norms else {}
         lora_format = resolve_format(options, pair, diffs)
-        metadata = extraction_metadata(pair, options)
+        metadata = extraction_metadata(pair, options, statistics)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
         extraction = Extraction(pair, options, journal, device, progress, statistics)
         if options.budget is None:
@@ -191,7 +191,9 @@ def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks
         ) from error
 
 
-def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
+def extraction_metadata(
+    pair: CheckpointPair, options: ExtractOptions, statistics: ModelStatistics | None = None
+) -> dict[str, str]:
     """Where an extracted LoRA comes from, for its header.
 
     No time of day is in it, so that the same inputs give the same file, byte for byte.
@@ -205,7 +207,11 @@ def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[s
         "sigmascope_rank": options.asked_rank,
         "sigmascope_target_coverage": options.target_coverage,
         "sigmascope_min_diff": repr(options.min_diff),
-    }
+    } | (
+        {}
+        if statistics is None
+        else {"sigmascope_statistics": json.dumps({**statistics.facts, "ridge": options.ridge})}
+    )
 
 
 def job_identity(

@@ -292,7 +292,7 @@ class ModelStatistics(Mapping[str, LayerStatistics]):
         layers: By path.
         fingerprint: Of the denoiser's weights (`denoiser_fingerprint`); empty where it is not known.
         facts: What they were made from: calls, probes, seed.
-        unmet: Layers of the model that no call went through.
+        unmet: Layers of the model that no call went through, or that its output did not feel.
     """
 
     layers: dict[str, LayerStatistics]

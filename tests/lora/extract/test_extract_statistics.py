@@ -97,6 +97,12 @@ def test_each_layer_has_the_least_weighted_error_of_its_rank(pair: ModelPair) ->
     assert plain.weighted_error is None
 
 
+def test_the_file_says_what_its_statistics_were_made_from(pair: ModelPair) -> None:
+    report = extract(pair, rank=2, conv_rank=2, statistics=statistics_of(pair))
+    with open_checkpoint(report.lora) as lora:
+        assert json.loads(lora.metadata["sigmascope_statistics"]) == {"calls": 1, "ridge": 1e-3}
+
+
 def test_a_layer_that_the_output_feels_more_gets_more_of_the_budget(pair: ModelPair) -> None:
     dear = "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
     budget = Budget(max_bytes=9_000)

@@ -71,6 +71,14 @@ def test_a_layer_that_no_call_meets_is_named() -> None:
     assert collected(Chain(), inputs()).unmet == ("spare",)
 
 
+def test_a_layer_that_the_output_does_not_feel_is_named() -> None:
+    model = Chain()
+    nn.init.zeros_(model.second.weight)
+    found = collected(model, inputs())
+    assert set(found) == {"second"}
+    assert set(found.unmet) == {"first", "spare"}
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     one, two, other = (full(collected(Chain(), inputs(), seed=seed)["first"].outputs) for seed in (3, 3, 4))
     assert torch.equal(one, two)
