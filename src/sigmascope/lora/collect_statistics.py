@@ -20,7 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.linalg import matrix_shape
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, LayerStatistics, ModelStatistics, MomentSum
+from sigmascope.lora.statistics import (
+    FULL_UP_TO,
+    RANK,
+    LayerStatistics,
+    ModelStatistics,
+    MomentSum,
+    sketch_columns,
+)
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["collect_statistics"]
@@ -66,10 +73,8 @@ def collect_statistics(
     """
     if probes < 1:
         raise ConfigError(f"--probes {probes} looks at nothing.", hint="Use 1 or more.")
-    sums = {
-        name.replace(_BASE_LAYER, ""): LayerSums(module, number, full_up_to, rank, seed)
-        for number, (name, module) in enumerate(_layers_of(model))
-    }
+    sketches = Sketches(full_up_to, rank, seed)
+    sums = {name.replace(_BASE_LAYER, ""): LayerSums(module, sketches) for name, module in _layers_of(model)}
     if not sums:
         raise ConfigError(
             f"{type(model).__name__} has no Linear or convolution layer.", hint="Pass the denoiser itself."
@@ -131,23 +136,46 @@ def _finished(
     return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
 
 
+class Sketches:
+    """Makes sums, those of wide layers as sketches; layers of one width share the sketch's columns.
+
+    Args:
+        full_up_to: Width up to which a sum is kept whole.
+        rank: Directions that are kept of wider ones.
+        seed: Of the columns.
+    """
+
+    def __init__(self, full_up_to: int, rank: int, seed: int) -> None:
+        self._full_up_to = full_up_to
+        self._rank = rank
+        self._seed = seed
+        self._columns: dict[tuple[int, torch.device], Tensor] = {}
+
+    def new_sum(self, size: int, device: torch.device) -> MomentSum:
+        """An empty sum over rows of a width."""
+        if size <= self._full_up_to:
+            return MomentSum(size, device)
+        columns = self._columns.get((size, device))
+        if columns is None:
+            columns = sketch_columns(size, self._rank, self._seed + size).to(device)
+            self._columns[size, device] = columns
+        return MomentSum(size, device, columns)
+
+
 class LayerSums:
-    """Sums up one layer's inputs and output gradients while it is `listening`.
+    """Sums up one layer's inputs and output gradients while it listens.
 
     Args:
         module: The layer.
-        number: Its place in the model, for the seeds of its sketches.
-        full_up_to, rank, seed: As of `collect_statistics`.
+        sketches: Makes its sums.
     """
 
-    def __init__(self, module: nn.Module, number: int, full_up_to: int, rank: int, seed: int) -> None:
+    def __init__(self, module: nn.Module, sketches: Sketches) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
-        self._shape = tuple(weight.shape)
+        self._sizes = matrix_shape(tuple(weight.shape))
         self._module = module
-        self._sizes = matrix_shape(self._shape)
-        self._seed = seed + 2 * number
-        self._limits = (full_up_to, rank)
+        self._sketches = sketches
         self._inputs: MomentSum | None = None
         self._outputs: MomentSum | None = None
         self._handle: RemovableHandle | None = None
@@ -186,7 +214,7 @@ class LayerSums:
         if not isinstance(given, Tensor):
             return output
         for rows in _rows_in(module, given):
-            self._inputs = self._inputs or self._moment_sum(self._sizes[1], self._seed, rows.device)
+            self._inputs = self._inputs or self._sketches.new_sum(self._sizes[1], rows.device)
             self._inputs.add(rows)
         if not output.requires_grad:
             # Nothing before it needs a gradient, as in a time embedding. A leaf could not be changed in place.
@@ -196,12 +224,8 @@ class LayerSums:
 
     def _felt(self, gradient: Tensor) -> None:
         rows = _rows_out(self._module, gradient)
-        self._outputs = self._outputs or self._moment_sum(self._sizes[0], self._seed + 1, rows.device)
+        self._outputs = self._outputs or self._sketches.new_sum(self._sizes[0], rows.device)
         self._outputs.add(rows)
-
-    def _moment_sum(self, size: int, seed: int, device: torch.device) -> MomentSum:
-        full_up_to, rank = self._limits
-        return MomentSum(size, seed=seed, device=device, full_up_to=full_up_to, rank=rank)
 
 
 def _take_back(

@@ -179,27 +179,15 @@ class MomentSum:
 
     Args:
         size: n, the width of the rows.
-        seed: Of the sketch's random columns.
         device: Where the rows are.
-        full_up_to: Width up to which the sum is kept whole.
-        rank: Directions that `result` keeps of a wider one.
+        columns: Of the sketch, as `sketch_columns` gives them; the sum is kept whole without.
     """
 
-    def __init__(
-        self, size: int, *, seed: int, device: torch.device, full_up_to: int = FULL_UP_TO, rank: int = RANK
-    ) -> None:
+    def __init__(self, size: int, device: torch.device, columns: Float[Tensor, "n k"] | None = None) -> None:
         self.rows = 0
-        self._rank = min(rank, size)
-        self._columns: Tensor | None = None
-        self._diagonal: Tensor | None = None
-        width = size
-        if size > full_up_to:
-            width = min(_OVERSAMPLED * self._rank, size)
-            generator = torch.Generator().manual_seed(seed)
-            columns = torch.randn(size, width, generator=generator)
-            self._columns = torch.linalg.qr(columns)[0].contiguous().to(device)
-            self._diagonal = torch.zeros(size, device=device)
-        self._sum = torch.zeros(size, width, device=device)
+        self._columns = columns
+        self._diagonal = None if columns is None else torch.zeros(size, device=device)
+        self._sum = torch.zeros(size, size if columns is None else columns.shape[1], device=device)
 
     def add(self, rows: Float[Tensor, "t n"]) -> None:
         """Add the rows of one piece."""
@@ -210,12 +198,6 @@ class MomentSum:
         else:
             self._sum.addmm_(rows.mT, rows @ self._columns)
             self._diagonal += rows.square().sum(dim=0)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the sum."""
-        held = (self._sum, self._columns, self._diagonal)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def result(self, divisor: int) -> Moments:
         """The moments, on the CPU.
@@ -233,9 +215,18 @@ class MomentSum:
             full = (total + total.mT) / 2
             return Moments(full.diagonal().float().clone(), full=full.float())
         diagonal = as_float64(self._diagonal.cpu()) / divisor
-        low_rank = _leading_part(total, as_float64(self._columns.cpu()), self._rank)
+        kept = max(1, self._columns.shape[1] // _OVERSAMPLED)
+        low_rank = _leading_part(total, as_float64(self._columns.cpu()), kept)
         rest = (diagonal - low_rank.square().sum(dim=1)).clamp_min(0.0)
         return Moments(rest.float(), low_rank=low_rank.to(torch.bfloat16))
+
+
+def sketch_columns(size: int, rank: int, seed: int) -> Float[Tensor, "n k"]:
+    """Random orthonormal columns, twice the rank; all layers of a width can share them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(size, min(_OVERSAMPLED * rank, size), generator=generator)
+    columns: Tensor = torch.linalg.qr(made)[0].contiguous()
+    return columns
 
 
 def _leading_part(sketch: Tensor, columns: Tensor, rank: int) -> Tensor:

@@ -54,6 +54,15 @@ def test_inputs_are_summed_over_positions_and_averaged_over_calls() -> None:
     assert found["first"].rows == 21
 
 
+def test_wide_layers_keep_the_same_trace_in_less_memory() -> None:
+    whole, sketched = collected(Chain(), inputs()), collected(Chain(), inputs(), full_up_to=4, rank=2)
+    for name in whole:
+        for side in ("inputs", "outputs"):
+            expected, kept = getattr(whole[name], side), getattr(sketched[name], side)
+            assert (kept.full is None) == (kept.size > 4)
+            assert kept.trace == pytest.approx(expected.trace, rel=0.01)
+
+
 def test_gradients_come_back_through_the_weights_that_follow() -> None:
     model = Chain()
     found = collected(model, inputs(), probes=3)

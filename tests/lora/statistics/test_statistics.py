@@ -16,6 +16,7 @@ from sigmascope.lora.statistics import (
     Moments,
     MomentSum,
     load_statistics,
+    sketch_columns,
 )
 
 CPU = torch.device("cpu")
@@ -30,8 +31,9 @@ def rows_of(count: int, size: int, power: float, seed: int) -> Tensor:
     return made
 
 
-def moments_of(rows: Tensor, **limits: int) -> Moments:
-    total = MomentSum(rows.shape[1], seed=0, device=CPU, **limits)
+def moments_of(rows: Tensor, rank: int | None = None) -> Moments:
+    size = rows.shape[1]
+    total = MomentSum(size, CPU, None if rank is None else sketch_columns(size, rank, seed=0))
     for start in range(0, len(rows), 37):
         total.add(rows[start : start + 37].float())
     return total.result(rows.shape[0])
@@ -46,8 +48,7 @@ def dense(moments: Moments) -> Tensor:
 
 @pytest.fixture(params=["whole", "sketched"])
 def moments(request: pytest.FixtureRequest) -> Moments:
-    limits = {} if request.param == "whole" else {"full_up_to": 10, "rank": 12}
-    return moments_of(rows_of(500, 70, 1.0, 1), **limits)
+    return moments_of(rows_of(500, 70, 1.0, 1), None if request.param == "whole" else 12)
 
 
 def test_a_narrow_layer_keeps_the_very_matrix() -> None:
@@ -60,7 +61,7 @@ def test_a_sketch_keeps_the_trace_and_what_a_few_directions_hold() -> None:
     rows = rows_of(400, 90, 0.0, 3)[:, :1] @ torch.ones(1, 90, dtype=torch.float64)  # one direction
     rows = rows + 0.1 * rows_of(400, 90, 0.0, 4)
     true = rows.mT @ rows / 400
-    kept = moments_of(rows, full_up_to=10, rank=4)
+    kept = moments_of(rows, 4)
     assert kept.trace == pytest.approx(float(true.trace()), rel=1e-3)
     assert kept.captured > 0.95
     assert float((dense(kept) - true).norm() / true.norm()) < 0.05
@@ -92,10 +93,10 @@ def test_moments_of_nothing_have_no_root() -> None:
         Moments(torch.zeros(4), full=torch.zeros(4, 4)).root(1e-3, CPU, torch.float64)
 
 
-def statistics(rows: int, columns: int, **limits: int) -> LayerStatistics:
+def statistics(rows: int, columns: int, rank: int | None = None) -> LayerStatistics:
     return LayerStatistics(
-        moments_of(rows_of(300, columns, 0.8, 7), **limits),
-        moments_of(rows_of(300, rows, 0.6, 8), **limits),
+        moments_of(rows_of(300, columns, 0.8, 7), rank),
+        moments_of(rows_of(300, rows, 0.6, 8), rank),
         300,
     )
 
@@ -108,13 +109,13 @@ def symmetric_root(matrix: Tensor, ridge: float) -> Tensor:
     return root
 
 
-@pytest.mark.parametrize("limits", [{}, {"full_up_to": 16, "rank": 8}])
+@pytest.mark.parametrize("directions", [None, 8])
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(50, 70, 6), (300, 280, 9), (24, 90, 24)])
 def test_the_error_is_the_least_that_the_rank_allows(
-    rows: int, columns: int, rank: int, limits: dict[str, int]
+    rows: int, columns: int, rank: int, directions: int | None
 ) -> None:
     """Against LAPACK's float64 SVD of G^½·ΔW·C^½ with symmetric roots."""
-    known = statistics(rows, columns, **limits)
+    known = statistics(rows, columns, directions)
     delta = rows_of(rows, columns, 0.4, 9).float()
     left = symmetric_root(dense(known.outputs), 1e-3)
     right = symmetric_root(dense(known.inputs), 1e-3)
@@ -162,7 +163,7 @@ def test_at_full_rank_both_errors_are_those_of_rounding() -> None:
 
 
 def test_a_file_keeps_what_it_was_given(tmp_path: Path) -> None:
-    layers = {"a.b": statistics(12, 20), "a.wide": statistics(40, 60, full_up_to=16, rank=8)}
+    layers = {"a.b": statistics(12, 20), "a.wide": statistics(40, 60, 8)}
     made = ModelStatistics(layers, "abc", {"calls": 3}, ("never",))
     made.save(tmp_path / "stats.safetensors")
     read = load_statistics(tmp_path / "stats.safetensors")
