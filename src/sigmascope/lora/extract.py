@@ -440,8 +440,10 @@ class Extraction:
         """The metric of a layer's statistics; without any, its weight is that of most layers."""
         if self._statistics is None:
             return None
-        path = self._pair.layout.split(layer)[1]
-        known = self._statistics.get(path)
+        part, path = self._pair.layout.split(layer)
+        known = (
+            self._statistics.get(path) if part == "denoiser" else None
+        )  # a second denoiser has the same paths
         if known is None:
             return LayerMetric(scale=math.sqrt(self._statistics.typical_weight))
         require_fit(known, layer, self._pair.shape(layer))
@@ -503,11 +505,12 @@ def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStat
     """
     statistics = load_statistics(path)
     known = {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)}
-    met = [layer for layer in pair.layers if pair.layout.split(layer)[1] in statistics]
-    if (statistics.fingerprint and statistics.fingerprint not in known) or not met:
+    places = [pair.layout.split(layer) for layer in pair.layers]
+    knows_some = any(part == "denoiser" and name in statistics for part, name in places)
+    if (statistics.fingerprint and statistics.fingerprint not in known) or not knows_some:
+        what = "its weights are others." if knows_some else f"they know none of the {len(places)} layers."
         raise ModelMismatchError(
-            f"{path}: these statistics were made with another model: "
-            + (f"they know none of the {len(pair.layers)} layers." if not met else "its weights are others."),
+            f"{path}: these statistics were made with another model: {what}",
             hint="Make them with the base or the tuned model: sigmascope lora statistics MODEL …",
         )
     return statistics
@@ -524,7 +527,7 @@ def file_weights(options: ExtractOptions, layers: Sequence[str]) -> dict[str, fl
     flag, path = "--budget_weights", Path(options.budget_weights)
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{flag} {path}: {error}",
             hint='Use relative, plain, or a JSON file such as {"denoiser.conv_in": 2.0}.',

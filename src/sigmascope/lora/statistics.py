@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import open_checkpoint, save_safetensors
+from sigmascope.checkpoints import Checkpoint, open_checkpoint, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError
 from sigmascope.lora.linalg import as_float64, matrix_shape, symmetric_eigen
 
@@ -364,20 +364,23 @@ def load_statistics(path: str | PathLike[str]) -> ModelStatistics:
                 )
                 for name, count in rows.items()
             }
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 Path(path), f"it is no complete file of statistics: {error}", hint="Make it again."
             ) from error
     return ModelStatistics(layers, metadata.get("fingerprint", ""), facts, unmet)
 
 
-def _read_moments(checkpoint: Any, name: str) -> Moments:
+def _read_moments(checkpoint: Checkpoint, name: str) -> Moments:
     if f"{name}.full" in checkpoint:
-        full = checkpoint.tensor(f"{name}.full")
+        full = checkpoint.tensor(f"{name}.full").float()
+        if full.dim() != 2 or full.shape[0] != full.shape[1]:
+            raise ValueError(f"{name}.full is {tuple(full.shape)}, which is not square")
         return Moments(full.diagonal().clone(), full=full)
-    return Moments(
-        checkpoint.tensor(f"{name}.diagonal"), low_rank=checkpoint.tensor(f"{name}.low_rank").float()
-    )
+    diagonal, low_rank = (checkpoint.tensor(f"{name}.{part}").float() for part in ("diagonal", "low_rank"))
+    if diagonal.dim() != 1 or low_rank.dim() != 2 or len(diagonal) != len(low_rank):
+        raise ValueError(f"{name} has {tuple(diagonal.shape)} and {tuple(low_rank.shape)}, which do not fit")
+    return Moments(diagonal, low_rank=low_rank)
 
 
 def require_fit(statistics: LayerStatistics, layer: str, shape: tuple[int, ...]) -> None:

@@ -185,14 +185,26 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         load_statistics(tmp_path / "other.safetensors")
 
 
-def test_a_file_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
-    metadata = {
-        "sigmascope_statistics": "1",
-        "rows": '{"a": 1}',
-        "facts": "{}",
-        "unmet": "[]",
-        "fingerprint": "",
-    }
-    save_file({"x": torch.ones(1)}, tmp_path / "part.safetensors", metadata)
-    with pytest.raises(CheckpointError, match=r"a\.inputs"):
+METADATA = {"sigmascope_statistics": "1", "facts": "{}", "unmet": "[]", "fingerprint": ""}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensors", "says"),
+    [
+        ('{"a": 1}', {"x": torch.ones(1)}, r"a\.inputs"),
+        ('["a"]', {"x": torch.ones(1)}, "no complete file of statistics"),
+        ("[" * 100_000, {"x": torch.ones(1)}, "no complete file of statistics"),
+        ('{"a": 1}', {"a.inputs.full": torch.ones(2, 3)}, "not square"),
+        (
+            '{"a": 1}',
+            {"a.inputs.diagonal": torch.ones(2), "a.inputs.low_rank": torch.ones(3, 1)},
+            "do not fit",
+        ),
+    ],
+)
+def test_a_file_that_is_damaged_is_refused(
+    rows: str, tensors: dict[str, Tensor], says: str, tmp_path: Path
+) -> None:
+    save_file(tensors, tmp_path / "part.safetensors", METADATA | {"rows": rows})
+    with pytest.raises(CheckpointError, match=says):
         load_statistics(tmp_path / "part.safetensors")
