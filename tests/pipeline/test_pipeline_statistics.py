@@ -19,7 +19,9 @@ def test_every_layer_of_each_family_that_a_call_goes_through_is_met(family: str)
         call["max_sequence_length"] = 16
     found = pipeline_statistics(pipeline, ["a fox"], call=call)
     # What a last block makes of the text is read by nothing: all of it in Qwen-Image, the queries in SD 3.
-    unread = {"qwen_image": "transformer_blocks.1.", "sd3": "transformer_blocks.2.attn.add_q_proj"}.get(family)
+    unread = {"qwen_image": "transformer_blocks.1.", "sd3": "transformer_blocks.2.attn.add_q_proj"}.get(
+        family
+    )
     assert all(unread is not None and name.startswith(unread) for name in found.unmet), found.unmet
     assert found.facts["calls"] >= 2
     assert all(layer.rows > 0 for layer in found.values())
