@@ -73,6 +73,12 @@ def collect_statistics(
     """
     if probes < 1:
         raise ConfigError(f"--probes {probes} looks at nothing.", hint="Use 1 or more.")
+    if rank < 1 or full_up_to < 1:
+        raise ConfigError(f"--rank {rank} and --full_up_to {full_up_to}: both are 1 or more.")
+    if getattr(model, "is_cache_enabled", False):
+        raise ConfigError(
+            f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
+        )
     sketches = Sketches(full_up_to, rank, seed)
     sums = {name.replace(_BASE_LAYER, ""): LayerSums(module, sketches) for name, module in _layers_of(model)}
     if not sums:
@@ -81,15 +87,22 @@ def collect_statistics(
         )
     made = 0
 
-    def again(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
+    given: list[tuple[Any, Any]] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append((_copied(args), _copied(kwargs)))  # before the model can change them in place
+
+    def again(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
         nonlocal made
-        _take_back(model, sums.values(), args, kwargs, probes, seed + 7919 * made)
+        _take_back(model, sums.values(), *given.pop(), probes, seed + 7919 * made)
         made += 1
         progress(made, calls or made, "call")
 
     with ExitStack() as hooks:
         for layer in sums.values():
             hooks.callback(layer.remove)
+        handle = model.register_forward_pre_hook(before, with_kwargs=True)
+        hooks.callback(handle.remove)
         handle = model.register_forward_hook(again, with_kwargs=True)
         hooks.callback(handle.remove)
         run()
@@ -211,8 +224,8 @@ class LayerSums:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         given = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
-        if not isinstance(given, Tensor):
-            return output
+        if not (isinstance(given, Tensor) and torch.is_grad_enabled()):
+            return output  # where the model itself forbids gradients, none can come back
         for rows in _rows_in(module, given):
             self._inputs = self._inputs or self._sketches.new_sum(self._sizes[1], rows.device)
             self._inputs.add(rows)
@@ -242,7 +255,6 @@ def _take_back(
         devices=list(devices)
     )  # dropout of a model in training must not move the host's
     with fork, torch.inference_mode(False), torch.enable_grad(), _frozen(model):
-        args, kwargs = _detached(args), _detached(kwargs)
         with ExitStack() as hooks:
             for layer in layers:
                 layer.listen()
@@ -252,6 +264,8 @@ def _take_back(
             raise ConfigError(
                 f"{type(model).__name__} gives no tensor.", hint="Pass the denoiser itself, not the pipeline."
             )
+        if not output.requires_grad:
+            return  # no layer was met, or none under gradients
         generator = torch.Generator().manual_seed(seed)
         for number in range(probes):
             probe = torch.randn(output.shape, generator=generator).to(output)
@@ -271,14 +285,15 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _detached(value: Any) -> Any:
-    """The same arguments, with tensors that autograd may see: those of `inference_mode` it may not."""
+def _copied(value: Any) -> Any:
+    """The same arguments with tensors of their own, made outside inference mode: autograd may see them."""
     if isinstance(value, Tensor):
-        return value.clone() if value.is_inference() else value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_detached(item) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -40,7 +41,7 @@ from sigmascope.lora.extraction_report import (
     sidecar_text,
 )
 from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
-from sigmascope.lora.file import as_text, check_target, refuse_inputs
+from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
@@ -120,6 +121,8 @@ def extract_lora(
     device = resolve_device(options.device)
     with open_pair(base, tuned, options.pairing) as pair, ExitStack() as files:
         refuse_inputs(target, pair.base, pair.tuned)
+        if options.statistics is not None:
+            refuse_files(target, [Path(options.statistics)])
         options.rank_rules.check(pair.layers)
         if options.budget is not None:
             options.budget.check(pair.layers)
@@ -436,7 +439,7 @@ class Extraction:
         sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
         return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
 
-    def _metric(self, layer: str) -> LayerMetric | None:
+    def _metric(self, layer: str, dtype: torch.dtype) -> LayerMetric | None:
         """The metric of a layer's statistics; without any, its weight is that of most layers."""
         if self._statistics is None:
             return None
@@ -448,7 +451,7 @@ class Extraction:
             return LayerMetric(scale=math.sqrt(self._statistics.typical_weight))
         require_fit(known, layer, self._pair.shape(layer))
         try:
-            return known.metric(self._options.ridge, self._device)
+            return known.metric(self._options.ridge, self._device, dtype)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
@@ -478,7 +481,7 @@ class Extraction:
                 self._options.storage_dtype,
                 left_out=left_out,
                 min_diff=self._options.min_diff,
-                metric=self._metric(layer),
+                metric_in=partial(self._metric, layer),
             )
             write_record(self._journal, f"{number}:{layer}", record, factors)
             return record

@@ -6,7 +6,7 @@ layers are read and subtracted in pieces that stay in the processor's cache, int
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, cast
@@ -205,7 +205,7 @@ def extract_layer(
     *,
     left_out: LeftOutReason | None = None,
     min_diff: float = 0.0,
-    metric: LayerMetric | None = None,
+    metric_in: Callable[[torch.dtype], LayerMetric | None] = lambda _dtype: None,
 ) -> tuple[LayerRecord, LoraFactors | None]:
     """Read a layer's change and give what is to be stored of it.
 
@@ -216,7 +216,7 @@ def extract_layer(
         dtype: Storage dtype.
         left_out: Why it is not wanted, if so; its change is measured all the same.
         min_diff: A layer whose largest change is below this is left out.
-        metric: In which its error is least.
+        metric_in: Gives what its error is least in, in the precision of the change; nothing for Frobenius norm.
 
     Raises:
         SigmascopeError: Naming the layer.
@@ -228,6 +228,7 @@ def extract_layer(
         reason = "unchanged"
     elif reason is None and change.largest < min_diff:
         reason = "below_min_diff"
+    metric = None if change.delta_norm == 0 else metric_in(change.delta.dtype)
     if reason is not None:
         return _record(change, None, reason, _norm_in(metric, change)), None
     try:

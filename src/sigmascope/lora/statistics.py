@@ -193,11 +193,12 @@ class MomentSum:
         """Add the rows of one piece."""
         rows = rows.detach().float()
         self.rows += rows.shape[0]
-        if self._columns is None or self._diagonal is None:
-            self._sum.addmm_(rows.mT, rows)
-        else:
-            self._sum.addmm_(rows.mT, rows @ self._columns)
-            self._diagonal += rows.square().sum(dim=0)
+        with torch.autocast(rows.device.type, enabled=False):  # the host's would round what is summed up
+            if self._columns is None or self._diagonal is None:
+                self._sum.addmm_(rows.mT, rows)
+            else:
+                self._sum.addmm_(rows.mT, rows @ self._columns)
+                self._diagonal += rows.square().sum(dim=0)
 
     def result(self, divisor: int) -> Moments:
         """The moments, on the CPU.
@@ -255,7 +256,7 @@ class LayerStatistics:
     Attributes:
         inputs: C, summed over the positions of a call of the model, the mean over its calls.
         outputs: G, the mean over positions.
-        rows: How many positions were met in all.
+        rows: How many positions were met in a call.
     """
 
     inputs: Moments

@@ -59,7 +59,7 @@ def pipeline_statistics(
     def run() -> None:
         for number, prompt in enumerate(prompts):
             generator = torch.Generator().manual_seed(seed + number)
-            pipeline(prompt, generator=generator, output_type="latent", **arguments)
+            pipeline(prompt, **{"generator": generator, "output_type": "latent"} | arguments)
 
     return collect_statistics(
         denoiser,

@@ -1,6 +1,7 @@
 """`sigmascope lora statistics`, and extractions that take what it wrote."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -
         (["--images", "."], "holds no picture that can be read"),
         (["--prompts", "nothing.txt"], "--prompts nothing.txt"),
         (["--noise", 1, "--probes", 0], "--probes 0 looks at nothing"),
+        (["--noise", 1, "--rank", -1], "--rank -1"),
         (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for --prompts"),
     ],
 )
@@ -93,6 +95,22 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_lost(
     assert code == 2
     assert says in err
     assert Path("s.safetensors").read_bytes() == b"what was there"
+
+
+def test_neither_the_model_nor_the_statistics_are_written_over(sigmascope: Run) -> None:
+    shutil.copy(TUNED_PATH, "model.safetensors")
+    code, _, err = sigmascope(
+        "lora", "statistics", "model.safetensors", "--noise", 1, "--save_to", "model.safetensors"
+    )
+    assert (code, "part of the input" in err) == (2, True)
+    Path("s.safetensors").write_bytes(Path("model.safetensors").read_bytes())
+    models = ["--base_model_path", BASE_PATH, "--tuned_model_path", TUNED_PATH]
+    code, _, err = sigmascope(
+        "lora", "extract", *models, "--save_to", "s.safetensors", "--statistics", "s.safetensors"
+    )
+    assert (code, "is the input" in err) == (2, True)
+    assert Path("s.safetensors").read_bytes() == TUNED_PATH.read_bytes()
+    assert Path("model.safetensors").read_bytes() == TUNED_PATH.read_bytes()
 
 
 def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run) -> None:

@@ -97,6 +97,12 @@ def test_each_layer_has_the_least_weighted_error_of_its_rank(pair: ModelPair) ->
     assert plain.weighted_error is None
 
 
+def test_models_in_float64_are_weighed_in_float64(make_model_pair: MakePair) -> None:
+    pair = make_model_pair(dtype=torch.float64)
+    report = extract(pair, rank=2, conv_rank=2, statistics=statistics_of(pair))
+    assert report.total_lora_modules == len(LAYER_SHAPES)
+
+
 def test_the_file_says_what_its_statistics_were_made_from(pair: ModelPair) -> None:
     report = extract(pair, rank=2, conv_rank=2, statistics=statistics_of(pair))
     with open_checkpoint(report.lora) as lora:

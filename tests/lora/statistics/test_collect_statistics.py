@@ -191,6 +191,39 @@ def test_a_model_that_draws_random_numbers_leaves_the_host_s_where_they_were() -
     assert all(torch.equal(result, same) for result, same in zip(results, expected, strict=True))
 
 
+def test_a_model_that_changes_its_input_changes_it_once() -> None:
+    class InPlace(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    x = torch.ones(2, 6)
+    found = collected(InPlace(), x)
+    assert torch.equal(x, torch.full((2, 6), 2.0))
+    assert torch.allclose(full(found["first"].inputs), torch.full((6, 6), 8.0))
+
+
+def test_autocast_of_the_host_rounds_no_sum() -> None:
+    model = Chain()
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(inputs())
+
+    found = collect_statistics(model, run, full_up_to=4, rank=2)
+    rows = inputs().reshape(-1, 6)
+    assert found["first"].inputs.trace == pytest.approx(float(rows.square().sum()), rel=0.02)
+
+
+def test_a_model_that_forbids_gradients_itself_is_told() -> None:
+    class Closed(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    with pytest.raises(ConfigError, match="no layer was met"):
+        collected(Closed(), inputs())
+
+
 def is_as_it_was(unet: nn.Module) -> bool:
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in unet.modules()]
     return sum(hooks) == 0 and all(

@@ -95,7 +95,8 @@ def statistics(
     layer the second moments of its inputs are kept, and those of what its
     output does to the model's. Four to eight inputs are enough.
     """
-    from sigmascope.lora.file import check_target
+    from sigmascope.checkpoints import open_checkpoint
+    from sigmascope.lora.file import check_target, refuse_inputs
 
     check_target(save_to)
     if sum(given is not None for given in (images, noise, prompts)) != 1:
@@ -103,6 +104,8 @@ def statistics(
             "statistics need one kind of input.",
             hint="Give --images FOLDER or --noise 4 for an LBM, --prompts FILE for a pipeline.",
         )
+    with open_checkpoint(model) as checkpoint:
+        refuse_inputs(save_to, checkpoint)
     common: dict[str, object] = {"probes": probes, "full_up_to": full_up_to, "rank": rank, "seed": seed}
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import resolve_device, resolve_dtype
