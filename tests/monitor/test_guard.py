@@ -89,3 +89,13 @@ def test_an_exception_that_cannot_be_described_is_named(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(reading, "message_of", fail)
     assert Guard().read("probe", probe) == (None, "KeyError")
+
+
+def test_what_cannot_be_described_is_named_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(_error: BaseException) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("sigmascope.monitor.guard.error_text", empty)
+    guard = Guard()
+    guard.switch_off("probe", ValueError("the reason"))
+    assert guard.reasons == {"probe": "ValueError"}

@@ -65,9 +65,12 @@ class Guard:
         log_quietly(_log, "%s %s: %s", instrument, what, reason)
 
     def describe(self, failure: BaseException) -> str:
-        """Return what is kept of an exception."""
-        with keeping_words(self.keeps_words):
-            return error_text(failure)
+        """Return what is kept of an exception; its type alone where there is no memory for more."""
+        try:
+            with keeping_words(self.keeps_words):
+                return error_text(failure)
+        except Exception:  # noqa: BLE001 - nothing stands between this and the host
+            return type(failure).__name__
 
     def details(self, error: BaseException) -> ExceptionDetails:
         """Return what is kept of an exception with its stack; nothing of it stays alive."""
