@@ -10,7 +10,7 @@ that is the activations of the other operations; `enable_gradient_checkpointing`
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -34,7 +34,8 @@ __all__ = ["collect_statistics"]
 
 _LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
-_BASE_LAYER: Final = ".base_layer"  # PEFT's name for what it has put its own around
+_WRAPPED: Final = ("base_layer", "_orig_mod")
+"""What PEFT's adapters and `torch.compile` call the module that they stand around."""
 
 
 def collect_statistics(
@@ -80,8 +81,10 @@ def collect_statistics(
             f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
         )
     sketches = Sketches(full_up_to, rank, seed)
-    sums = {name.replace(_BASE_LAYER, ""): LayerSums(module, sketches) for name, module in _layers_of(model)}
-    if not sums:
+    known = _layers_of(model)
+    of_module = {module: LayerSums(module, sketches) for module in known.values() if _is_plain(module)}
+    sums = {name: of_module.get(module) for name, module in known.items()}
+    if not of_module:
         raise ConfigError(
             f"{type(model).__name__} has no Linear or convolution layer.", hint="Pass the denoiser itself."
         )
@@ -94,12 +97,12 @@ def collect_statistics(
 
     def again(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
         nonlocal made
-        _take_back(model, sums.values(), *given.pop(), probes, seed + 7919 * made)
+        _take_back(model, of_module.values(), *given.pop(), probes, seed + 7919 * made)
         made += 1
         progress(made, calls or made, "call")
 
     with ExitStack() as hooks:
-        for layer in sums.values():
+        for layer in of_module.values():
             hooks.callback(layer.remove)
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
         hooks.callback(handle.remove)
@@ -115,19 +118,35 @@ def collect_statistics(
     return _finished(sums, made, facts, fingerprint)
 
 
-def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, _LAYERS) and getattr(module, "groups", 1) == 1:
-            yield name, module
+def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear and convolution layers by the names that a checkpoint has for them; a shared one by each of its names."""
+    layers: dict[str, nn.Module] = {}
+    adapted: list[str] = []  # prefixes of what PEFT has put its adapters around
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = next((prefix for prefix in adapted if name.startswith(prefix)), None)
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            adapted.append(f"{name}.")
+        elif isinstance(module, _LAYERS) and (inside is None or name == f"{inside}base_layer"):
+            layers[".".join(part for part in name.split(".") if part not in _WRAPPED)] = module
+    return layers
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it multiplies its weight with what PyTorch's own layer does: a causal convolution pads by itself."""
+    if isinstance(module, nn.Linear):
+        return module.weight.shape == (module.out_features, module.in_features)  # packed weights are not
+    own = next(kind for kind in _LAYERS if isinstance(module, kind))
+    is_own = all(getattr(type(module), name) is getattr(own, name) for name in ("forward", "_conv_forward"))
+    return is_own and getattr(module, "groups", 1) == 1
 
 
 def _finished(
-    sums: "Mapping[str, LayerSums]", calls: int, facts: Mapping[str, Any], fingerprint: str
+    sums: "Mapping[str, LayerSums | None]", calls: int, facts: Mapping[str, Any], fingerprint: str
 ) -> ModelStatistics:
     layers: dict[str, LayerStatistics] = {}
     unmet: list[str] = []
     for name, layer in sums.items():
-        if not layer.is_met:
+        if layer is None or not layer.is_met:
             unmet.append(name)
             continue
         try:
@@ -144,7 +163,7 @@ def _finished(
     if not layers:
         raise ConfigError(
             "no layer was met while the model was called.",
-            hint="A compiled model hides its layers: pass it as it was before torch.compile.",
+            hint="Its forward may forbid gradients, or call none of the layers themselves.",
         )
     return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
 
@@ -243,7 +262,7 @@ class LayerSums:
 
 def _take_back(
     model: nn.Module,
-    layers: "Sequence[LayerSums] | Any",
+    layers: "Iterable[LayerSums]",
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     probes: int,
@@ -251,15 +270,16 @@ def _take_back(
 ) -> None:
     """Call the model again with gradients, and take random projections of its output back."""
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    fork = torch.random.fork_rng(
-        devices=list(devices)
-    )  # dropout of a model in training must not move the host's
+    # Dropout of a model in training must not move the host's random numbers.
+    fork = torch.random.fork_rng(devices=list(devices))
     with fork, torch.inference_mode(False), torch.enable_grad(), _frozen(model):
+        args, kwargs = _tracked(args), _tracked(kwargs)
         with ExitStack() as hooks:
             for layer in layers:
                 layer.listen()
                 hooks.callback(layer.remove)
-            output = _first_tensor(model.forward(*args, **kwargs))
+            inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs
+            output = _first_tensor(inner.forward(*args, **kwargs))
         if output is None:
             raise ConfigError(
                 f"{type(model).__name__} gives no tensor.", hint="Pass the denoiser itself, not the pipeline."
@@ -274,15 +294,25 @@ def _take_back(
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No weight takes a gradient, which would cost as much memory as the model."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """No weight takes a gradient, which would cost as much memory as the model; no buffer stays changed."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A batch norm in training counts what goes through it.
+    buffers = [
+        (buffer, buffer.clone())
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    ]
     try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
+        for name in trained:
+            model.get_parameter(name).requires_grad_(False)
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for name in trained:  # by name: offloading puts other objects in their places
+            model.get_parameter(name).requires_grad_(True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _copied(value: Any) -> Any:
@@ -294,6 +324,20 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _tracked(value: Any) -> Any:
+    """The same with gradients, so that a checkpointed block sees alike tensors both times.
+
+    None is a leaf, which could not be changed in place.
+    """
+    if isinstance(value, Tensor):
+        return value.requires_grad_() + 0 if value.is_floating_point() else value
+    if type(value) is dict:
+        return {key: _tracked(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_tracked(item) for item in value)
     return value
 
 

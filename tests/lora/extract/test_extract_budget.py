@@ -92,7 +92,8 @@ Models = tuple[Path, Path]
 def extract(models: Models, name: str = "lora", **options: Any) -> ExtractionReport:
     """With errors that count as they are: the optimum is then that of all layers' singular values together."""
     target = models[0].with_name(f"{name}.safetensors")
-    return extract_lora(*models, target, ExtractOptions(**{"budget_weights": "plain"} | options))
+    weights = {"budget_weights": "plain"} if "budget" in options else {}
+    return extract_lora(*models, target, ExtractOptions(**weights | options))
 
 
 def deltas(models: Models) -> dict[str, Tensor]:

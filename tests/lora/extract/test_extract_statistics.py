@@ -16,6 +16,7 @@ from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.linalg import matrix_shape
+from sigmascope.lora.ranks import MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import LayerStatistics, ModelStatistics, Moments
 
@@ -162,6 +163,29 @@ def test_nothing_is_written_where_statistics_are_refused(pair: ModelPair) -> Non
 def test_a_ridge_that_makes_no_sense_is_refused(ridge: float) -> None:
     with pytest.raises(ConfigError, match="--ridge"):
         ExtractOptions(ridge=ridge)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget_weights": "plain"}, "--budget_weights plain is for a budget"),
+        (
+            {
+                "budget": Budget(max_bytes=9_000),
+                "budget_weights": "plain",
+                "statistics": Path("s.safetensors"),
+            },
+            "--budget_weights plain is for a budget without statistics",
+        ),
+        (
+            {"rules": RankRules(MethodRank("threshold", 0.05)), "statistics": Path("s.safetensors")},
+            "threshold compares singular values",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_or_another_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ExtractOptions(**options)
 
 
 def ranks(report: ExtractionReport) -> dict[str, int]:

@@ -224,6 +224,47 @@ def test_a_model_that_forbids_gradients_itself_is_told() -> None:
         collected(Closed(), inputs())
 
 
+def test_a_batch_norm_in_training_counts_the_host_s_call_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).train()
+    x = inputs().reshape(-1, 6)
+    collect_statistics(model, lambda: model(x))
+    assert int(model[1].num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+def test_a_layer_with_two_names_is_known_by_both() -> None:
+    class Shared(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = self.first
+
+    found = collected(Shared(), inputs())
+    assert torch.equal(full(found["same"].inputs), full(found["first"].inputs))
+
+
+def test_a_convolution_that_pads_by_itself_has_no_statistics() -> None:
+    class Causal(nn.Conv1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.pad(x, (2, 0)))
+
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), Causal(4, 4, 3), nn.Conv1d(4, 4, 1, groups=2))
+    found = collected(model, torch.randn(1, 3, 9))
+    assert (list(found), found.unmet) == (["0"], ("1", "2"))
+
+
+def test_a_compiled_model_has_the_names_that_it_had() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    compiled = torch.compile(model, backend="eager")
+    found = collect_statistics(compiled, lambda: compiled(inputs()))  # type: ignore[arg-type]
+    assert set(found) == {"0", "1"}
+
+
+def test_checkpointing_goes_with_the_plain_attention_too() -> None:
+    unet = tiny_unet()
+    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())  # type: ignore[operator]
+    unet.enable_gradient_checkpointing()  # type: ignore[operator]
+    assert collect_statistics(unet, denoise(unet)).unmet == ()
+
+
 def is_as_it_was(unet: nn.Module) -> bool:
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in unet.modules()]
     return sum(hooks) == 0 and all(
@@ -283,6 +324,7 @@ def test_names_are_those_of_the_model_without_peft() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.base_layer = nn.Linear(6, 4)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(6, 2, bias=False)})
 
         def forward(self, x: Tensor) -> Tensor:
             result: Tensor = self.base_layer(x)
@@ -290,4 +332,5 @@ def test_names_are_those_of_the_model_without_peft() -> None:
 
     model = nn.Sequential()
     model.add_module("proj", Wrapped())
-    assert list(collected(model, inputs())) == ["proj"]
+    found = collected(model, inputs())
+    assert (list(found), found.unmet) == (["proj"], ())

@@ -203,7 +203,7 @@ def extract(
     with TemporaryDirectory() as folder:
         if calibrate is not None:
             made = Path(folder) / "statistics.safetensors"
-            calibrated(tuned_model_path, calibrate, config_path).save(made)
+            calibrated(tuned_model_path, calibrate, config_path, device).save(made)
             options = replace(options, statistics=made)
         with progress_bar("Extracting") as progress:
             report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
@@ -213,7 +213,7 @@ def extract(
         print_extraction(Console(), report, verbose=verbose)
 
 
-def calibrated(model: Path, folder: Path, config: Path | None) -> "ModelStatistics":
+def calibrated(model: Path, folder: Path, config: Path | None, device: str) -> "ModelStatistics":
     """Statistics of an LBM that translates the pictures of a folder.
 
     Raises:
@@ -227,7 +227,7 @@ def calibrated(model: Path, folder: Path, config: Path | None) -> "ModelStatisti
     pictures = [load_image(path) for path in find_images(folder)[0]]
     with progress_bar("Calibrating") as progress:
         return lbm_statistics(
-            model, pictures, config_path=config, device=resolve_device("auto"), progress=progress
+            model, pictures, config_path=config, device=resolve_device(device), progress=progress
         )
 
 
