@@ -188,7 +188,7 @@ def _as_dict(found: "ModelStatistics") -> dict[str, object]:
 def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
     console.print(title("Statistics", path.name))
     rows = [
-        ("Layers", f"{len(found)}, and {len(found.unmet)} that no call met"),
+        ("Layers", f"{len(found)}, and {len(found.unmet)} without statistics"),
         ("Calls of the model", str(found.facts["calls"])),
         ("Kept, least of a layer", percent(found.captured)),
     ]
