@@ -71,11 +71,26 @@ def _rss_from_kept_descriptor() -> int:
 
 def _rss_from_new_descriptor() -> int:
     with _opening:
-        with suppress(OSError, ValueError, IndexError):
+        try:
             return _rss_from_kept_descriptor()  # another thread was first
-        _descriptor.clear()  # the number may belong to others by now, so it is not closed
+        except OSError:
+            _descriptor.clear()  # the number may belong to others by now, so it is not closed
+        except (ValueError, IndexError):  # none is open, or what is read is no figure
+            _close_kept_descriptor()
         _descriptor.append(os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC))
-        return _rss_from_kept_descriptor()
+        try:
+            return _rss_from_kept_descriptor()
+        except Exception:
+            _close_kept_descriptor()  # else each failure would leave one open
+            raise
+
+
+def _close_kept_descriptor() -> None:
+    for number in _descriptor:
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}") == f"/proc/{os.getpid()}/statm":  # noqa: PTH115
+                os.close(number)
+    _descriptor.clear()
 
 
 def process_peak_rss_bytes() -> int | None:

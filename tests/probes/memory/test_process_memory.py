@@ -94,6 +94,19 @@ def test_threads_that_open_it_at_once_keep_one() -> None:
 
 
 @linux
+@linux
+@pytest.mark.parametrize("content", [b"", b"no figures here"])
+def test_readings_that_fail_leave_no_descriptor_open(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_descriptor()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", lambda *_: content)
+        for _ in range(5):
+            assert process_rss_bytes()  # psutil's
+    assert process_rss_bytes()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_descriptor_number_that_became_another_file_is_noticed_and_not_closed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("not numbers")
     number = kept_descriptor()
