@@ -73,9 +73,7 @@ def _rss_from_new_descriptor() -> int:
     with _opening:
         try:
             return _rss_from_kept_descriptor()  # another thread was first
-        except OSError:
-            _descriptor.clear()  # the number may belong to others by now, so it is not closed
-        except (ValueError, IndexError):  # none is open, or what is read is no figure
+        except (OSError, ValueError, IndexError):
             _close_kept_descriptor()
         _descriptor.append(os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC))
         try:
@@ -86,6 +84,7 @@ def _rss_from_new_descriptor() -> int:
 
 
 def _close_kept_descriptor() -> None:
+    """Close it, unless its number belongs to another file by now."""
     for number in _descriptor:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{number}") == f"/proc/{os.getpid()}/statm":  # noqa: PTH115
