@@ -432,7 +432,9 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frame = next((frame for frame in frames_here() if frame in self._entered), None)
+        frame = CURRENT.get()
+        while frame is not None and frame not in self._entered:
+            frame = frame.outer
         if frame is None and self._entered:
             frame = self._entered[-1]  # left in another context than it was entered in
         if frame is not None:
@@ -605,12 +607,10 @@ def pop(frame: Frame) -> None:
     Scopes need not close in the reverse order of their opening, nor in the context that opened them.
     """
     frame.is_open = False
-    leave_closed()
-
-
-def leave_closed() -> None:
-    """Make the innermost frame that is open current in this context."""
-    CURRENT.set(next(frames_here(), None))
+    current = CURRENT.get()  # no `frames_here`: what takes something off calls nothing that could fail
+    while current is not None and not current.is_open:
+        current = current.outer
+    CURRENT.set(current)
 
 
 def stage_here(clock: Clock) -> Frame | None:

@@ -38,7 +38,7 @@ from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.recorder import LiveStage, Recorder, frames_here, leave_closed
+from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.prompts import PromptPrivacy
@@ -624,9 +624,14 @@ def _recorders_here() -> list[Recorder]:
 
 def leave_recorder(recorder: Recorder) -> None:
     """Take this context out of all scopes of a recorder, also of those that could not be closed."""
-    for frame in frames_here():
-        frame.is_open = frame.recorder is not recorder
-    leave_closed()
+    frame = CURRENT.get()
+    while frame is not None:
+        frame.is_open = frame.is_open and frame.recorder is not recorder
+        frame = frame.outer
+    frame = CURRENT.get()
+    while frame is not None and not frame.is_open:
+        frame = frame.outer
+    CURRENT.set(frame)
 
 
 class OpenCalls:
