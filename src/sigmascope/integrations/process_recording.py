@@ -60,12 +60,16 @@ class Recording:
             keep_generations=kept,
         )
         self._watch.__enter__()
-        self._watch.hold_back(_SPARE * kept)
-        self._older = OlderGenerations(self._watch.take_older, self._record_path)
-        self._saver = PeriodicSaver(
-            self._watch.record, self._record_path, before=lambda: self._older.write(kept)
-        )
-        self._saver.start()
+        try:
+            self._watch.hold_back(_SPARE * kept)
+            self._older = OlderGenerations(self._watch.take_older, self._record_path)
+            self._saver = PeriodicSaver(
+                self._watch.record, self._record_path, before=lambda: self._older.write(kept)
+            )
+            self._saver.start()
+        except BaseException as failure:  # a watch whose record nobody writes would stay for good
+            self._watch.__exit__(type(failure), failure, None)
+            raise
 
     def end(self) -> None:
         """Close the watch, print the summary, write the record."""

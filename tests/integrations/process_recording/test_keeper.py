@@ -64,3 +64,16 @@ def test_ctrl_c_while_a_recording_ends_leaves_no_watch_open(
     assert left_behind() == []
     assert current_recorder() is None
     assert threading.active_count() == threads
+
+
+def test_a_recording_that_cannot_begin_leaves_no_watch_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_saver: PeriodicSaver) -> None:
+        raise OSError("no thread to be had")
+
+    monkeypatch.setattr(PeriodicSaver, "start", refuse)
+    before = left_behind(), threading.active_count()
+    with pytest.raises(OSError, match="no thread"):
+        Recording(Settings(output="run.json"), str(tmp_path))
+    assert (left_behind(), threading.active_count()) == before
