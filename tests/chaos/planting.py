@@ -215,9 +215,16 @@ def _plant(fault: Fault, places: dict[int, list[tuple[dict[str, Any], str]]], un
             else functools.partial(delattr, owner, name)
         )
         return
+    undo.callback(_put_back, replaced, before)
     for holder, key in [(vars(owner), name), *places.get(id(before), ())]:
         holder[key] = replaced
         undo.callback(holder.__setitem__, key, before)
+
+
+def _put_back(replaced: object, before: object) -> None:
+    """Where a module took what was planted by its name, because it was imported meanwhile."""
+    for holder, key in _places().get(id(replaced), ()):
+        holder[key] = before
 
 
 def _replacement(before: Any, fault: Fault) -> Any:

@@ -1,7 +1,9 @@
 """Faults happen where they are planted, in our own calls alone, and are gone afterwards."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tests.chaos.planting import Fault, Point, counted, foreign_points, own_points, planted
@@ -66,6 +68,15 @@ def test_everything_is_as_it_was_afterwards() -> None:
     with planted([failing(point, 1) for point in points]):
         assert files._checked_target is not before[CHECKED]
     assert {point: vars(owner).get(name) for point in points for owner, name in [point.owner()]} == before
+
+
+def test_a_module_that_is_imported_meanwhile_keeps_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = ModuleType("sigmascope.late")
+    before = files._checked_target
+    with planted([failing(CHECKED, 1)]):
+        monkeypatch.setitem(sys.modules, late.__name__, late)
+        late._checked_target = files._checked_target  # as `from sigmascope.files import …` does
+    assert late._checked_target is before
 
 
 def test_calls_are_counted(tmp_path: Path) -> None:

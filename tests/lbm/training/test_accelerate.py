@@ -1,6 +1,9 @@
 """What the launcher asks for is what trains, or it is an error: never another way, and never each process alone."""
 
+import gc
 import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.training import accelerate
 from sigmascope.lbm.training.accelerate import accelerated, check_spreading
 from sigmascope.lbm.training.checkpoints import read_state
-from sigmascope.lbm.training.train import train
+from sigmascope.lbm.training.session import make_session
+from sigmascope.lbm.training.train import load_base, train
+from sigmascope.progress import no_progress
 
 FORKED = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
@@ -37,6 +42,30 @@ def test_auto_without_a_gpu_is_the_cpu_of_all_processes(small_run: SmallRun) -> 
     for ended in run_two(lambda number: train(settings), small_run.folder):
         assert ended.code == 0, ended.errors
     assert len(read_state(small_run.out / "checkpoint-000001").processes) == 2
+
+
+@FORKED
+def test_the_process_group_dies_after_what_could_not_wait_for_its_threads(small_run: SmallRun) -> None:
+    """The reducer of DDP holds Python's lock while it waits for gloo's threads, which may want it."""
+
+    def work(number: int) -> None:
+        settings = small_run.settings(device="cpu", max_steps=1)
+        with accelerated(settings) as accelerator:
+            model = load_base(settings, accelerator, no_progress)
+            session = make_session(settings, accelerator, model)
+            ddp: Any = session.stepper.prepared.module
+            died: list[str] = []
+            watched = [
+                weakref.ref(dead, lambda _, name=name: died.append(name))
+                for name, dead in (("group", ddp.process_group), ("reducer", ddp.reducer))
+            ]
+            accelerator.end_training()
+        del session, ddp, accelerator
+        gc.collect()
+        assert died == ["reducer", "group"], (died, watched)
+
+    for ended in run_two(work, small_run.folder):
+        assert ended.code == 0, ended.errors
 
 
 def test_processes_that_would_train_alone_are_refused(

@@ -3,10 +3,12 @@
 Nobody watches over them as torchrun would, so that what they do when one fails is theirs.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -69,6 +71,11 @@ def _run(work: Callable[[int], object], number: int, environment: dict[str, str]
     with errors.open("wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.__stderr__.fileno() if sys.__stderr__ else 2)
     os.dup2(2, 1)
+    # Where one hangs is told before it is killed. Not by `dump_traceback_later`: pytest has it running in the parent,
+    # and its thread, for which it would wait here, was not forked.
+    teller = threading.Timer(SECONDS - 10, faulthandler.dump_traceback, kwargs={"file": 2})
+    teller.daemon = True
+    teller.start()
     code = 1
     try:
         work(number)
