@@ -265,19 +265,20 @@ class _Attention(_Meeting):
     def take(self, place: "Place", asked: _AtAttention) -> None:
         """Note the keys and values that a tile alone stands for."""
         rows, columns = self.spans(place, asked.sides[-2:])
-        flat = -1 - len(asked.sides)
         key, value = (
-            torch.unflatten(one, -2, asked.sides)[..., rows.own, columns.own, :].flatten(flat, -2)
+            torch.unflatten(one, -2, asked.sides)[..., rows.own, columns.own, :].flatten(-3, -2)
             for one in (asked.key, asked.value)
         )
         self._pairs.append((key, value))
 
     def answer(self, place: "Place", asked: _AtAttention, *, put_back: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of all places, in no order that matters. Arguments as of `_Norm.answer`."""
+        """Keys and values of all places, a frame's together. Arguments as of `_Norm.answer`."""
         if len(self._pairs) > 1:
             keys, values = zip(*self._pairs, strict=True)
             self._pairs = [(torch.cat(keys, -2), torch.cat(values, -2))]
-        return self._pairs[0]
+        key, value = self._pairs[0]
+        first = -len(asked.sides)  # the axis of frames, where there is one
+        return key.flatten(first, -2), value.flatten(first, -2)
 
 
 class _Thread:
@@ -383,9 +384,10 @@ class _Layers(TorchFunctionMode):
         attend = functional.scaled_dot_product_attention
         places, place = query.shape[-2], self._tile.place
         sides = place.sides_of(places)
+        between = None if attn_mask is None or sides is None else _mask_between_frames(attn_mask, sides)
         why_alone = (
             "under a mask"
-            if attn_mask is not None or is_causal
+            if is_causal or (attn_mask is not None and between is None)
             else "as the whole has too many places"
             if place.of_whole(places) > _MOST_PLACES
             else None
@@ -396,10 +398,31 @@ class _Layers(TorchFunctionMode):
             return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
         keys, values = self._ask(_AtAttention(key, value, sides))
         at_once = max(places * places // keys.shape[-2], 1)  # no more pairs than the tile has by itself
-        made = [
-            attend(some, keys, values, None, dropout_p, **others) for some in torch.split(query, at_once, -2)
-        ]
+        made, mask = [], None
+        for begin in range(0, places, at_once):
+            some = query[..., begin : begin + at_once, :]
+            if between is not None:
+                mask = _mask_of_places(between, places, keys.shape[-2], begin, some.shape[-2])
+            made.append(attend(some, keys, values, mask, dropout_p, **others))
         return torch.cat(made, -2)
+
+
+def _mask_between_frames(mask: Tensor, sides: tuple[int, ...]) -> Tensor | None:
+    """The mask as (…, frames, frames), where it is the same for all places of a frame, as a causal one is."""
+    places = math.prod(sides)
+    if len(sides) != 3 or mask.shape[-2:] != (places, places):
+        return None
+    frames = (sides[0], -1)
+    by_frame = mask.unflatten(-1, frames).unflatten(-3, frames)
+    between = by_frame[..., :1, :, :1]
+    return between[..., 0, :, 0] if bool((by_frame == between).all()) else None
+
+
+def _mask_of_places(between: Tensor, places: int, of_whole: int, begin: int, count: int) -> Tensor:
+    """Between so many places of a tile, from one on, and all of the whole; both have a frame's places together."""
+    frames = between.shape[-1]
+    rows = torch.arange(begin, begin + count, device=between.device) // (places // frames)
+    return between.index_select(-2, rows).repeat_interleave(of_whole // frames, -1)
 
 
 class _Held:
