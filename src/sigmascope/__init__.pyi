@@ -39,6 +39,7 @@ from .lora.merge_methods import MergeMethod as MergeMethod
 from .lora.resize import RankPlan as RankPlan, resize_lora as resize_lora
 from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRules as RankRules
 from .lora.budget import Budget as Budget
+from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
 from .lora.collect_statistics import collect_statistics as collect_statistics
 from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics

@@ -160,7 +160,10 @@ def test_videos_share_their_norms_over_space_and_time() -> None:
         "norm_num_groups": 4,
     }
     video = torch.stack([like_a_photograph(64, 96, seed=frame)[0] for frame in range(5)], 1)[None]
-    for kind in (AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo):  # whose attention looks back in time alone
+    for kind in (
+        AutoencoderKLCogVideoX,
+        AutoencoderKLHunyuanVideo,
+    ):  # whose attention looks back in time alone
         vae = kind(**options).eval()
         tiles = plan(64, 96, 64, None, 8)
         latent = parameters(vae, video)[:, :16]

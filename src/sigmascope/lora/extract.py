@@ -353,7 +353,6 @@ class Extraction:
         self._device = device
         self._progress = progress
         self._statistics = statistics
-        self._given_weights = file_weights(options, pair.layers)
         self._done = 0
         self._total = 0
 
@@ -392,7 +391,7 @@ class Extraction:
         names = {layer: f"0:{layer}" for layer in records}
         pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
         lost = lost_outside(budget, records)
-        weights = self._layer_weights(records)
+        weights = layer_weights(self._options, records)
         number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {
@@ -424,38 +423,11 @@ class Extraction:
         budget = self._options.budget
         if budget is None:
             return None if self._statistics is None else true_error(layers, (), {})
-        weights = self._layer_weights({layer: decomposed.record for layer, decomposed in layers.items()})
+        records = {layer: decomposed.record for layer, decomposed in layers.items()}
+        weights = layer_weights(self._options, records)
         if self._statistics is None and not weights and not budget.weights:
             return None
         return true_error(layers, budget.weights, weights)
-
-    def _layer_weights(self, records: Mapping[str, LayerRecord]) -> Mapping[str, float]:
-        """How much each layer's squared error counts under a budget; a metric has it in itself."""
-        if self._statistics is not None or self._options.budget_weights == "plain":
-            return {}
-        if self._options.budget_weights != "relative":
-            return self._given_weights
-        # A base of zeros, as of a layer that was added, is taken to be as large as its change.
-        sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
-        return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
-
-    def _metric(self, layer: str, dtype: torch.dtype) -> LayerMetric | None:
-        """The metric of a layer's statistics; without any, its weight is that of most layers."""
-        if self._statistics is None:
-            return None
-        part, path = self._pair.layout.split(layer)
-        known = (
-            self._statistics.get(path) if part == "denoiser" else None
-        )  # a second denoiser has the same paths
-        if known is None:
-            return LayerMetric(scale=math.sqrt(self._statistics.typical_weight))
-        require_fit(known, layer, self._pair.shape(layer))
-        try:
-            return known.metric(self._options.ridge, self._device, dtype)
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
-            ) from error
 
     def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
         """Work through some layers; None as policy: the layer is excluded."""
@@ -481,7 +453,9 @@ class Extraction:
                 self._options.storage_dtype,
                 left_out=left_out,
                 min_diff=self._options.min_diff,
-                metric_in=partial(self._metric, layer),
+                metric_in=partial(
+                    metric_of, self._statistics, self._pair, layer, self._options.ridge, self._device
+                ),
             )
             write_record(self._journal, f"{number}:{layer}", record, factors)
             return record
@@ -497,6 +471,50 @@ class Extraction:
             error = 100 * math.sqrt(lost / change) if change > 0 else 0.0
             self._progress(self._done, self._total, f"error {error:.1f} % {layer}")
         return {layer: decomposed[layer] for layer in wanted}
+
+
+def layer_weights(options: ExtractOptions, records: Mapping[str, LayerRecord]) -> Mapping[str, float]:
+    """How much each layer's squared error counts under a budget; a metric has it in itself.
+
+    Raises:
+        ConfigError: `budget_weights` names no JSON object of layers and weights.
+    """
+    if options.statistics is not None or options.budget_weights == "plain":
+        return {}
+    if options.budget_weights != "relative":
+        return file_weights(options, list(records))
+    # A base of zeros, as of a layer that was added, is taken to be as large as its change.
+    sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
+    return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
+
+
+def metric_of(
+    statistics: ModelStatistics | None,
+    pair: CheckpointPair,
+    layer: str,
+    ridge: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LayerMetric | None:
+    """The metric of a layer's statistics; where they do not know it, its weight is that of most layers.
+
+    Raises:
+        ModelMismatchError: The statistics are of a layer of another shape.
+        NonFiniteError: They hold NaN or Inf.
+    """
+    if statistics is None:
+        return None
+    part, path = pair.layout.split(layer)
+    known = statistics.get(path) if part == "denoiser" else None  # a second denoiser has the same paths
+    if known is None:
+        return LayerMetric(scale=math.sqrt(statistics.typical_weight))
+    require_fit(known, layer, pair.shape(layer))
+    try:
+        return known.metric(ridge, device, dtype)
+    except NonFiniteError as error:
+        raise NonFiniteError(
+            f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
+        ) from error
 
 
 def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:

@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lora import extract, inspect, merge, statistics, validate
+from sigmascope.cli.lora import extract, inspect, merge, plan, statistics, validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -10,6 +10,7 @@ app = typer.Typer(
     help="Make LoRAs from fine-tuned models, prove them, and work on them.",
 )
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
+app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("statistics", epilog=statistics.EPILOG)(statistics.statistics)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("convert", epilog=merge.CONVERT_EPILOG)(merge.convert)

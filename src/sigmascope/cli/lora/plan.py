@@ -1,0 +1,212 @@
+"""`sigmascope lora plan`: how large a LoRA of two checkpoints has to be, before one is made."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sigmascope.cli.console import facts, layer, percent, plain, print_json, progress_bar, table, title
+from sigmascope.cli.lora.extract import TargetCoverage
+from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, run_images
+from sigmascope.cli.options import AsJson, PairFlags, Precision, option_groups
+from sigmascope.errors import ConfigError
+from sigmascope.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.image_validation import ImageReport
+    from sigmascope.lora.extract import ExtractOptions
+    from sigmascope.lora.plan import LoraPlan, PlannedLora
+
+EPILOG = """Examples:
+
+sigmascope lora plan base.safetensors tuned.safetensors
+
+sigmascope lora plan base.safetensors tuned.safetensors --statistics stats.safetensors --picture plan.svg
+
+sigmascope lora plan base.safetensors tuned.safetensors --try 1MB,2MB,4MB --images photos
+"""
+
+
+@option_groups
+def plan(
+    *,
+    base_model: Annotated[
+        Path, typer.Argument(metavar="BASE", help="Checkpoint that the LoRA will be put on.")
+    ],
+    tuned_model: Annotated[Path, typer.Argument(metavar="TUNED", help="Fine-tuned checkpoint.")],
+    statistics: Annotated[
+        Path | None,
+        typer.Option(
+            "--statistics",
+            help="File of `lora statistics`: the error of what the model puts out, not of its weights.",
+            show_default=False,
+        ),
+    ] = None,
+    max_rank: Annotated[
+        int, typer.Option("--max_rank", help="Fixed ranks are tried in powers of two up to this.")
+    ] = 32,
+    save_precision: Annotated[
+        Precision, typer.Option("--save_precision", help="Storage of the factors.")
+    ] = Precision.FP16,
+    target_coverage: Annotated[
+        TargetCoverage,
+        typer.Option("--target_coverage", metavar="<name>", help="As of lora extract."),
+    ] = TargetCoverage.FULL,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="<pattern>", help="Leave out layers that match. Repeatable."),
+    ] = None,
+    pairing: PairFlags,
+    tries: Annotated[
+        str | None,
+        typer.Option(
+            "--try",
+            metavar="<sizes>",
+            help="Make LoRAs of these sizes, such as 1MB,2MB,4MB, and measure the pictures of --images with them. "
+            "They are not kept.",
+        ),
+    ] = None,
+    images: ImageFlags,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Draw error against size into this .svg file.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what error a LoRA of two models has at which size.
+
+    Each layer's change is decomposed once; nothing is written. A fixed rank
+    is compared with the best ranks for the same bytes (extract --max_size).
+    The knee is the size beyond which more bytes gain least.
+    """
+    sizes = [] if tries is None else [parse_size(size, "--try") for size in tries.split(",")]
+    if sizes and images.images is None:
+        raise ConfigError("--try measures pictures.", hint="Add --images FOLDER.")
+    if images.images is not None and not sizes:
+        raise ConfigError("--images is for --try.", hint="Add --try 1MB,2MB,4MB, or leave it out.")
+    models = {"base": base_model, "tuned": tuned_model}
+    check_image_flags(images if sizes else replace(images, device=None), models)
+    if picture is not None:
+        _check_picture(picture)
+    from sigmascope.lora.extract import ExtractOptions
+    from sigmascope.lora.plan import plan_lora, save_plan_picture
+    from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
+
+    options = ExtractOptions(
+        rules=RankRules(FixedRank(FULL_RANK, FULL_RANK), (), tuple(exclude or ())),
+        save_precision=save_precision.value,
+        target_coverage=target_coverage.value,
+        pairing=pairing.options(),
+        device=images.device or "auto",
+        workers=workers,
+        statistics=statistics,
+    )
+    with progress_bar("Decomposing") as progress:
+        found = plan_lora(base_model, tuned_model, options, most_rank=max_rank, progress=progress)
+    tried = dict(_tried(sizes, models, options, images))
+    if picture is not None:
+        save_plan_picture(picture, found)
+    if as_json:
+        print_json(found.as_dict() | {"tried": [_tried_as_dict(*one) for one in tried.items()]})
+    else:
+        _print(Console(), found, tried)
+        if picture is not None:
+            typer.echo(f"Picture: {picture}")
+
+
+def _check_picture(path: Path) -> None:
+    from sigmascope.files import require_writable
+
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
+    require_writable(path)
+
+
+def _tried(
+    sizes: list[int], models: Mapping[str, Path], options: "ExtractOptions", images: ImageFlags
+) -> Iterator[tuple[int, "ImageReport"]]:
+    """What pictures a LoRA of each size makes."""
+    from sigmascope.lora.budget import Budget
+    from sigmascope.lora.extract import extract_lora
+
+    for size in sizes:
+        with TemporaryDirectory() as folder:
+            lora = Path(folder) / "tried.safetensors"
+            budgeted = replace(options, budget=Budget(max_bytes=size))
+            with progress_bar(f"Extracting {format_size(size)}") as progress:
+                extract_lora(models["base"], models["tuned"], lora, budgeted, progress=progress)
+            report = run_images(images, models, lora)
+        if report is not None:
+            yield size, report
+
+
+def _tried_as_dict(size: int, report: "ImageReport") -> dict[str, object]:
+    return {"max_bytes": size, **report.overall.with_lora.as_dict(), "remaining": report.overall.remaining}
+
+
+def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport"]) -> None:
+    console.print(title("LoRA plan", found.tuned.name))
+    made = table("Size", "One rank", "Error", "Best ranks", "As good as the one rank from")
+    for fixed, best in zip(found.fixed, found.budget, strict=True):
+        enough = found.bytes_for(fixed.weighted_error)
+        made.add_row(
+            format_size(fixed.bytes),
+            str(fixed.rank),
+            percent(fixed.weighted_error),
+            percent(best.weighted_error),
+            "-" if enough is None else format_size(enough),
+        )
+    console.print(made)
+    console.print(_layers(found))
+    weighed = "the size of its weight" if found.statistics is None else "what the output feels of it"
+    rows = [
+        ("Layers that changed", str(found.changed)),
+        ("Errors", f"of all layers, each by {weighed}"),
+        ("Knee", f"{format_size(found.knee.bytes)}, error {percent(found.knee.weighted_error)}"),
+    ]
+    console.print(facts(rows))
+    if tried:
+        console.print(_pictures(tried))
+    console.print(Text("Next: ").append_text(plain(_command(found, found.knee))), soft_wrap=True)
+
+
+def _layers(found: "LoraPlan") -> Table:
+    made = table("Layers with most of the change", "Share", "Rank at the knee")
+    for one in found.layers:
+        made.add_row(layer(one.name), percent(one.share), str(one.rank))
+    return made
+
+
+def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
+    made = table("Tried", "PSNR to tuned", "Error of the picture", "Left of the way from the base")
+    for size, report in tried.items():
+        overall = report.overall
+        made.add_row(
+            format_size(size),
+            f"{overall.with_lora.psnr:.1f} dB",
+            percent(overall.with_lora.image_error),
+            percent(overall.remaining),
+        )
+    return made
+
+
+def _command(found: "LoraPlan", planned: "PlannedLora") -> str:
+    """What makes the planned LoRA, to copy."""
+    words = ["sigmascope", "lora", "extract", "--base_model_path", str(found.base)]
+    words += ["--tuned_model_path", str(found.tuned), "--save_to", "my_lora.safetensors"]
+    words += ["--max_size", f"{-(-planned.bytes // 1024)}KB"]
+    if found.statistics is not None:
+        words += ["--statistics", str(found.statistics)]
+    return shlex.join(words)

@@ -1,0 +1,346 @@
+"""How large a LoRA of two checkpoints has to be: its error at every size, before one is made.
+
+Every layer's change is decomposed once, deeper than any of the LoRAs asks for. A cut of these singular values is what an
+extraction would store, so that the error of every rank and every budget is known without writing a file.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from sigmascope import svg
+from sigmascope.checkpoints import atomic_path
+from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.extract import (
+    DecomposedLayer,
+    extraction_metadata,
+    layer_weights,
+    metric_of,
+    resolve_format,
+    statistics_for,
+    storage_cost,
+    true_error,
+)
+from sigmascope.lora.extraction_report import ExtractOptions, resolve_device
+from sigmascope.lora.layer_extraction import LayerReader, LayerRecord, extract_layer
+from sigmascope.lora.layers import in_coverage
+from sigmascope.lora.pairs import CheckpointPair, open_pair
+from sigmascope.lora.parallel import run_layers
+from sigmascope.lora.ranks import FixedRank
+from sigmascope.progress import Progress, no_progress
+from sigmascope.units import format_size
+
+_DEEPER: Final = 2  # a budget gives some layers more than the fixed rank of the same bytes
+_POINTS: Final = 32  # of the curve
+_BELOW: Final = 8  # the curve begins at this part of rank 1's bytes
+_LAYERS: Final = 10  # that are named
+
+# The picture, in pixels.
+_WIDTH, _HEIGHT = 960, 460
+_LEFT, _RIGHT, _TOP, _FOOT = 80, 920, 90, 400
+_GRID, _FIXED, _BUDGET = "#e0e0e0", "#9e9e9e", "#1565c0"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLora:
+    """A LoRA that an extraction would make.
+
+    Attributes:
+        rank: Of all layers; None where a budget chooses each layer's.
+        bytes: The most that the file takes.
+        error: ‖ΔW − A‖ / ‖ΔW‖ over all layers, of the factors as stored.
+        weighted_error: The same as a budget weighs it: by the size of each layer's weight, or by the statistics.
+        ranks: Of each layer; 0 is not in the file.
+    """
+
+    rank: int | None
+    bytes: int
+    error: float
+    weighted_error: float
+    ranks: Mapping[str, int] = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without the layers' ranks."""
+        values = {name: getattr(self, name) for name in ("rank", "bytes", "error", "weighted_error")}
+        return {**values, "layers": sum(rank > 0 for rank in self.ranks.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """What one layer is of the whole change.
+
+    Attributes:
+        name: Its path.
+        share: Of the weighted ‖ΔW‖² of all layers.
+        rank: That it has at the knee.
+    """
+
+    name: str
+    share: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """The sizes that a LoRA of two checkpoints could have.
+
+    Attributes:
+        base, tuned: The checkpoints.
+        statistics: That the error is weighed by; None: each layer's by the size of its weight.
+        fixed: One rank for all layers, from 1 up.
+        budget: At the bytes of each of `fixed`: the best ranks.
+        curve: The best ranks from an eighth of rank 1's bytes to those of the highest rank.
+        knee: Of `curve`: beyond it more bytes gain least. By Satopää et al. 2011 ("kneedle").
+        layers: Those with the largest shares, largest first.
+        changed: Layers that changed and are wanted.
+    """
+
+    base: Path
+    tuned: Path
+    statistics: Path | None
+    fixed: tuple[PlannedLora, ...]
+    budget: tuple[PlannedLora, ...]
+    curve: tuple[PlannedLora, ...]
+    knee: PlannedLora
+    layers: tuple[LayerShare, ...]
+    changed: int
+
+    def bytes_for(self, weighted_error: float) -> int | None:
+        """About the least size with at most this error; None where the curve does not reach it."""
+        before: PlannedLora | None = None
+        for point in self.curve:
+            if point.weighted_error <= weighted_error:
+                if before is None or before.weighted_error == point.weighted_error:
+                    return point.bytes
+                way = (before.weighted_error - weighted_error) / (
+                    before.weighted_error - point.weighted_error
+                )
+                return math.ceil(
+                    math.exp(math.log(before.bytes) + way * math.log(point.bytes / before.bytes))
+                )
+            before = point
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "base": self.base.name,
+            "tuned": self.tuned.name,
+            "statistics": None if self.statistics is None else self.statistics.name,
+            "changed_layers": self.changed,
+            "knee": self.knee.as_dict(),
+            **{name: [one.as_dict() for one in getattr(self, name)] for name in ("fixed", "budget", "curve")},
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def plan_lora(
+    base: str | PathLike[str],
+    tuned: str | PathLike[str],
+    options: ExtractOptions | None = None,
+    *,
+    most_rank: int = 32,
+    progress: Progress = no_progress,
+) -> LoraPlan:
+    """Find what error a LoRA has at which size. Nothing is written.
+
+    Args:
+        base: Checkpoint that the LoRA is for: safetensors (sharded too), `.ckpt`, or a diffusers folder.
+        tuned: The fine-tuned checkpoint of the same architecture.
+        options: As of the extraction; ranks and budgets in them do not matter.
+        most_rank: Fixed ranks are planned for in powers of two up to this. Each layer is decomposed to twice it.
+        progress: Told after each layer.
+
+    Raises:
+        ConfigError: The rank makes no sense, or the device is not there.
+        ModelMismatchError: The checkpoints do not belong together, nothing differs, or the statistics are those of
+            another model.
+        CheckpointError: An input cannot be read.
+        NonFiniteError: NaN or Inf in an input.
+    """
+    options = options or ExtractOptions()
+    if most_rank < 1:
+        raise ConfigError(f"--max_rank {most_rank} is no rank.", hint="Use 1 or more, such as 32.")
+    with open_pair(base, tuned, options.pairing) as pair:
+        records = _decomposed(pair, options, _DEEPER * most_rank, progress)
+        # As of a budget, whose header is longer.
+        limited = replace(options, budget=Budget(max_bytes=1 << 30))
+        metadata = extraction_metadata(pair, limited)
+        storage = storage_cost(resolve_format(options, pair), pair, limited, metadata)
+    if not records:
+        raise ModelMismatchError(
+            f"{base} and {tuned} hold the same weights in all layers that are wanted: there is nothing to plan.",
+            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+        )
+    weights = layer_weights(options, records)
+    sizes = _Sizes(records, storage, weights, _DEEPER * most_rank)
+    fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
+    smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
+    steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+    curve = tuple(sizes.within([math.ceil(step) for step in steps]))
+    knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
+    shares = {layer: weights.get(layer, 1.0) * record.weighted_norm**2 for layer, record in records.items()}
+    largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]
+    return LoraPlan(
+        base=Path(base),
+        tuned=Path(tuned),
+        statistics=options.statistics,
+        fixed=fixed,
+        budget=tuple(sizes.within([one.bytes for one in fixed])),
+        curve=curve,
+        knee=knee,
+        layers=tuple(
+            LayerShare(layer, shares[layer] / math.fsum(shares.values()), knee.ranks[layer])
+            for layer in largest_first
+        ),
+        changed=len(records),
+    )
+
+
+def _decomposed(
+    pair: CheckpointPair, options: ExtractOptions, rank: int, progress: Progress
+) -> dict[str, LayerRecord]:
+    """What is known of each layer that changed and is wanted, with that many singular values."""
+    device = resolve_device(options.device)
+    statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
+    reader = LayerReader(pair, device)
+    rules = options.rank_rules
+    rules.check(pair.layers)
+    sizes = {
+        layer: math.prod(pair.shape(layer))
+        for layer in pair.layers
+        if in_coverage(layer, options.target_coverage) and not rules.is_excluded(layer)
+    }
+
+    def work(layer: str) -> LayerRecord:
+        metric_in = partial(metric_of, statistics, pair, layer, options.ridge, device)
+        record, _ = extract_layer(
+            reader, layer, rank, options.storage_dtype, min_diff=options.min_diff, metric_in=metric_in
+        )
+        return record
+
+    found = {}
+    for layer, record in run_layers(sizes, work, workers=options.workers):
+        found[layer] = record
+        progress(len(found), len(sizes), layer)
+    return {layer: found[layer] for layer in sizes if found[layer].reason is None}
+
+
+class _Sizes:
+    """LoRAs of the same decompositions at any size.
+
+    Args:
+        records: Of all layers.
+        storage: What factors take in the file.
+        weights: How much each layer's squared error counts.
+        most: No layer's rank is known beyond it.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, LayerRecord],
+        storage: StorageCost,
+        weights: Mapping[str, float],
+        most: int,
+    ) -> None:
+        self._records, self._storage, self._weights, self._most = records, storage, weights, most
+        self._shapes = {layer: record.shape for layer, record in records.items()}
+        self._spectra = {layer: record.spectrum for layer, record in records.items()}
+
+    def of_rank(self, rank: int) -> PlannedLora:
+        """One rank for all layers."""
+        same = FixedRank(rank, rank)
+        ranks = {layer: same.rank_for(shape) for layer, shape in self._shapes.items()}
+        size = self._storage.file_bytes(ranks, self._shapes)
+        return self._planned(rank, self._storage.within(size).file_bytes(ranks, self._shapes), ranks)
+
+    def within(self, sizes: Sequence[int]) -> Iterator[PlannedLora]:
+        """The best ranks for each size; none for one that holds nothing."""
+        for size in sizes:
+            budget = Budget(max_bytes=size, max_rank=self._most)
+            try:
+                chosen = budget.allocate(self._spectra, self._storage, layer_weights=self._weights)
+            except ConfigError:
+                continue
+            yield self._planned(None, chosen.bytes, chosen.ranks)
+
+    def _planned(self, rank: int | None, size: int, ranks: Mapping[str, int]) -> PlannedLora:
+        layers = {
+            layer: DecomposedLayer("", record, min(ranks[layer], record.rank))
+            for layer, record in self._records.items()
+        }
+        change = math.fsum(record.delta_norm**2 for record in self._records.values())
+        lost = math.fsum(one.record.error_at(one.rank) ** 2 for one in layers.values())
+        weighted = true_error(layers, (), self._weights)
+        return PlannedLora(rank, size, math.sqrt(lost / change), weighted, dict(ranks))
+
+
+def knee_of(sizes: Sequence[int], errors: Sequence[float]) -> int:
+    """Where a falling curve bends most: farthest below the straight line between its ends.
+
+    Args:
+        sizes: Rising.
+        errors: Falling, of the same length, at least 1.
+    """
+    if len(sizes) < 3 or errors[0] == errors[-1]:
+        return len(sizes) - 1
+    width, height = sizes[-1] - sizes[0], errors[0] - errors[-1]
+
+    def below(index: int) -> float:
+        return (1 - (sizes[index] - sizes[0]) / width) - (errors[index] - errors[-1]) / height
+
+    return max(range(len(sizes)), key=below)
+
+
+def save_plan_picture(path: str | PathLike[str], plan: LoraPlan) -> None:
+    """Draw error against size into an `.svg` file, whole or not at all.
+
+    Raises:
+        WriteError: The file cannot be written.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(plan_svg(plan), encoding="utf-8")
+
+
+def plan_svg(plan: LoraPlan) -> str:
+    """Draw a plan as an SVG document, 960 pixels in width."""
+    points = [*plan.fixed, *plan.curve]
+    least, most = min(one.bytes for one in points), max(one.bytes for one in points)
+    highest = max(one.weighted_error for one in points) or 1.0
+
+    def place(planned: PlannedLora) -> tuple[float, float]:
+        across = math.log(planned.bytes / least) / max(math.log(most / least), 1e-9)
+        return _LEFT + (_RIGHT - _LEFT) * across, _FOOT - (_FOOT - _TOP) * planned.weighted_error / highest
+
+    shapes = [
+        svg.label(16, 30, f"Error and size: {plan.tuned.name} as a LoRA on {plan.base.name}", size=18),
+        svg.label(16, 54, _what_is_drawn(plan)),
+    ]
+    for quarter in range(5):
+        y = _FOOT - (_FOOT - _TOP) * quarter / 4
+        shapes.append(svg.line((_LEFT, y), (_RIGHT, y), _GRID))
+        shapes.append(svg.label(_LEFT - 8, y + 4, f"{100 * highest * quarter / 4:.3g} %", anchor="end"))
+    for planned in plan.fixed:
+        x = place(planned)[0]
+        shapes.append(svg.line((x, _TOP), (x, _FOOT + 5), _GRID))
+        shapes.append(svg.label(x, _FOOT + 20, format_size(planned.bytes), anchor="middle"))
+        shapes.append(svg.label(x, _FOOT + 36, f"rank {planned.rank}", anchor="middle", size=11))
+    for line, colour in ((plan.fixed, _FIXED), (plan.curve, _BUDGET)):
+        shapes += [svg.line(place(one), place(other), colour) for one, other in pairwise(line)]
+        for planned in line:
+            tip = f"{format_size(planned.bytes)}: {100 * planned.weighted_error:.3g} %"
+            shapes.append(svg.dot(*place(planned), 3, colour, tip))
+    x, y = place(plan.knee)
+    shapes += [svg.dot(x, y, 6, _BUDGET), svg.label(x + 10, y - 8, f"knee: {format_size(plan.knee.bytes)}")]
+    return svg.document(_WIDTH, _HEIGHT, shapes)
+
+
+def _what_is_drawn(plan: LoraPlan) -> str:
+    weighed = "by the size of its weight" if plan.statistics is None else "as the model's output feels it"
+    return f"Error of all layers, each {weighed}. Grey: one rank for all; blue: the best ranks for the size."

@@ -1,0 +1,84 @@
+"""`sigmascope lora plan`: error against size, and pictures of some sizes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sigmascope.cli.root import run
+from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
+from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, " ".join(err.split())
+
+    return call
+
+
+def test_the_table_ends_with_a_command_that_makes_the_knee(plan: Run) -> None:
+    code, out, err = plan(BASE_PATH, TUNED_PATH, "--max_rank", 4, "--picture", "plan.svg")
+    assert code == 0, err
+    command = next(line for line in out.splitlines() if line.startswith("Next: ")).split()
+    knee = int(command[command.index("--max_size") + 1].removesuffix("KB"))
+    assert "Layers that changed  133" in out
+    assert f"Knee                 {knee - 1}" in out or f"Knee                 {knee}" in out
+    assert "knee: " in Path("plan.svg").read_text(encoding="utf-8")
+    code, out, _ = plan(BASE_PATH, TUNED_PATH, "--max_rank", 4, "--json")
+    told = json.loads(out)
+    assert (knee - 1) * 1024 < told["knee"]["bytes"] <= knee * 1024
+    assert [one["rank"] for one in told["fixed"]] == [1, 2, 4]
+    assert told["tried"] == []
+
+
+@pytest.mark.slow
+def test_more_bytes_are_nearer_to_the_tuned_model_s_pictures(plan: Run) -> None:
+    Path("scenes").mkdir()
+    for seed in (101, 102):
+        Image.fromarray(relighting_pair(seed, COOL)[0]).save(f"scenes/{seed}.png")
+    code, out, err = plan(
+        BASE_PATH, TUNED_PATH, "--max_rank", 2, "--try", "300KB,3MB", "--images", "scenes", "--json"
+    )
+    assert code == 0, err
+    small, large = json.loads(out)["tried"]
+    assert (small["max_bytes"], large["max_bytes"]) == (300 * 1024, 3 * 1024**2)
+    assert large["psnr"] > small["psnr"] + 5
+    assert large["remaining"] < small["remaining"] < 1
+    code, out, _ = plan(BASE_PATH, TUNED_PATH, "--max_rank", 2, "--try", "300KB", "--images", "scenes")
+    assert f"{small['psnr']:.1f} dB" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--try", "1MB"], "--try measures pictures"),
+        (["--images", "."], "--images is for --try"),
+        (["--try", "lots", "--images", "."], "--try lots is no size"),
+        (["--try", "1MB", "--images", "nowhere"], "nowhere"),
+        (["--picture", "plan.gif"], "is not named as SVG"),
+        (["--max_rank", "0"], "--max_rank 0"),
+        (["--seed", "3"], "--seed is for --images only"),
+        (["--exclude", "no_such_layer"], "no_such_layer"),
+        (["--statistics", "gone.safetensors"], "gone.safetensors"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(plan: Run, flags: list[str], message: str) -> None:
+    code, _, err = plan(BASE_PATH, TUNED_PATH, *flags)
+    assert code == (
+        1 if "gone" in message else 2
+    )  # a file that cannot be read, a command that makes no sense
+    assert message in err

@@ -1,0 +1,129 @@
+"""What a plan says of a size is what an extraction of that size gives, and what LAPACK says of its error."""
+
+import json
+import math
+import shutil
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tests.conftest import LAYER_SHAPES, MakePair, ModelPair
+
+from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.plan import knee_of, plan_lora, plan_svg, save_plan_picture
+from sigmascope.lora.ranks import FixedRank, RankRules
+
+
+@pytest.fixture
+def pair(make_model_pair: MakePair) -> ModelPair:
+    return make_model_pair()
+
+
+def test_a_fixed_rank_has_the_error_that_lapack_finds(pair: ModelPair) -> None:
+    plan = plan_lora(pair.base, pair.tuned, ExtractOptions(save_precision="float"), most_rank=4)
+    assert [one.rank for one in plan.fixed] == [1, 2, 4]
+    assert plan.changed == len(LAYER_SHAPES)
+    for one in plan.fixed:
+        assert one.rank is not None
+        lost = change = relative_lost = relative_change = 0.0
+        for layer in pair.layers:
+            squares = torch.linalg.svdvals(pair.delta(layer)).square()
+            weight = 1 / float(pair.base_state[f"{layer}.weight"].double().square().sum())
+            left, whole = float(squares[one.rank :].sum()), float(squares.sum())
+            lost, change = lost + left, change + whole
+            relative_lost, relative_change = relative_lost + weight * left, relative_change + weight * whole
+        assert one.error == pytest.approx(math.sqrt(lost / change), rel=1e-3)
+        assert one.weighted_error == pytest.approx(math.sqrt(relative_lost / relative_change), rel=1e-3)
+
+
+def test_an_extraction_of_that_rank_gives_what_was_planned(pair: ModelPair) -> None:
+    plan = plan_lora(pair.base, pair.tuned, most_rank=4)
+    for one in plan.fixed:
+        assert one.rank is not None
+        options = ExtractOptions(rank=one.rank, conv_rank=one.rank)
+        made = extract_lora(pair.base, pair.tuned, pair.base.with_name("made.safetensors"), options)
+        assert made.relative_error == pytest.approx(one.error, rel=1e-3)
+        assert 0 <= one.bytes - made.file_bytes < 2500  # what is kept free for the header
+
+
+def test_an_extraction_of_that_size_gives_what_was_planned(pair: ModelPair) -> None:
+    plan = plan_lora(pair.base, pair.tuned, most_rank=16)  # to the full rank of each layer
+    for fixed, one in zip(plan.fixed[:3], plan.budget, strict=False):
+        options = ExtractOptions(budget=Budget(max_bytes=fixed.bytes))
+        made = extract_lora(pair.base, pair.tuned, pair.base.with_name("made.safetensors"), options)
+        assert made.file_bytes <= one.bytes <= fixed.bytes
+        ranks = {module.name: module.rank for module in made.modules}
+        assert (
+            sum(abs(ranks.get(layer, 0) - rank) for layer, rank in one.ranks.items()) <= 2
+        )  # for some bytes
+        assert made.relative_error == pytest.approx(one.error, rel=0.02)
+        assert made.weighted_error == pytest.approx(one.weighted_error, rel=0.02)
+
+
+def test_the_best_ranks_are_never_worse_than_one_rank_of_the_same_bytes() -> None:
+    plan = plan_lora(BASE_PATH, TUNED_PATH, most_rank=8)
+    for fixed, best in zip(plan.fixed, plan.budget, strict=True):
+        assert best.bytes <= fixed.bytes
+        assert best.weighted_error < fixed.weighted_error
+        enough = plan.bytes_for(fixed.weighted_error)
+        assert enough is not None
+        assert enough < fixed.bytes
+    assert plan.bytes_for(0.0) is None
+    errors = [one.weighted_error for one in plan.curve]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_layers_are_named_by_their_share_of_the_whole_change(pair: ModelPair) -> None:
+    plan = plan_lora(pair.base, pair.tuned, most_rank=2)
+    parts = {
+        layer: float(pair.delta(layer).square().sum() / pair.base_state[f"{layer}.weight"].square().sum())
+        for layer in pair.layers
+    }
+    expected = sorted(parts, key=lambda layer: -parts[layer])
+    assert [one.name for one in plan.layers] == expected
+    assert plan.layers[0].share == pytest.approx(parts[expected[0]] / sum(parts.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("end", [100, 10_000])
+def test_the_knee_of_a_hyperbola_is_where_its_slope_is_that_of_the_chord(end: int) -> None:
+    sizes = list(range(1, end + 1))
+    assert sizes[knee_of(sizes, [1 / size for size in sizes])] == math.isqrt(end)  # by calculus: √(1 · end)
+
+
+def test_a_curve_without_a_bend_has_its_knee_at_an_end() -> None:
+    assert knee_of([5], [0.2]) == 0
+    assert knee_of([5, 6, 7], [0.2, 0.2, 0.2]) == 2
+
+
+def test_layers_that_are_left_out_are_not_planned_for(pair: ModelPair) -> None:
+    rules = RankRules(FixedRank(4, 4), (), ("conv_in",))
+    plan = plan_lora(pair.base, pair.tuned, ExtractOptions(rules=rules), most_rank=2)
+    assert plan.changed == len(LAYER_SHAPES) - 1
+    plan = plan_lora(pair.base, pair.tuned, ExtractOptions(target_coverage="attention"), most_rank=2)
+    assert plan.changed == 2
+
+
+def test_a_model_and_itself_leave_nothing_to_plan(pair: ModelPair) -> None:
+    same = shutil.copy(pair.base, pair.base.with_name("same.safetensors"))
+    with pytest.raises(ModelMismatchError, match="nothing to plan"):
+        plan_lora(pair.base, same)
+    with pytest.raises(ConfigError, match="--max_rank 0 is no rank"):
+        plan_lora(pair.base, pair.tuned, most_rank=0)
+
+
+def test_the_picture_and_the_json_hold_what_was_planned(pair: ModelPair) -> None:
+    plan = plan_lora(pair.base, pair.tuned, most_rank=4)
+    drawn = ElementTree.fromstring(plan_svg(plan))
+    texts = [element.text or "" for element in drawn.iter() if element.tag.endswith("text")]
+    assert {"rank 1", "rank 2", "rank 4"} <= set(texts)
+    dots = [element for element in drawn.iter() if element.tag.endswith("circle")]
+    assert len(dots) == len(plan.fixed) + len(plan.curve) + 1
+    target = pair.base.with_name("plan.svg")
+    save_plan_picture(target, plan)
+    assert target.read_text(encoding="utf-8") == plan_svg(plan)
+    told = json.loads(json.dumps(plan.as_dict()))
+    assert told["fixed"][1]["bytes"] == plan.fixed[1].bytes
+    assert told["knee"]["layers"] == sum(rank > 0 for rank in plan.knee.ranks.values())
