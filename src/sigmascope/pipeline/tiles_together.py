@@ -413,7 +413,7 @@ def _mask_between_frames(mask: Tensor, sides: tuple[int, ...]) -> Tensor | None:
     if len(sides) != 3 or mask.shape[-2:] != (places, places):
         return None
     frames = (sides[0], -1)
-    by_frame = mask.unflatten(-1, frames).unflatten(-3, frames)
+    by_frame = torch.unflatten(torch.unflatten(mask, -1, frames), -3, frames)
     between = by_frame[..., :1, :, :1]
     return between[..., 0, :, 0] if bool((by_frame == between).all()) else None
 

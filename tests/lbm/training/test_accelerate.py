@@ -56,8 +56,8 @@ def test_the_process_group_dies_after_what_could_not_wait_for_its_threads(small_
             ddp: Any = session.stepper.prepared.module
             died: list[str] = []
             watched = [
-                weakref.ref(dead, lambda _, name=name: died.append(name))
-                for name, dead in (("group", ddp.process_group), ("reducer", ddp.reducer))
+                weakref.ref(ddp.process_group, lambda _: died.append("group")),
+                weakref.ref(ddp.reducer, lambda _: died.append("reducer")),
             ]
             accelerator.end_training()
         del session, ddp, accelerator

@@ -359,7 +359,7 @@ def _keep_group_to_the_last(module: nn.Module) -> None:
     attributes in the order in which they came.
     """
     if isinstance(module, DistributedDataParallel):
-        module.group_until_last = module.process_group
+        vars(module)["group_until_last"] = module.process_group
 
 
 class TrainingStep(nn.Module):
