@@ -88,6 +88,19 @@ SaveTo = Annotated[
 ]
 
 
+Statistics = Annotated[
+    Path | None,
+    typer.Option(
+        "--statistics",
+        help="File of `lora statistics`: least error of what the model puts out, not of its weights.",
+        show_default=False,
+    ),
+]
+Ridge = Annotated[
+    float, typer.Option("--ridge", help="With statistics: the weight of directions that were never met.")
+]
+
+
 class Precision(StrEnum):
     """`--save_precision`."""
 

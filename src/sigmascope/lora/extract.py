@@ -25,7 +25,7 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import atomic_path, file_sha256
-from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.alignment import joined_sizes
 from sigmascope.lora.budget import Budget, StorageCost, Weights, refuse_storage, weight_of
 from sigmascope.lora.decompose import at_full_rank
@@ -40,7 +40,12 @@ from sigmascope.lora.extraction_report import (
     sidecar_path,
     sidecar_text,
 )
-from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
+from sigmascope.lora.families import (
+    BASE_FINGERPRINT,
+    TUNED_FINGERPRINT,
+    ModelLayout,
+    denoiser_fingerprint,
+)
 from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
@@ -59,7 +64,7 @@ from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import RankPolicy
-from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics, require_fit
+from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
@@ -206,7 +211,7 @@ def extraction_metadata(
         "sigmascope_base": as_text(pair.base.path.name),
         "sigmascope_tuned": as_text(pair.tuned.path.name),
         BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
-        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
+        TUNED_FINGERPRINT: denoiser_fingerprint(pair.tuned),
         "sigmascope_rank": options.asked_rank,
         "sigmascope_target_coverage": options.target_coverage,
         "sigmascope_min_diff": repr(options.min_diff),
@@ -496,25 +501,12 @@ def metric_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LayerMetric | None:
-    """The metric of a layer's statistics; where they do not know it, its weight is that of most layers.
-
-    Raises:
-        ModelMismatchError: The statistics are of a layer of another shape.
-        NonFiniteError: They hold NaN or Inf.
-    """
+    """As of `ModelStatistics.metric_of`, for a layer of a pair; None without statistics."""
     if statistics is None:
         return None
     part, path = pair.layout.split(layer)
-    known = statistics.get(path) if part == "denoiser" else None  # a second denoiser has the same paths
-    if known is None:
-        return LayerMetric(scale=math.sqrt(statistics.typical_weight))
-    require_fit(known, layer, pair.shape(layer))
-    try:
-        return known.metric(ridge, device, dtype)
-    except NonFiniteError as error:
-        raise NonFiniteError(
-            f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
-        ) from error
+    known = path if part == "denoiser" else None  # a second denoiser has the same paths
+    return statistics.metric_of(known, layer, pair.shape(layer), ridge, device, dtype)
 
 
 def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:

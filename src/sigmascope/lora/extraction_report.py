@@ -17,8 +17,8 @@ from sigmascope.lora.formats import FormatName
 from sigmascope.lora.layer_extraction import LeftOutReason
 from sigmascope.lora.layers import Coverage, layer_order
 from sigmascope.lora.pairs import PairOptions, require_one_of
-from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules, require_rank
-from sigmascope.lora.statistics import RIDGE
+from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
+from sigmascope.lora.statistics import RIDGE, require_ridge
 from sigmascope.lora.validation_report import (
     BlockError,
     ModuleError,
@@ -79,18 +79,14 @@ class ExtractOptions:
     ridge: float = RIDGE
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ridge) and self.ridge > 0):
-            raise ConfigError(f"--ridge {self.ridge:g} is no share.", hint="Use more than 0, such as 0.001.")
+        require_ridge(self.ridge)
         if self.budget_weights != "relative" and (self.budget is None or self.statistics is not None):
             raise ConfigError(
                 f"--budget_weights {self.budget_weights} is for a budget without statistics.",
                 hint="Add --max_size or --max_error, and leave --statistics out.",
             )
-        if self.statistics is not None and self._has_absolute_threshold():
-            raise ConfigError(
-                "--rank_method threshold compares singular values of ΔW, and --statistics change them.",
-                hint="Use --max_size, or a method such as energy:0.95.",
-            )
+        if self.statistics is not None:
+            self.rank_rules.require_for_statistics()
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers} does no work.", hint="Use 1 or more.")
         require_rank("--rank", self.rank)
@@ -101,11 +97,6 @@ class ExtractOptions:
             raise ConfigError(
                 f"--min_diff {self.min_diff} is no threshold.", hint="Use 0 or a positive number."
             )
-
-    def _has_absolute_threshold(self) -> bool:
-        rules = self.rank_rules
-        policies = [rules.default, *(policy for _, policy in rules.overrides)]
-        return any(isinstance(policy, MethodRank) and policy.name == "threshold" for policy in policies)
 
     @property
     def rank_rules(self) -> RankRules:

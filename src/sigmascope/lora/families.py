@@ -161,6 +161,8 @@ _BLOCKS: Final = {
 
 BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
 """The field of a LoRA file's header that holds its base's fingerprint."""
+TUNED_FINGERPRINT: Final = "sigmascope_tuned_fingerprint"
+"""The same of the model that it was extracted from."""
 # Tensors that are hashed for it.
 _SMALL: Final = 16 * 1024  # elements
 _LARGE_TENSORS: Final = 16

@@ -29,6 +29,7 @@ from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, r
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
+    Metrics,
     RankPlan,
     ReductionReport,
     ResizedModule,
@@ -36,6 +37,7 @@ from sigmascope.lora.resize import (
     require_modules,
     unused_keys,
 )
+from sigmascope.lora.statistics import RIDGE
 from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
@@ -70,6 +72,9 @@ class CombineOptions:
         save_precision: Storage of the factors; that of the inputs when left out, the widest of several.
         format: `native`, `kohya`, `peft` or `comfyui`; the first LoRA's when left out.
         base: The model, for DoRA and whole weights, whose change depends on it.
+        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRAs are for: the error of what the
+            layers put out is least, in place of that of their weights. For a plan that cuts.
+        ridge: Weight of directions that the statistics never met, as a share of the mean.
     """
 
     weights: tuple[float, ...] | None = None
@@ -78,6 +83,8 @@ class CombineOptions:
     save_precision: SavePrecision | None = None
     format: str | None = None
     base: Path | None = None
+    statistics: Path | None = None
+    ridge: float = RIDGE
 
 
 def merge_loras(
@@ -107,7 +114,7 @@ def merge_loras(
             needed and not given.
         CheckpointError: A file is missing, damaged, or no file of tensors.
         LoraFormatError: A file is not understood, or holds changes that depend on a base that is not given.
-        ModelMismatchError: The LoRAs change layers of different shape.
+        ModelMismatchError: The LoRAs change layers of different shape, or the statistics are of another model.
         NonFiniteError: NaN or Inf in a LoRA, or factors too large for the storage precision.
         WriteError: The target cannot be written; it is as it was.
     """
@@ -132,12 +139,23 @@ def merge_loras(
                 dtype = storage_dtype(*(read.enter_context(open_checkpoint(file)) for file in lora_files))
         changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
         plan = _rank_plan(changes, options)
+        metrics = None
+        if options.statistics is not None:
+            if options.plan is None:
+                raise ConfigError(
+                    "--statistics say what to cut, and nothing is cut.",
+                    hint="Add --rank, --max_size or another rank option.",
+                )
+            refuse_files(target, [options.statistics])
+            shapes = {name: changes.shape(name) for name in changes.layers}
+            metrics = Metrics.read(options.statistics, options.ridge, originals, shapes, plan)
+            changes = replace(changes, metrics=metrics)
         output = writer_of_aligned(
             target,
             changes.united,
             originals,
             options.format,
-            _provenance(lora_files, weights, options.method, plan),
+            _provenance(lora_files, weights, options.method, plan) | (metrics.metadata if metrics else {}),
             compact=plan.budget is not None,
         )
         with output:
@@ -207,6 +225,7 @@ class MergedChanges:
         method: How the changes of one layer become one.
         dtype: In which factors are stored.
         bases: Weights of the base model, for changes that depend on them.
+        metrics: In which errors are least; Frobenius norm without.
 
     Raises:
         ModelMismatchError: Two LoRAs change a layer of different shape.
@@ -218,6 +237,7 @@ class MergedChanges:
     method: MergeMethod
     dtype: torch.dtype
     bases: BaseWeights | None = None
+    metrics: Metrics | None = None
 
     def __post_init__(self) -> None:
         self._require_same_shapes()
@@ -258,7 +278,9 @@ class MergedChanges:
     def load(self, name: str, wanted: int) -> Truncatable:
         """Read and combine one layer's changes; safe to call from threads."""
         if not self._is_plain(name):
-            return FormedChange(self.combined(name), self.dtype)
+            delta = self.combined(name)
+            metric = None if self.metrics is None else self.metrics.of(name, delta.dtype)
+            return FormedChange(delta, self.dtype, metric)
         shape = self.shape(name)
         parts, weights = [], []
         for position in self._acting(name):
@@ -266,7 +288,8 @@ class MergedChanges:
             assert isinstance(change, LoraFactors)
             parts.append(replace(change, weight_shape=shape))
             weights.append(self.weights[position])
-        return truncatable(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
+        metric = None if self.metrics is None else self.metrics.of(name, torch.float64)
+        return truncatable(LoraFactors.concatenate(parts, weights), wanted, self.dtype, metric)
 
     def combined(self, name: str) -> Tensor:
         """Read and combine one layer's, bias's or norm's changes, in float32."""

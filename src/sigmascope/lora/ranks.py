@@ -376,6 +376,19 @@ class RankRules:
         matching = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
         return next(matching, None)
 
+    def require_for_statistics(self) -> None:
+        """Refuse a policy that means the singular values of ΔW themselves, which a metric changes.
+
+        Raises:
+            ConfigError: One of them is `threshold`.
+        """
+        policies = [self.default, *(policy for _, policy in self.overrides)]
+        if any(isinstance(policy, MethodRank) and policy.name == "threshold" for policy in policies):
+            raise ConfigError(
+                "--rank_method threshold compares singular values of ΔW, and --statistics change them.",
+                hint="Use --max_size, or a method such as energy:0.95.",
+            )
+
     def check(self, layers: Sequence[str]) -> None:
         """Refuse patterns that match nothing: silently ignored, they would give another file than was asked.
 

@@ -24,18 +24,21 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import Budget, StorageCost
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_inputs
+from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
+from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
 from sigmascope.lora.merge_methods import InputLora
+from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
+from sigmascope.lora.statistics import RIDGE, LayerMetric, ModelStatistics, load_statistics, require_ridge
 from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
@@ -52,6 +55,8 @@ __all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
 # Kinds of change that depend on the base weight.
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
+_FINGERPRINTS: Final = (BASE_FINGERPRINT, TUNED_FINGERPRINT)  # of models that statistics may be of
+_CPU: Final = torch.device("cpu")
 _TARGET: Final = "OUT"  # what the command calls the file to write
 _NAMED = 3  # keys in a finding
 
@@ -92,6 +97,8 @@ class ResizedModule:
         error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ where it is left out.
         kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
         left_out: Why it is, if it is. `no_change`: ΔW is zero.
+        weighted_norm: `norm` in the metric of statistics; None without.
+        weighted_error: `error_norm` in it.
     """
 
     name: str
@@ -102,6 +109,8 @@ class ResizedModule:
     error_norm: float
     kept_energy: float
     left_out: LeftOut | None = None
+    weighted_norm: float | None = None
+    weighted_error: float | None = None
 
     @property
     def block(self) -> str:
@@ -195,8 +204,17 @@ class ReductionReport:
         return _relative_error(self.modules)
 
     @property
+    def weighted_error(self) -> float | None:
+        """`relative_error` in the metric of the statistics; None without any."""
+        if any(module.weighted_norm is None for module in self.modules):
+            return None
+        change = root_sum_square([module.weighted_norm or 0.0 for module in self.modules])
+        lost = root_sum_square([module.weighted_error or 0.0 for module in self.modules])
+        return lost / change if change > 0.0 else None
+
+    @property
     def kept_energy(self) -> float | None:
-        """Share of ‖ΔW‖² in the singular values that were kept."""
+        """Share of ‖ΔW‖² in the singular values that were kept; in the metric of statistics, where there are any."""
         return _kept_energy(self.modules)
 
     @property
@@ -215,7 +233,16 @@ class ReductionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values, totals first."""
-        totals = ("format", "dtype", "method", "plan", "relative_error", "kept_energy", "bytes_before")
+        totals = (
+            "format",
+            "dtype",
+            "method",
+            "plan",
+            "relative_error",
+            "weighted_error",
+            "kept_energy",
+            "bytes_before",
+        )
         return {
             "lora": str(self.lora),
             "inputs": [asdict(lora) | {"path": str(lora.path)} for lora in self.inputs],
@@ -239,6 +266,8 @@ def resize_lora(
     *,
     save_precision: SavePrecision | None = None,
     format: str | None = None,
+    statistics: str | PathLike[str] | None = None,
+    ridge: float = RIDGE,
     progress: Progress = no_progress,
 ) -> ReductionReport:
     """Write a LoRA anew at another rank.
@@ -257,6 +286,9 @@ def resize_lora(
         plan: How much rank each module gets, or all together.
         save_precision: Storage of the factors; that of the input when left out (float16 for an 8-bit one).
         format: `native`, `kohya`, `peft` or `comfyui`; the input's, with its own names, when left out.
+        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRA is for: the error of what the
+            layers put out is least, in place of that of their weights.
+        ridge: Weight of directions that the statistics never met, as a share of the mean.
         progress: Told after each module.
 
     Returns:
@@ -265,6 +297,7 @@ def resize_lora(
     Raises:
         ConfigError: The target is the input or a folder, a pattern matches no module, the budget cannot be met,
             or the plan leaves out every module.
+        ModelMismatchError: The statistics are of another model than the LoRA is for.
         CheckpointError: The input is missing, damaged, or no file of tensors.
         LoraFormatError: Its keys follow no known format, its factors do not fit together, or the format to write
             cannot hold it.
@@ -276,18 +309,24 @@ def resize_lora(
     check_target(target, _TARGET)
     with open_checkpoint(source) as checkpoint:
         refuse_inputs(target, checkpoint, flag=_TARGET)
+        if statistics is not None:
+            refuse_files(target, [Path(statistics)])
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
         aligned = align_all([original])
         split = _Split.of(aligned.loras[0])
+        metrics = None
+        if statistics is not None:
+            metrics = Metrics.read(statistics, ridge, [original], split.shapes, plan)
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
             "sigmascope_rank": plan.describe(),
+            **({} if metrics is None else metrics.metadata),
         }
         compact = plan.budget is not None
         with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
-            modules = _write_modules(output, split, dtype, plan, progress)
+            modules = _write_modules(output, split, dtype, plan, metrics, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -330,24 +369,35 @@ class _Split:
         carried = tuple(name for name in lora.changes if name not in set(formed))
         return cls(lora, (*lora.modules, *formed), formed, carried)
 
-    def load(self, dtype: torch.dtype, name: str, wanted: int) -> Truncatable:
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.lora.shape_of(name) for name in self.reduced}
+
+    def load(self, dtype: torch.dtype, metrics: "Metrics | None", name: str, wanted: int) -> Truncatable:
         if name in self.lora.modules:
-            return truncatable(self.lora.modules[name], wanted, dtype)
-        return FormedChange(form_delta(name, self.lora.changes[name]), dtype)
+            metric = None if metrics is None else metrics.of(name, torch.float64)
+            return truncatable(self.lora.modules[name], wanted, dtype, metric)
+        delta = form_delta(name, self.lora.changes[name])
+        return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
 
     def old_rank(self, name: str) -> int | None:
         return self.lora.rank_of(name) if name in self.lora.modules else None
 
 
 def _write_modules(
-    output: LoraWriter, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
+    output: LoraWriter,
+    split: _Split,
+    dtype: torch.dtype,
+    plan: RankPlan,
+    metrics: "Metrics | None",
+    progress: Progress,
 ) -> tuple[ResizedModule, ...]:
     lora = split.lora
     others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
     reduction = Resizer(
-        shapes={name: lora.shape_of(name) for name in split.reduced},
+        shapes=split.shapes,
         old_ranks={name: split.old_rank(name) for name in split.reduced},
-        load=partial(split.load, dtype),
+        load=partial(split.load, dtype, metrics),
         plan=plan,
         storage=output.storage(dtype, others),
     )
@@ -360,6 +410,74 @@ def _write_modules(
         output.write_change(name, lora.changes[name])
     require_modules(modules, plan)
     return tuple(modules)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metric of each layer of a LoRA, by the statistics of the model that it is for.
+
+    Attributes:
+        statistics: Of the model's layers.
+        ridge: Weight of directions that they never met.
+        paths: Of each of the LoRA's layers in the denoiser; of others there are no statistics.
+        shapes: Of their weights.
+    """
+
+    statistics: ModelStatistics
+    ridge: float
+    paths: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def read(
+        cls,
+        path: str | PathLike[str],
+        ridge: float,
+        loras: Sequence[LoraFile],
+        shapes: Mapping[str, tuple[int, ...]],
+        plan: RankPlan,
+    ) -> "Metrics":
+        """Read the statistics, and refuse those of another model.
+
+        Args:
+            path: Of the file.
+            ridge: As the attribute.
+            loras: Whose headers may say which model they are for.
+            shapes: Of the weights that they change, by layer.
+            plan: How much rank there is to be.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+            ConfigError: The ridge makes no sense, or the plan goes by the singular values of ΔW themselves.
+            ModelMismatchError: The statistics are of another model.
+        """
+        require_ridge(ridge)
+        plan.rules.require_for_statistics()
+        statistics = load_statistics(path)
+        known = {lora.metadata[name] for lora in loras for name in _FINGERPRINTS if name in lora.metadata}
+        if known and statistics.fingerprint and statistics.fingerprint not in known:
+            raise ModelMismatchError(
+                f"{path}: these statistics were made with another model than {loras[0]}: its weights are others.",
+                hint="Make them with the LoRA's base: sigmascope lora statistics MODEL …",
+            )
+        names = {name: parse_name(name) for name in shapes}
+        paths = {name: of.path for name, of in names.items() if not of.parts or of.parts[0] == "denoiser"}
+        if not any(inner in statistics for inner in paths.values()):
+            raise ModelMismatchError(
+                f"{path}: these statistics know none of the {len(shapes)} layers of the LoRA.",
+                hint="Make them with the model that the LoRA is for: sigmascope lora statistics MODEL …",
+            )
+        return cls(statistics, ridge, paths, shapes)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """For the header of a file that was made with them."""
+        return {"sigmascope_statistics": json.dumps({**self.statistics.facts, "ridge": self.ridge})}
+
+    def of(self, layer: str, dtype: torch.dtype) -> LayerMetric:
+        """A layer's metric; where the statistics do not know it, its weight is that of most layers."""
+        known = self.paths.get(layer)
+        return self.statistics.metric_of(known, layer, self.shapes[layer], self.ridge, _CPU, dtype)
 
 
 @dataclass(frozen=True)
@@ -445,13 +563,15 @@ class Resizer:
             norm=change.norm,
             error_norm=cut.error_norm,
             kept_energy=cut.kept_energy,
+            weighted_norm=change.weighted_norm,
+            weighted_error=cut.weighted_error,
         )
         return module, cut.factors
 
     def _left_out(self, name: str, change: Truncatable, why: LeftOut) -> ResizedModule:
-        return ResizedModule(
-            name, self.shapes[name], self.old_ranks[name], 0, change.norm, change.norm, 0.0, why
-        )
+        weighted = change.weighted_norm
+        shape, rank = self.shapes[name], self.old_ranks[name]
+        return ResizedModule(name, shape, rank, 0, change.norm, change.norm, 0.0, why, weighted, weighted)
 
     def _sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Numbers that are read for each module."""

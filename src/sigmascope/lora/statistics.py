@@ -315,6 +315,46 @@ class ModelStatistics(Mapping[str, LayerStatistics]):
             default=1.0,
         )
 
+    def metric_of(
+        self,
+        path: str | None,
+        layer: str,
+        shape: tuple[int, ...],
+        ridge: float,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> "LayerMetric":
+        """The metric of a layer; where its statistics are not known, its weight is that of most layers.
+
+        Args:
+            path: Of the module below the denoiser; None where it is of another part of the model.
+            layer: What the user calls it.
+            shape: Of its weight.
+            ridge: Weight of directions that were never met, as a share of the mean.
+            device: Where to compute.
+            dtype: Of the change.
+
+        Raises:
+            ConfigError: The statistics are of a layer of another shape.
+            NonFiniteError: They hold NaN or Inf.
+        """
+        known = None if path is None else self.get(path)
+        if known is None:
+            return LayerMetric(scale=math.sqrt(self.typical_weight))
+        rows, columns = matrix_shape(shape)
+        if (known.outputs.size, known.inputs.size) != (rows, columns):
+            raise ConfigError(
+                f"--statistics: {layer} has a weight of {rows}×{columns}, the statistics are of "
+                f"{known.outputs.size}×{known.inputs.size}.",
+                hint="Make the statistics with this model.",
+            )
+        try:
+            return known.metric(ridge, device, dtype)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"--statistics: {layer}: {error.message}", hint="Make the statistics again, with more inputs."
+            ) from error
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write the file, whole or not at all.
 
@@ -384,16 +424,7 @@ def _read_moments(checkpoint: Checkpoint, name: str) -> Moments:
     return Moments(diagonal, low_rank=low_rank)
 
 
-def require_fit(statistics: LayerStatistics, layer: str, shape: tuple[int, ...]) -> None:
-    """Refuse statistics of a layer of another shape.
-
-    Raises:
-        ConfigError: With the layer and both shapes.
-    """
-    rows, columns = matrix_shape(shape)
-    if (statistics.outputs.size, statistics.inputs.size) != (rows, columns):
-        raise ConfigError(
-            f"--statistics: {layer} has a weight of {rows}×{columns}, the statistics are of "
-            f"{statistics.outputs.size}×{statistics.inputs.size}.",
-            hint="Make the statistics with this model.",
-        )
+def require_ridge(ridge: float) -> None:
+    """Refuse, by a ConfigError, a ridge that is no share."""
+    if not (math.isfinite(ridge) and ridge > 0):
+        raise ConfigError(f"--ridge {ridge:g} is no share.", hint="Use more than 0, such as 0.001.")

@@ -1,10 +1,10 @@
 """Weight changes that can be cut to any rank, given as factors or as a whole, with the exact error.
 
 `truncatable` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
-decomposed as far as is asked.
+decomposed as far as is asked. In a metric the factors are weighed first, cut there, and mapped back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite, prod, sqrt
 from typing import Final
@@ -16,7 +16,15 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.decompose import RoundedFactors, decompose
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
-from sigmascope.lora.linalg import Spectrum, as_float64, at_least_float32, frobenius_norm, max_rank
+from sigmascope.lora.linalg import (
+    Spectrum,
+    as_float64,
+    at_least_float32,
+    frobenius_norm,
+    matrix_shape,
+    max_rank,
+)
+from sigmascope.lora.statistics import LayerMetric
 
 _ROUNDED: Final = 0.5
 """Rounding both factors costs about 0.3 of the dtype's eps."""
@@ -32,15 +40,20 @@ class Truncated:
     Attributes:
         factors: In storage dtype, alpha = rank.
         error_norm: ‖ΔW − up·down‖ of these rounded factors.
-        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding.
+        kept_energy: Share of ‖ΔW‖², in the metric if there is one, in the singular values that were kept, 0 to 1,
+            before rounding.
+        weighted_error: `error_norm` in the metric; None without one.
     """
 
     factors: LoraFactors
     error_norm: float
     kept_energy: float
+    weighted_error: float | None = None
 
 
-def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> "Truncatable":
+def truncatable(
+    factors: LoraFactors, wanted: int, dtype: torch.dtype, metric: LayerMetric | None = None
+) -> "Truncatable":
     """Take the quicker way to `wanted` singular values of a change given by factors.
 
     QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
@@ -50,7 +63,10 @@ def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> "Trunc
         factors: The change.
         wanted: How many singular values are likely to be needed.
         dtype: Storage dtype.
+        metric: In which the error is least, in float64; Frobenius norm without.
     """
+    if metric is not None:
+        return WeighedChange(factors, dtype, metric)
     formed_is_small = prod(factors.weight_shape) <= 4 * factors.parameters
     if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank and formed_is_small:
         return FormedChange(factors.delta(), dtype)
@@ -69,6 +85,7 @@ class FactoredChange:
         self.factors = factors
         self.dtype = dtype
         self.weight_shape = factors.weight_shape
+        self.weighted_norm: float | None = None
 
     def spectrum(self, wanted: int) -> Spectrum:
         """Complete and exact, whatever is wanted."""
@@ -176,41 +193,116 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
     return LoraFactors(up, down, float(up.shape[1]), weight_shape)
 
 
+class WeighedChange:
+    """A change given by factors, whose error is least in a metric: SᵀΔW·R = (Sᵀ·up)·(down·R) is cut, and mapped back.
+
+    Args:
+        factors: The change.
+        dtype: Storage dtype.
+        metric: In float64.
+    """
+
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype, metric: LayerMetric) -> None:
+        self._factors = factors.to(dtype=torch.float64)
+        self._metric = metric
+        self._weighed = FactoredChange(self._in_metric(self._factors), torch.float64)
+        self.dtype = dtype
+        self.weight_shape = factors.weight_shape
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """In the metric; complete and exact, whatever is wanted."""
+        return self._weighed.spectrum(wanted)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖ΔW‖."""
+        return FactoredChange(self._factors, self.dtype).norm
+
+    @property
+    def weighted_norm(self) -> float | None:
+        """‖SᵀΔW·R‖."""
+        return self._weighed.norm
+
+    def cut(self, rank: int) -> Truncated:
+        """As of `FactoredChange`; of a rank, the change that is nearest in the metric."""
+        if self._factors.rank <= min(rank, max_rank(self.weight_shape)):
+            same = FactoredChange(self._factors, self.dtype).cut(rank)
+            return replace(same, weighted_error=self._weighted_error(same.factors))
+        weighed = self._weighed.cut(rank)
+        up = self._metric.unweigh_up(weighed.factors.up * weighed.factors.scale)
+        down = self._metric.unweigh_down(weighed.factors.down)
+        tiny = torch.finfo(torch.float64).tiny
+        ratio = (
+            down.norm(dim=1).clamp_min(tiny) / up.norm(dim=0).clamp_min(tiny)
+        ).sqrt()  # for float16's sake
+        stored = _storable((up * ratio).to(self.dtype), (down.T / ratio).T.to(self.dtype), self.weight_shape)
+        return Truncated(
+            stored,
+            difference_norm(self._factors, stored),
+            weighed.kept_energy,
+            self._weighted_error(stored),
+        )
+
+    def _weighted_error(self, stored: LoraFactors) -> float:
+        return difference_norm(self._weighed.factors, self._in_metric(stored.to(dtype=torch.float64)))
+
+    def _in_metric(self, factors: LoraFactors) -> LoraFactors:
+        up, down = self._metric.weigh_up(factors.up), self._metric.weigh_down(factors.down)
+        return replace(factors, up=up, down=down)
+
+
 class FormedChange:
     """A change that is there as a whole: decomposed as far as is asked.
 
     Args:
         delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
         dtype: Storage dtype.
+        metric: In which the error is least, in the precision of the change; Frobenius norm without.
     """
 
-    def __init__(self, delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> None:
+    def __init__(
+        self, delta: Float[Tensor, "*shape"], dtype: torch.dtype, metric: LayerMetric | None = None
+    ) -> None:
         self._delta = delta.to(at_least_float32(delta.dtype))
         self.dtype = dtype
         self.weight_shape = tuple(self._delta.shape)
         self.norm = frobenius_norm(self._delta)
+        self._metric = metric
         self._stored: RoundedFactors | None = None
 
+    @cached_property
+    def weighted_norm(self) -> float | None:
+        """‖SᵀΔW·R‖; None without a metric."""
+        if self._metric is None:
+            return None
+        return frobenius_norm(self._metric.weigh(self._delta.reshape(matrix_shape(self.weight_shape))))
+
     def spectrum(self, wanted: int) -> Spectrum:
-        """At least the `wanted` largest singular values, or all that there are."""
+        """At least the `wanted` largest singular values, or all that there are; in the metric if there is one."""
         return self._decomposed(wanted).spectrum
 
     def cut(self, rank: int) -> Truncated:
         """As of `FactoredChange`; at full rank ΔW itself beside an identity."""
         if rank >= max_rank(self.weight_shape):
-            whole = decompose(self._delta, rank, self.dtype)
-            return Truncated(whole.factors, whole.error_norm, 1.0)
+            whole = decompose(self._delta, rank, self.dtype, metric=self._metric)
+            return Truncated(whole.factors, whole.error_norm, 1.0, self._weighted_error(whole))
         decomposed = self._decomposed(rank)
         stored = decomposed.cut(rank)
         kept = float(decomposed.spectrum.values[: stored.factors.rank].square().sum())
         energy = decomposed.spectrum.total_energy
-        return Truncated(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
+        share = min(kept / energy, 1.0) if energy > 0.0 else 1.0
+        return Truncated(stored.factors, stored.error_norm, share, self._weighted_error(stored))
+
+    def _weighted_error(self, stored: RoundedFactors) -> float | None:
+        return None if self._metric is None else sqrt(max(float(stored.weighted[-1]), 0.0))
 
     def _decomposed(self, rank: int) -> RoundedFactors:
         if self._stored is None or (self._stored.factors.rank < rank and not self._stored.spectrum.complete):
-            self._stored = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
+            self._stored = decompose(
+                self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True, metric=self._metric
+            )
         return self._stored
 
 
-Truncatable = FactoredChange | FormedChange
+Truncatable = FactoredChange | WeighedChange | FormedChange
 """One weight's change, to be stored at a rank that its singular values decide."""

@@ -28,7 +28,9 @@ from sigmascope.cli.options import (
     PairFlags,
     Precision,
     RankFlags,
+    Ridge,
     SaveTo,
+    Statistics,
     TunedPath,
     Verbose,
     option_groups,
@@ -117,14 +119,7 @@ def extract(
             "plain: as it is. Or a JSON file of layers and weights.",
         ),
     ] = "relative",
-    statistics: Annotated[
-        Path | None,
-        typer.Option(
-            "--statistics",
-            help="File of `lora statistics`: least error of what the model puts out, not of its weights.",
-            show_default=False,
-        ),
-    ] = None,
+    statistics: Statistics = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -133,10 +128,7 @@ def extract(
             show_default=False,
         ),
     ] = None,
-    ridge: Annotated[
-        float,
-        typer.Option("--ridge", help="With statistics: the weight of directions that were never met."),
-    ] = 1e-3,
+    ridge: Ridge = 1e-3,
     pairing: PairFlags,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")

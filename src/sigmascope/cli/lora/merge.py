@@ -35,8 +35,10 @@ from sigmascope.cli.options import (
     LoraFormatName,
     Precision,
     ResizeFlags,
+    Ridge,
     SavePrecision,
     SaveTo,
+    Statistics,
     Verbose,
     option_groups,
 )
@@ -103,6 +105,8 @@ def merge(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
     ranks: ResizeFlags,
+    statistics: Statistics = None,
+    ridge: Ridge = 1e-3,
     save_precision: SavePrecision = None,
     lora_format: Format = None,
     base_model_path: Annotated[
@@ -129,7 +133,7 @@ def merge(
     plan = ranks.plan()
     strengths, how = _parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        given = (save_precision, lora_format, base_model_path, plan)
+        given = (save_precision, lora_format, base_model_path, plan, statistics)
         _refuse_for_checkpoints(*(value is not None for value in given))
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
@@ -143,6 +147,8 @@ def merge(
         save_precision=None if save_precision is None else save_precision.value,
         format=None if lora_format is None else lora_format.value,
         base=base_model_path,
+        statistics=statistics,
+        ridge=ridge,
     )
     with progress_bar("Merging") as progress:
         report = merge_loras(loras, save_to, options, progress=progress)
@@ -179,7 +185,7 @@ def _method(method: Method, density: float | None, seed: int | None) -> "MergeMe
 
 
 def _refuse_for_checkpoints(*given: bool) -> None:
-    names = ("--save_precision", "--format", "--base_model_path", "a rank option")
+    names = ("--save_precision", "--format", "--base_model_path", "a rank option", "--statistics")
     _refuse(
         [name for name, is_there in zip(names, given, strict=True) if is_there], "LoRAs that become one LoRA"
     )
@@ -278,6 +284,8 @@ def resize(
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
     ],
     ranks: ResizeFlags,
+    statistics: Statistics = None,
+    ridge: Ridge = 1e-3,
     save_precision: SavePrecision = None,
     lora_format: Format = None,
     verbose: Verbose = False,
@@ -304,6 +312,8 @@ def resize(
             plan,
             save_precision=None if save_precision is None else save_precision.value,
             format=None if lora_format is None else lora_format.value,
+            statistics=statistics,
+            ridge=ridge,
             progress=progress,
         )
     if as_json:
@@ -367,6 +377,7 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
         ("Ranks now", counts(report.ranks)),
         ("Energy kept", percent(report.kept_energy)),
         ("Error, overall", percent(report.relative_error)),
+        ("Error, weighted", None if report.weighted_error is None else percent(report.weighted_error)),
         ("Format", f"{report.format}, {report.dtype}"),
         ("Size", size),
         ("Time", f"{report.seconds:.1f} s"),

@@ -15,7 +15,7 @@ from rich.text import Text
 from sigmascope.cli.console import facts, layer, percent, plain, print_json, progress_bar, table, title
 from sigmascope.cli.lora.extract import TargetCoverage
 from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, run_images
-from sigmascope.cli.options import AsJson, PairFlags, Precision, option_groups
+from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.units import format_size, parse_size
 
@@ -41,14 +41,8 @@ def plan(
         Path, typer.Argument(metavar="BASE", help="Checkpoint that the LoRA will be put on.")
     ],
     tuned_model: Annotated[Path, typer.Argument(metavar="TUNED", help="Fine-tuned checkpoint.")],
-    statistics: Annotated[
-        Path | None,
-        typer.Option(
-            "--statistics",
-            help="File of `lora statistics`: the error of what the model puts out, not of its weights.",
-            show_default=False,
-        ),
-    ] = None,
+    statistics: Statistics = None,
+    ridge: Ridge = 1e-3,
     max_rank: Annotated[
         int, typer.Option("--max_rank", help="Fixed ranks are tried in powers of two up to this.")
     ] = 32,
@@ -112,6 +106,7 @@ def plan(
         device=images.device or "auto",
         workers=workers,
         statistics=statistics,
+        ridge=ridge,
     )
     with progress_bar("Decomposing") as progress:
         found = plan_lora(base_model, tuned_model, options, most_rank=max_rank, progress=progress)
