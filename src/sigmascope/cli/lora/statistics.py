@@ -1,5 +1,6 @@
 """`sigmascope lora statistics`: what a model does with its weights, for extractions that keep the picture."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -194,4 +195,5 @@ def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
     ]
     console.print(facts(rows))
     print_written(console, path, path.stat().st_size)
-    console.print(f"Next: sigmascope lora extract --max_size 20MB --statistics {path}", markup=False)
+    following = f"Next: sigmascope lora plan BASE TUNED --statistics {shlex.quote(str(path))}"
+    console.print(following, markup=False, soft_wrap=True)
