@@ -2,17 +2,15 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.cli.lora.conftest import Run
 from tests.families import make_pipeline
 
-from sigmascope.cli.root import run
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
@@ -22,22 +20,6 @@ from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def sigmascope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sigmascope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.split())
-
-    return call
 
 
 def test_an_lbm_is_run_on_noise(sigmascope: Run) -> None:

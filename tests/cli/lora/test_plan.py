@@ -1,33 +1,20 @@
 """`sigmascope lora plan`: error against size, and pictures of some sizes."""
 
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tests.cli.lora.conftest import Run
 
-from sigmascope.cli.root import run
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, " ".join(err.split())
-
-    return call
+def plan(sigmascope: Run) -> Run:
+    return partial(sigmascope, "lora", "plan")
 
 
 def test_the_table_ends_with_a_command_that_makes_the_knee(plan: Run) -> None:
