@@ -5,7 +5,8 @@
 The pocket model's base and its relighting fine-tune. At the bytes of each fixed rank, every other way gets as many:
 kohya's `sv_fro`, LyCORIS' `quantile` and KJNodes' `adaptive_energy` (the largest file of a grid of parameters that fits),
 a budget whose errors count as they are or by the size of the layer's weight, and statistics of calibration
-pictures that are not scored. PSNR is against the tuned model's picture; medians over scenes, the worst scene in brackets;
+pictures that are not scored. A LoRA of rank 64 is resized too: to the fixed rank, to its bytes, and to its bytes by
+statistics. PSNR is against the tuned model's picture; medians over scenes, the worst scene in brackets;
 with statistics the median and the worst of all calibration seeds.
 """
 
@@ -30,8 +31,9 @@ from sigmascope.lbm.statistics import lbm_statistics, noise_pictures
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.ranks import MethodRank, RankRules
+from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
+from sigmascope.lora.resize import RankPlan, resize_lora
 
 POLICIES = {
     "kohya sv_fro": "sv_fro",
@@ -39,6 +41,7 @@ POLICIES = {
     "KJNodes adaptive_energy": "adaptive_energy",
 }
 GRID = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+RESIZED = 64
 FIRST_SCORED, FIRST_CALIBRATION = 5000, 1000
 
 
@@ -119,6 +122,7 @@ def measure(
         ]
         for name, method in POLICIES.items()
     }
+    large, _ = extract(folder / "large.safetensors", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))
     rows: list[dict[str, object]] = []
     for rank in ranks:
         fixed, size = extract(folder / f"fixed-{rank}.safetensors", ExtractOptions(rank=rank, conv_rank=rank))
@@ -138,6 +142,17 @@ def measure(
         ]
         ways["statistics of noise"] = budget(f"noise-{rank}", statistics=noise)
         ways["statistics of the base"] = budget(f"base-{rank}", statistics=base)
+
+        def resized(name: str, plan: RankPlan, known: Path | None = None) -> Path:
+            resize_lora(large, folder / f"{name}.safetensors", plan, statistics=known)
+            return folder / f"{name}.safetensors"
+
+        within = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), Budget(max_bytes=size))
+        ways["resized, fixed rank"] = [resized(f"cut-{rank}", RankPlan(RankRules(FixedRank(rank, rank))))]
+        ways["resized, budget"] = [resized(f"cut-plain-{rank}", within)]
+        ways["resized, statistics"] = [
+            resized(f"cut-weighted-{rank}-{seed}", within, path) for seed, path in enumerate(known)
+        ]
         for way, files in ways.items():
             for path in files:
                 if path not in judged:

@@ -125,6 +125,7 @@ class ResizedModule:
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
         names = ("name", "shape", "old_rank", "rank", "norm", "error_norm", "kept_energy", "left_out")
+        names += ("weighted_norm", "weighted_error")
         return {name: getattr(self, name) for name in names} | {"relative_error": self.relative_error}
 
 
