@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import groupby
 from math import fsum, prod
@@ -124,9 +124,8 @@ class ResizedModule:
 
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
-        names = ("name", "shape", "old_rank", "rank", "norm", "error_norm", "kept_energy", "left_out")
-        names += ("weighted_norm", "weighted_error")
-        return {name: getattr(self, name) for name in names} | {"relative_error": self.relative_error}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"relative_error": self.relative_error}
 
 
 @dataclass(frozen=True, slots=True)

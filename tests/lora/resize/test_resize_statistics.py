@@ -131,23 +131,20 @@ def test_a_budget_spends_its_bytes_where_the_output_feels_them(pair: ModelPair, 
     target = pair.base.with_name("small.safetensors")
     with_statistics = resize_lora(lora, target, plan, statistics=statistics_of(pair))
     assert target.stat().st_size <= lora.stat().st_size // 2
-    stored = deltas(target)
-    change = {
-        layer: (delta, stored.get(layer, torch.zeros_like(delta))) for layer, delta in deltas(lora).items()
-    }
-    lost, whole = (
-        math.fsum(float(weighed(layer, part(*both)).square().sum()) for layer, both in change.items())
-        for part in (lambda delta, kept: delta - kept, lambda delta, kept: delta)
-    )
-    assert with_statistics.weighted_error == pytest.approx(math.sqrt(lost / whole), rel=1e-2)
+    whole = deltas(lora)
+
+    def lost_by(path: Path) -> float:
+        kept = deltas(path)
+        return math.fsum(
+            float(weighed(layer, delta - kept[layer] if layer in kept else delta).square().sum())
+            for layer, delta in whole.items()
+        )
+
+    change = math.fsum(float(weighed(layer, delta).square().sum()) for layer, delta in whole.items())
+    assert with_statistics.weighted_error == pytest.approx(math.sqrt(lost_by(target) / change), rel=1e-2)
     plain = pair.base.with_name("plain.safetensors")
     resize_lora(lora, plain, plan)
-    kept = deltas(plain)
-    unweighed = math.fsum(
-        float(weighed(layer, delta - kept.get(layer, torch.zeros_like(delta))).square().sum())
-        for layer, (delta, _) in change.items()
-    )
-    assert lost < unweighed
+    assert lost_by(target) < lost_by(plain)
 
 
 def test_nothing_is_changed_where_nothing_is_cut(pair: ModelPair, lora: Path) -> None:
