@@ -181,9 +181,10 @@ class Fault:
 def planted(faults: Sequence[Fault]) -> Iterator[None]:
     """Let the faults happen inside the block."""
     with ExitStack() as undo:
-        places = _places()
+        places, planted_for = _places(), dict[int, tuple[object, object]]()
+        undo.callback(_put_back, planted_for)  # the last of all
         for fault in faults:
-            _plant(fault, places, undo)
+            _plant(fault, places, undo, planted_for)
         try:
             yield
         finally:
@@ -202,7 +203,12 @@ def _places() -> dict[int, list[tuple[dict[str, Any], str]]]:
     return found
 
 
-def _plant(fault: Fault, places: dict[int, list[tuple[dict[str, Any], str]]], undo: ExitStack) -> None:
+def _plant(
+    fault: Fault,
+    places: dict[int, list[tuple[dict[str, Any], str]]],
+    undo: ExitStack,
+    planted_for: dict[int, tuple[object, object]],
+) -> None:
     owner, name = fault.point.owner()
     is_own = name in vars(owner)
     before = vars(owner)[name] if is_own else getattr(owner, name)
@@ -215,16 +221,18 @@ def _plant(fault: Fault, places: dict[int, list[tuple[dict[str, Any], str]]], un
             else functools.partial(delattr, owner, name)
         )
         return
-    undo.callback(_put_back, replaced, before)
+    planted_for[id(replaced)] = replaced, before
     for holder, key in [(vars(owner), name), *places.get(id(before), ())]:
         holder[key] = replaced
         undo.callback(holder.__setitem__, key, before)
 
 
-def _put_back(replaced: object, before: object) -> None:
+def _put_back(planted_for: dict[int, tuple[object, object]]) -> None:
     """Where a module took what was planted by its name, because it was imported meanwhile."""
-    for holder, key in _places().get(id(replaced), ()):
-        holder[key] = before
+    for identity, holders in _places().items():
+        if identity in planted_for:
+            for holder, key in holders:
+                holder[key] = planted_for[identity][1]
 
 
 def _replacement(before: Any, fault: Fault) -> Any:
