@@ -561,7 +561,7 @@ class WorkflowMonitor:
             return analysis
         self.analyses[VAE_STAGES[direction]] = analysis
         if stage is not None:
-            stage.fact(VAE_STAGES[direction], beside_the_stage(analysis))
+            self.guard.read(LATENTS, lambda: stage.fact(VAE_STAGES[direction], beside_the_stage(analysis)))
             tensor, _ = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
             if tensor is not None:
                 name = "latent" if direction == "encoding" else "frames"

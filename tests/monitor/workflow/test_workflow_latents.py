@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import sigmascope
+from sigmascope.monitor import workflow
 from sigmascope.monitor.workflow import WorkflowMonitor
 
 
@@ -152,3 +153,18 @@ def test_the_vae_and_its_latent_are_untouched(monitor: WorkflowMonitor, vae: Any
     assert vars(vae).keys() == before
     assert torch.equal(encode(vae), plain)
     assert found["model_state"]["vae"]["changed"] == []
+
+
+def test_a_failure_of_ours_while_the_latent_is_noted_does_not_reach_the_host(
+    monitor: WorkflowMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_analysis: object) -> dict[str, Any]:
+        raise MemoryError("planted")
+
+    baseline = monitor.capture_latent_generation_baseline(None, torch.zeros(1, 3, 32, 32))
+    monitor.start_monitoring("latent_encoding")
+    monitor.end_monitoring("latent_encoding")
+    monkeypatch.setattr(workflow, "beside_the_stage", fails)
+    analysis = monitor.analyze_latent_generation_results(baseline, torch.zeros(1, 4, 4, 4))
+    assert analysis["encoding_success"] is True
+    assert "latent" in {tensor.name for tensor in monitor.run().stages[-1].tensors}
