@@ -167,4 +167,4 @@ def test_a_failure_of_ours_while_the_latent_is_noted_does_not_reach_the_host(
     monkeypatch.setattr(workflow, "beside_the_stage", fails)
     analysis = monitor.analyze_latent_generation_results(baseline, torch.zeros(1, 4, 4, 4))
     assert analysis["encoding_success"] is True
-    assert "latent" in {tensor.name for tensor in monitor.run().stages[-1].tensors}
+    assert "latent" in monitor.run().stages[-1].tensors
