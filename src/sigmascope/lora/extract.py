@@ -64,7 +64,7 @@ from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import RankPolicy
-from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics
+from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics_of
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
@@ -510,23 +510,13 @@ def metric_of(
 
 
 def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
-    """Read statistics, and refuse those of another model.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-        ModelMismatchError: They were made with neither of the two models.
-    """
-    statistics = load_statistics(path)
-    known = {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)}
+    """As of `load_statistics_of`, made with either of the two models."""
     places = [pair.layout.split(layer) for layer in pair.layers]
-    knows_some = any(part == "denoiser" and name in statistics for part, name in places)
-    if (statistics.fingerprint and statistics.fingerprint not in known) or not knows_some:
-        what = "its weights are others." if knows_some else f"they know none of the {len(places)} layers."
-        raise ModelMismatchError(
-            f"{path}: these statistics were made with another model: {what}",
-            hint="Make them with the base or the tuned model: sigmascope lora statistics MODEL …",
-        )
-    return statistics
+    return load_statistics_of(
+        path,
+        {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)},
+        [inner if part == "denoiser" else None for part, inner in places],
+    )
 
 
 def file_weights(options: ExtractOptions, layers: Sequence[str]) -> dict[str, float]:

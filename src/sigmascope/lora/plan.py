@@ -33,6 +33,7 @@ from sigmascope.lora.layers import in_coverage
 from sigmascope.lora.pairs import CheckpointPair, open_pair
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.statistics import ModelStatistics
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import format_size
 
@@ -96,7 +97,7 @@ class LoraPlan:
         fixed: One rank for all layers, from 1 up.
         budget: At the bytes of each of `fixed`: the best ranks.
         curve: The best ranks from an eighth of rank 1's bytes to those of the highest rank.
-        knee: Of `curve`: beyond it more bytes gain least. By Satopää et al. 2011 ("kneedle").
+        knee: Of `curve`: beyond it more bytes gain little. By Satopää et al. 2011 ("kneedle").
         layers: Those with the largest shares, largest first.
         changed: Layers that changed and are wanted.
     """
@@ -116,13 +117,13 @@ class LoraPlan:
         before: PlannedLora | None = None
         for point in self.curve:
             if point.weighted_error <= weighted_error:
-                if before is None or before.weighted_error == point.weighted_error:
+                if before is None:
                     return point.bytes
-                way = (before.weighted_error - weighted_error) / (
-                    before.weighted_error - point.weighted_error
+                lost, height = (
+                    before.weighted_error - other for other in (weighted_error, point.weighted_error)
                 )
                 return math.ceil(
-                    math.exp(math.log(before.bytes) + way * math.log(point.bytes / before.bytes))
+                    before.bytes * math.exp(lost / height * math.log(point.bytes / before.bytes))
                 )
             before = point
         return None
@@ -168,10 +169,11 @@ def plan_lora(
     if most_rank < 1:
         raise ConfigError(f"--max_rank {most_rank} is no rank.", hint="Use 1 or more, such as 32.")
     with open_pair(base, tuned, options.pairing) as pair:
-        records = _decomposed(pair, options, _DEEPER * most_rank, progress)
+        statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
+        records = _decomposed(pair, options, statistics, _DEEPER * most_rank, progress)
         # As of a budget, whose header is longer.
         limited = replace(options, budget=Budget(max_bytes=1 << 30))
-        metadata = extraction_metadata(pair, limited)
+        metadata = extraction_metadata(pair, limited, statistics)
         storage = storage_cost(resolve_format(options, pair), pair, limited, metadata)
     if not records:
         raise ModelMismatchError(
@@ -204,11 +206,14 @@ def plan_lora(
 
 
 def _decomposed(
-    pair: CheckpointPair, options: ExtractOptions, rank: int, progress: Progress
+    pair: CheckpointPair,
+    options: ExtractOptions,
+    statistics: ModelStatistics | None,
+    rank: int,
+    progress: Progress,
 ) -> dict[str, LayerRecord]:
     """What is known of each layer that changed and is wanted, with that many singular values."""
     device = resolve_device(options.device)
-    statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
     reader = LayerReader(pair, device)
     rules = options.rank_rules
     rules.check(pair.layers)

@@ -24,7 +24,7 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import Budget, StorageCost
@@ -38,7 +38,7 @@ from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.statistics import RIDGE, LayerMetric, ModelStatistics, load_statistics, require_ridge
+from sigmascope.lora.statistics import RIDGE, LayerMetric, ModelStatistics, load_statistics_of, require_ridge
 from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
@@ -453,20 +453,13 @@ class Metrics:
         """
         require_ridge(ridge)
         plan.rules.require_for_statistics()
-        statistics = load_statistics(path)
-        known = {lora.metadata[name] for lora in loras for name in _FINGERPRINTS if name in lora.metadata}
-        if known and statistics.fingerprint and statistics.fingerprint not in known:
-            raise ModelMismatchError(
-                f"{path}: these statistics were made with another model than {loras[0]}: its weights are others.",
-                hint="Make them with the LoRA's base: sigmascope lora statistics MODEL …",
-            )
         names = {name: parse_name(name) for name in shapes}
         paths = {name: of.path for name, of in names.items() if not of.parts or of.parts[0] == "denoiser"}
-        if not any(inner in statistics for inner in paths.values()):
-            raise ModelMismatchError(
-                f"{path}: these statistics know none of the {len(shapes)} layers of the LoRA.",
-                hint="Make them with the model that the LoRA is for: sigmascope lora statistics MODEL …",
-            )
+        known = {lora.metadata[name] for lora in loras for name in _FINGERPRINTS if name in lora.metadata}
+        layers = [paths.get(name) for name in shapes]
+        statistics = load_statistics_of(
+            path, known or None, layers
+        )  # most makers' files say nothing of their model
         return cls(statistics, ridge, paths, shapes)
 
     @property

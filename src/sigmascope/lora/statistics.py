@@ -17,7 +17,7 @@ square. `MomentSum` sums up either; `ModelStatistics` is the file.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint, save_safetensors
-from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError
+from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.linalg import as_float64, matrix_shape, symmetric_eigen
 
 __all__ = ["LayerMetric", "LayerStatistics", "ModelStatistics", "MomentSum", "Moments", "load_statistics"]
@@ -428,3 +428,30 @@ def require_ridge(ridge: float) -> None:
     """Refuse, by a ConfigError, a ridge that is no share."""
     if not (math.isfinite(ridge) and ridge > 0):
         raise ConfigError(f"--ridge {ridge:g} is no share.", hint="Use more than 0, such as 0.001.")
+
+
+def load_statistics_of(
+    path: str | PathLike[str], fingerprints: Container[str] | None, layers: Iterable[str | None]
+) -> ModelStatistics:
+    """Read statistics, and refuse those of another model.
+
+    Args:
+        path: Of the file.
+        fingerprints: Of the models that they may be of; None where nobody knows. Not all statistics have one either.
+        layers: Paths below the denoiser; None for a layer of another part, which statistics do not know.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        ModelMismatchError: They are of another model, or know none of the layers.
+    """
+    statistics, asked = load_statistics(path), list(layers)
+    is_known = any(layer in statistics for layer in asked if layer is not None)
+    own = statistics.fingerprint
+    is_of_another = bool(own) and fingerprints is not None and own not in fingerprints
+    if is_of_another or not is_known:
+        what = "its weights are others." if is_known else f"they know none of the {len(asked)} layers."
+        raise ModelMismatchError(
+            f"{path}: these statistics were made with another model: {what}",
+            hint="Make them with the base or the tuned model: sigmascope lora statistics MODEL …",
+        )
+    return statistics

@@ -1,6 +1,7 @@
 """`sigmascope lora plan`: error against size, and pictures of some sizes."""
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +18,32 @@ def plan(sigmascope: Run) -> Run:
     return partial(sigmascope, "lora", "plan")
 
 
-def test_the_table_ends_with_a_command_that_makes_the_knee(plan: Run) -> None:
-    code, out, err = plan(BASE_PATH, TUNED_PATH, "--max_rank", 4, "--picture", "plan.svg")
+def test_the_table_ends_with_a_command_that_makes_what_was_planned(plan: Run, sigmascope: Run) -> None:
+    flags = [
+        "--max_rank",
+        4,
+        "--exclude",
+        "conv_in|conv_out",
+        "--save_precision",
+        "bf16",
+        "--parts",
+        "denoiser",
+    ]
+    code, out, err = plan(BASE_PATH, TUNED_PATH, *flags, "--picture", "plan.svg")
     assert code == 0, err
-    command = next(line for line in out.splitlines() if line.startswith("Next: ")).split()
-    knee = int(command[command.index("--max_size") + 1].removesuffix("KB"))
-    assert "Layers that changed  133" in out
-    assert f"Knee                 {knee - 1}" in out or f"Knee                 {knee}" in out
+    assert "Layers that changed  131" in out  # 133 without the two
     assert "knee: " in Path("plan.svg").read_text(encoding="utf-8")
-    code, out, _ = plan(BASE_PATH, TUNED_PATH, "--max_rank", 4, "--json")
-    told = json.loads(out)
-    assert (knee - 1) * 1024 < told["knee"]["bytes"] <= knee * 1024
+    told = json.loads(plan(BASE_PATH, TUNED_PATH, *flags, "--json")[1])
     assert [one["rank"] for one in told["fixed"]] == [1, 2, 4]
     assert told["tried"] == []
+    command = next(line for line in out.splitlines() if line.startswith("Next: sigmascope "))
+    code, made, err = sigmascope(*shlex.split(command)[2:], "--json")
+    assert code == 0, err
+    report, knee = json.loads(made), told["knee"]
+    assert report["options"]["save_precision"] == "bf16"
+    assert abs(report["total_lora_modules"] - knee["layers"]) <= 2  # the size is rounded up to whole KB
+    assert report["weighted_error"] == pytest.approx(knee["weighted_error"], rel=0.02)
+    assert 0.95 * knee["bytes"] < Path("my_lora.safetensors").stat().st_size <= knee["bytes"] + 1024
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sigmascope.cli.console import facts, layer, percent, plain, print_json, progress_bar, table, title
 from sigmascope.cli.lora.extract import TargetCoverage
-from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, run_images
+from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, check_picture, run_images
 from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.units import format_size, parse_size
@@ -83,7 +83,7 @@ def plan(
 
     Each layer's change is decomposed once; nothing is written. A fixed rank
     is compared with the best ranks for the same bytes (extract --max_size).
-    The knee is the size beyond which more bytes gain least.
+    The knee is the size beyond which more bytes gain little.
     """
     sizes = [] if tries is None else [parse_size(size, "--try") for size in tries.split(",")]
     if sizes and images.images is None:
@@ -92,8 +92,7 @@ def plan(
         raise ConfigError("--images is for --try.", hint="Add --try 1MB,2MB,4MB, or leave it out.")
     models = {"base": base_model, "tuned": tuned_model}
     check_image_flags(images if sizes else replace(images, device=None), models)
-    if picture is not None:
-        _check_picture(picture)
+    check_picture(picture, dict.fromkeys(models.values(), "is an input"))
     from sigmascope.lora.extract import ExtractOptions
     from sigmascope.lora.plan import plan_lora, save_plan_picture
     from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
@@ -116,17 +115,32 @@ def plan(
     if as_json:
         print_json(found.as_dict() | {"tried": [_tried_as_dict(*one) for one in tried.items()]})
     else:
-        _print(Console(), found, tried)
+        flags = _typed(pairing, exclude or [], ridge, save_precision, target_coverage, images.device)
+        _print(Console(), found, tried, flags)
         if picture is not None:
             typer.echo(f"Picture: {picture}")
 
 
-def _check_picture(path: Path) -> None:
-    from sigmascope.files import require_writable
-
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
-    require_writable(path)
+def _typed(
+    pairing: PairFlags,
+    exclude: list[str],
+    ridge: float,
+    precision: Precision,
+    coverage: TargetCoverage,
+    device: str | None,
+) -> list[str]:
+    """The flags that an extraction needs to do what was planned."""
+    given: dict[str, object] = {"ridge": ridge, "save_precision": precision, "target_coverage": coverage}
+    usual: dict[str, object] = {
+        "ridge": 1e-3,
+        "save_precision": Precision.FP16,
+        "target_coverage": TargetCoverage.FULL,
+    }
+    given |= {**asdict(pairing), "device": device}
+    usual |= {**asdict(PairFlags()), "device": None}
+    changed = [(name, str(value)) for name, value in given.items() if value != usual[name]]
+    changed += [("exclude", pattern) for pattern in exclude]
+    return [word for name, value in changed for word in (f"--{name}", value)]
 
 
 def _tried(
@@ -151,7 +165,7 @@ def _tried_as_dict(size: int, report: "ImageReport") -> dict[str, object]:
     return {"max_bytes": size, **report.overall.with_lora.as_dict(), "remaining": report.overall.remaining}
 
 
-def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport"]) -> None:
+def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport"], flags: list[str]) -> None:
     console.print(title("LoRA plan", found.tuned.name))
     made = table("Size", "One rank", "Error", "Best ranks", "As good as the one rank from")
     for fixed, best in zip(found.fixed, found.budget, strict=True):
@@ -174,7 +188,7 @@ def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport
     console.print(facts(rows))
     if tried:
         console.print(_pictures(tried))
-    console.print(Text("Next: ").append_text(plain(_command(found, found.knee))), soft_wrap=True)
+    console.print(Text("Next: ").append_text(plain(_command(found, found.knee, flags))), soft_wrap=True)
 
 
 def _layers(found: "LoraPlan") -> Table:
@@ -197,11 +211,11 @@ def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
     return made
 
 
-def _command(found: "LoraPlan", planned: "PlannedLora") -> str:
-    """What makes the planned LoRA, to copy."""
+def _command(found: "LoraPlan", planned: "PlannedLora", flags: list[str]) -> str:
+    """What makes the planned LoRA, to copy; `flags` are those that were typed for the plan."""
     words = ["sigmascope", "lora", "extract", "--base_model_path", str(found.base)]
     words += ["--tuned_model_path", str(found.tuned), "--save_to", "my_lora.safetensors"]
     words += ["--max_size", f"{-(-planned.bytes // 1024)}KB"]
     if found.statistics is not None:
         words += ["--statistics", str(found.statistics)]
-    return shlex.join(words)
+    return shlex.join([*words, *flags])

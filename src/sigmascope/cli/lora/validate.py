@@ -167,7 +167,9 @@ def validate(
 
     inputs = (base_model_path, tuned_model_path, lora_path)
     names_path = _names_path(layer_names, lora_path, inputs)
-    _check_picture(picture, inputs, names_path)
+    check_picture(
+        picture, {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
+    )
     models = {"base": base_model_path, "tuned": tuned_model_path}
     check_image_flags(images, models)
     options = pairing.options()
@@ -222,8 +224,12 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     return path
 
 
-def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) -> None:
+def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
     """Refuse a place that a picture cannot go to, before the work.
+
+    Args:
+        path: As typed.
+        uses: What other files are for, whose place it cannot take.
 
     Raises:
         ConfigError: It is not named `.svg`, or would replace something else.
@@ -237,7 +243,6 @@ def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) 
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
     require_writable(path)
-    uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
     for other, use in uses.items():
         if exists(path) and exists(other) and path.samefile(other):
             raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
