@@ -336,6 +336,8 @@ def plan_svg(plan: LoraPlan) -> str:
         shapes.append(svg.line((x, _TOP), (x, _FOOT + 5), _GRID))
         shapes.append(svg.label(x, _FOOT + 20, format_size(planned.bytes), anchor="middle"))
         shapes.append(svg.label(x, _FOOT + 36, f"rank {planned.rank}", anchor="middle", size=11))
+    first = plan.curve[0]
+    shapes.append(svg.label(place(first)[0], _FOOT + 20, format_size(first.bytes), anchor="middle"))
     for line, colour in ((plan.fixed, _FIXED), (plan.curve, _BUDGET)):
         shapes += [svg.line(place(one), place(other), colour) for one, other in pairwise(line)]
         for planned in line:
