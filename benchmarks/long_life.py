@@ -106,13 +106,13 @@ def by_server(calls: int, options: dict[str, Any]) -> None:
 
 def by_process(calls: int, options: dict[str, Any]) -> None:
     """Under the recording of a whole process."""
+    from sigmascope.integrations.autostart import Settings, say
     from sigmascope.integrations.process_recording import Recording
-    from sigmascope.integrations.watch_settings import Settings
 
     pipeline = Pipeline()
     told = {name: str(value) for name, value in options.items()}
     with tempfile.TemporaryDirectory() as folder:
-        recording = Recording(Settings(output="run.json", quiet="1", **told), folder)
+        recording = Recording(Settings(output="run.json", quiet="1", **told), folder, say)
         recording._watch._sessions[-1].watch_class(Pipeline)  # it is none of diffusers'
         levels(calls, lambda: pipeline("a fox"))
         recording.end()

@@ -383,7 +383,7 @@ def test_small_factors_of_a_giant_weight_are_measured_and_not_formed(
     entries = float(torch.Size(giant.weight_shape).numel())  # all of them are 1
     assert giant.frobenius_norm() == pytest.approx(entries**0.5)
     monkeypatch.setattr(
-        "sigmascope.probes.memory.system_memory", lambda: MemorySnapshot(ram_available_bytes=16 * 2**30)
+        "sigmascope.probes.host.system_memory", lambda: MemorySnapshot(ram_available_bytes=16 * 2**30)
     )
     with pytest.raises(
         LoraFormatError, match=r"the\.layer: its tensors declare .* GB to form; 16 GB are free"

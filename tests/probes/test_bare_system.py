@@ -19,7 +19,7 @@ os.open = refused
 from safetensors.torch import load_file, save_file
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.monitor import Recorder
-from sigmascope.probes.memory import memory_snapshot, process_peak_rss_bytes, process_rss_bytes
+from sigmascope.probes.host import memory_snapshot, process_peak_rss_bytes, process_rss_bytes
 from sigmascope.records.serialization import load_run, save_run
 
 assert process_rss_bytes() > 0 and memory_snapshot().process_rss_bytes > 0

@@ -81,8 +81,8 @@ def watch(
         _startup_file(install=install, uninstall=uninstall, script=script)
         return
     _check(script, module=module, code=code, sample_hz=sample_hz)
+    from sigmascope.integrations.autostart import Settings
     from sigmascope.integrations.launch import launch
-    from sigmascope.integrations.watch_settings import Settings
 
     check_privacy(prompts)
     settings = Settings(

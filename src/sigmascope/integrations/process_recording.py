@@ -12,14 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
-from sigmascope.integrations.watch_settings import Settings, say
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.autostart import Settings
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -39,14 +41,18 @@ class Recording:
     Args:
         settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
+        say: Tells the user a line.
         is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
             the process in their names.
     """
 
-    def __init__(self, settings: Settings, folder: str, *, is_child: bool = False) -> None:
+    def __init__(
+        self, settings: "Settings", folder: str, say: Callable[[str], None], *, is_child: bool = False
+    ) -> None:
         from sigmascope import watch
 
         self._settings = settings
+        self._say = say
         self._record_path = _own_path(record_path(settings.output, folder), is_child)
         self._trace_path = (
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
@@ -94,17 +100,17 @@ class Recording:
             if self._trace_path is not None:
                 self._write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
-            say("nothing was there to watch: no pipeline was called and no stage was opened.")
+            self._say("nothing was there to watch: no pipeline was called and no stage was opened.")
 
     def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
         try:
             write(path)
         except SigmascopeError as error:
-            say(f"the {what} is not written: {error}")
+            self._say(f"the {what} is not written: {error}")
         else:
-            say(f"the {what} is in {path}")
+            self._say(f"the {what} is in {path}")
             if what == "record" and self._older.written:
-                say(f"generations before those in the record are in {self._older.folder}")
+                self._say(f"generations before those in the record are in {self._older.folder}")
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
@@ -138,7 +144,7 @@ def program() -> str:
     return Path(getattr(main, "__file__", None) or "python").stem
 
 
-def privacy_of(settings: Settings) -> PromptPrivacy:
+def privacy_of(settings: "Settings") -> PromptPrivacy:
     """What is kept of prompts.
 
     Raises:
@@ -150,7 +156,7 @@ def privacy_of(settings: Settings) -> PromptPrivacy:
     return cast(PromptPrivacy, value)
 
 
-def sample_hz_of(settings: Settings) -> float:
+def sample_hz_of(settings: "Settings") -> float:
     """How often memory is looked at.
 
     Raises:
@@ -165,7 +171,7 @@ def sample_hz_of(settings: Settings) -> float:
     )
 
 
-def kept_of(settings: Settings) -> int:
+def kept_of(settings: "Settings") -> int:
     """How many generations the record holds in full.
 
     Raises:

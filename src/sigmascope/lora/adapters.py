@@ -137,7 +137,7 @@ def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str
     needed = 2 * prod(shape) * dtype.itemsize  # the product, and it scaled
     size = f"a weight {shape}, which takes {format_size(needed)} to form"
     if needed > _ALWAYS_THERE:
-        from sigmascope.probes.memory import system_memory
+        from sigmascope.probes.host import system_memory
 
         free = system_memory().ram_available_bytes
         if free is not None and needed > free:

@@ -38,7 +38,7 @@ from sigmascope.monitor.live_line import Listener, LiveLine, live_line_for
 from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import pipeline_facts
 from sigmascope.probes.reading import attempt
 from sigmascope.records.performance import (
     AssumedDict,

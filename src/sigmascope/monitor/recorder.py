@@ -10,33 +10,50 @@ be watched uses `stage` and `step`, which belong to whichever recorder is curren
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sigmascope.analysis.diagnostics import (
+    diagnose,
+    find_model_changes,
+    find_stage_findings,
+    find_vae_findings,
+)
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard, as_json
-from sigmascope.monitor.scope import WHOLE, Clock, FoldedScopes, Instruments, Scope, StepColumns, StepListener
+from sigmascope.monitor.scope import (
+    WHOLE,
+    Clock,
+    FoldedScopes,
+    Instruments,
+    Mark,
+    Scope,
+    StepColumns,
+    StepListener,
+)
 from sigmascope.probes import Accelerator, module_facts, tensor_facts
-from sigmascope.records.run import Folded, HostFacts, Run, Stage
+from sigmascope.records.run import Finding, Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
 
+
 RUNS_WITHIN, WITHIN_RUN = "runs_within", "within_run"
 """The facts in which two runs name each other, where stages of the one lie in a stage of the other too."""
 
+
 Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 """What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
+
 
 COMPILED_IN_PLACE = (
     "the module was compiled in place (module.compile()), where hooks never run; "
@@ -666,3 +683,45 @@ class RunExtent:
         """A moment of the clock as a date, in ISO 8601."""
         made_at, made_ns = self._made_at
         return (made_at + timedelta(microseconds=(at_ns - made_ns) / 1e3)).isoformat()
+
+
+_SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
+    "memory.kept_after_stage": ("memory_kept",),
+    "lora.modules_unmatched": ("lora_",),
+}
+"""By rule, how the findings of analyses begin that tell the same."""
+
+
+_LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
+"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
+healthy."""
+
+
+def with_findings(run: Run, guard: Guard) -> Run:
+    """The run with what the analyses find in it, or why one of them could not look."""
+    found: list[Finding] = list(run.findings)
+    unavailable = dict(run.unavailable)
+    analyses = (
+        ("rules", diagnose),
+        ("model_changes", find_model_changes),
+        ("stages", find_stage_findings),
+        ("vae", find_vae_findings),
+    )
+    for name, analysis in analyses:
+        findings, reason = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
+        found += findings or ()
+        if reason is not None:
+            unavailable[f"findings.{name}"] = reason
+    kept = tuple(
+        finding
+        for finding in found
+        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, found)
+    )
+    return replace(run, findings=kept, unavailable=unavailable)
+
+
+def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
+    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
+    known = _SAID_BY_ANALYSES.get(rule.id, ())
+    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False

@@ -21,9 +21,8 @@ from rich.console import Console
 
 from sigmascope.analysis.diagnostics import MODEL_STATE
 from sigmascope.analysis.leaks import HEAP
-from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard, log_quietly
-from sigmascope.monitor.recorder import LiveStage, Recorder
+from sigmascope.monitor.recorder import LiveStage, Recorder, with_findings
 from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
 from sigmascope.probes.models import file_facts, key_facts
 from sigmascope.probes.tensors import quick_facts

@@ -23,7 +23,7 @@ from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
 from sigmascope.pipeline.out_of_memory import wait_for
 from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import PipelineFacts, Run

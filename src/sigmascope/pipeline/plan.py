@@ -19,8 +19,7 @@ from torch import nn
 from sigmascope import units
 from sigmascope.errors import ConfigError
 from sigmascope.probes import Accelerator, detect_accelerator, memory_snapshot
-from sigmascope.probes.models import components_of, unwrap
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import components_of, pipeline_facts, unwrap
 from sigmascope.probes.reading import attempt
 from sigmascope.records.run import JsonScalar, PipelineFacts, Role
 

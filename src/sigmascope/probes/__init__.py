@@ -7,9 +7,9 @@ from sigmascope.probes.accelerators import (
     NullAccelerator,
     detect_accelerator,
 )
-from sigmascope.probes.host import host_facts
-from sigmascope.probes.memory import (
+from sigmascope.probes.host import (
     heap_in_use,
+    host_facts,
     memory_snapshot,
     process_peak_rss_bytes,
     process_rss,

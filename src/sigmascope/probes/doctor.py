@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 
 from sigmascope.files import without_home
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
-from sigmascope.probes.host import host_facts
-from sigmascope.probes.memory import heap_in_use, process_rss, system_memory
+from sigmascope.probes.host import heap_in_use, host_facts, process_rss, system_memory
 from sigmascope.probes.nvml import read_nvml
 from sigmascope.probes.reading import attempt
 from sigmascope.records.memory import AcceleratorMemory

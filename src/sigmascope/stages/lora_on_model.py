@@ -34,8 +34,8 @@ from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
-from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
+from sigmascope.probes.tensors import Fingerprint, fingerprints, positions
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
 from sigmascope.stages.baseline import facts_as, unknown

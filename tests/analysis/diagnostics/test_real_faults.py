@@ -18,7 +18,7 @@ from tests.families import FAMILIES, make_pipeline
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor import Recorder
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import pipeline_facts
 from sigmascope.records.run import Finding, PipelineFacts, Run
 from sigmascope.records.serialization import from_plain, to_plain
 

@@ -4,7 +4,7 @@ import pytest
 from tests.analysis.faulty_runs import pipeline
 from tests.families import make_pipeline
 
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import pipeline_facts
 from sigmascope.records.run import AttentionFacts, Finding
 
 Found = Callable[..., dict[str, Finding]]

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from sigmascope.integrations.autostart import FINDER
 from sigmascope.integrations.diffusers import hooks, watch_session
-from sigmascope.integrations.import_hook import FINDER
 
 
 def marks(*things: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import pytest
 from tests.integrations.diffusers.marks import left_behind
 
 from sigmascope import load_run
+from sigmascope.integrations.autostart import Settings, say
 from sigmascope.integrations.process_recording import OlderGenerations, PeriodicSaver, Recording
-from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor import Recorder, current_recorder
 from sigmascope.records.run import Run
 
@@ -57,7 +57,7 @@ def test_ctrl_c_while_a_recording_ends_leaves_no_watch_open(
         raise KeyboardInterrupt
 
     threads = threading.active_count()
-    recording = Recording(Settings(output="run.json"), str(tmp_path))
+    recording = Recording(Settings(output="run.json"), str(tmp_path), say)
     monkeypatch.setattr(OlderGenerations, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         recording.end()
@@ -75,5 +75,5 @@ def test_a_recording_that_cannot_begin_leaves_no_watch_behind(
     monkeypatch.setattr(PeriodicSaver, "start", refuse)
     before = left_behind(), threading.active_count()
     with pytest.raises(OSError, match="no thread"):
-        Recording(Settings(output="run.json"), str(tmp_path))
+        Recording(Settings(output="run.json"), str(tmp_path), say)
     assert (left_behind(), threading.active_count()) == before

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sigmascope.monitor import Recorder, gpu_timing, scope
+from sigmascope.monitor import Recorder, scope
+from sigmascope.monitor import scope as gpu_timing
 from sigmascope.probes import NullAccelerator
 
 if TYPE_CHECKING:

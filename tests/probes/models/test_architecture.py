@@ -6,8 +6,7 @@ import torch
 from tests.families import FAMILIES, make_pipeline
 from torch import nn
 
-from sigmascope.probes.models import detect_architecture
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import detect_architecture, pipeline_facts
 
 KINDS = {
     "sd15": "UNet",

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import nn
 from torch.compiler import is_compiling
 
-from sigmascope.integrations.import_hook import without_this_frame
+from sigmascope.integrations.autostart import without_this_frame
 from sigmascope.monitor.guard import Guard
 
 Arguments: TypeAlias = tuple[Any, ...]

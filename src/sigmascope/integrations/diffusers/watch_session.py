@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from sigmascope.analysis.peak_owners import with_owners
+from sigmascope.integrations.autostart import when_loaded
 from sigmascope.integrations.diffusers.hooks import (
     COMPILED,
     HookSet,
@@ -34,13 +35,10 @@ from sigmascope.integrations.diffusers.hooks import (
     forget_others,
     reference_to,
 )
-from sigmascope.integrations.import_hook import when_loaded
-from sigmascope.monitor.findings import with_findings
-from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here
-from sigmascope.probes.models import components_of, unwrap
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
+from sigmascope.monitor.scope import Mark
+from sigmascope.probes.models import components_of, pipeline_facts, unwrap
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
 

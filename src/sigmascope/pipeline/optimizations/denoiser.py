@@ -30,7 +30,7 @@ from sigmascope.pipeline.plan import (
     model_of,
     of_each,
 )
-from sigmascope.probes.pipelines import channels_last, is_compiled, layerwise_casting
+from sigmascope.probes.models import channels_last, is_compiled, layerwise_casting
 from sigmascope.probes.reading import attempt
 
 ATTENTION: Final = "attention"

@@ -25,7 +25,7 @@ from sigmascope.pipeline.plan import (
     models_of,
     of_each,
 )
-from sigmascope.probes.pipelines import layerwise_casting
+from sigmascope.probes.models import layerwise_casting
 from sigmascope.records.memory import MIB
 
 PRECISION: Final = "precision"

@@ -13,8 +13,8 @@ from tests.families import generate
 from torch import Tensor, nn
 
 import sigmascope
+from sigmascope.integrations.autostart import FINDER
 from sigmascope.integrations.diffusers import hooks
-from sigmascope.integrations.import_hook import FINDER
 from sigmascope.records.run import Run
 
 pytestmark = [

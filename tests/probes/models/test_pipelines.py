@@ -5,7 +5,7 @@ import torch
 from tests.families import FAMILIES, make_pipeline
 from torch import nn
 
-from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.models import pipeline_facts
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from sigmascope.integrations.watch_settings import say
+from sigmascope.integrations.autostart import say
 
 
 class Stream:

@@ -15,7 +15,7 @@ from sigmascope.probes import (
     process_rss_bytes,
     system_memory,
 )
-from sigmascope.probes import memory as memory_module
+from sigmascope.probes import host as memory_module
 from sigmascope.probes.accelerators import CudaAccelerator
 
 MIB = 2**20

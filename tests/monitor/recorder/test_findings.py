@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.recorder import with_findings
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.integrations.import_hook import Finder
+from sigmascope.integrations.autostart import Finder
 
 
 @pytest.fixture

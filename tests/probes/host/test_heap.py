@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from sigmascope.probes import heap_in_use, memory
+from sigmascope.probes import heap_in_use
+from sigmascope.probes import host as memory
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
