@@ -5,9 +5,8 @@ with what it knows of the step filled in. Hosts like to quote prompts in their e
 word of what was raised is kept. The workflow's summary shows its stages, then what each stage's analysis says.
 
 How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Add methods that call them
-through `_analysed_or_reason`: take peaks and times from `_last_record(...)`, put the analysis on the stage with
-`.fact`, and keep it in `analyses` under the stage's name. Add the sections of its summary to `SUMMARIES`. Steps,
-memory, peaks, findings and the comprehensive summary need nothing more.
+through `_analysed`, take peaks and times from `_last_record(...)`, and `_keep` the analysis under the stage's name. Add
+the sections of its summary to `SUMMARIES`. Steps, memory, peaks, findings and the comprehensive summary need nothing more.
 """
 
 import logging
@@ -15,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 from rich.console import Console
 
@@ -64,6 +63,7 @@ from sigmascope.stages.text_encoding import TextEncodingThresholds, text_section
 from sigmascope.units import percent
 
 _log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 # How `stage_name` reads the names of steps.
 _NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
@@ -155,7 +155,7 @@ class WorkflowMonitor:
         stage = self.recorder.stage(name)
         heap = self._heap_bytes()
         if self.verbose:
-            self._show(lambda: self._tell_begin(step, name))
+            self._show(self._tell_begin, step, name)
         self.guard.read("steps", stage.__enter__)
         with self._lock:
             self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
@@ -252,12 +252,9 @@ class WorkflowMonitor:
         self, unet_model: object, clip_model: object, *, tokenizer: object = None
     ) -> dict[str, Any]:
         """See `sigmascope.capture_text_encoding_baseline`."""
-        return self._analysed_or_reason(
-            TEXT_ENCODING,
-            "baseline",
-            lambda: text_encoding.capture_text_encoding_baseline(
-                unet_model, clip_model, tokenizer=tokenizer, accelerator=self.accelerator
-            ),
+        capture, where = text_encoding.capture_text_encoding_baseline, self.accelerator
+        return self._analysed(
+            TEXT_ENCODING, "baseline", capture, unet_model, clip_model, tokenizer=tokenizer, accelerator=where
         )
 
     def encoding(self, which: Literal["positive", "negative"]) -> LiveStage:
@@ -281,38 +278,34 @@ class WorkflowMonitor:
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
         stage, record = self._last_record(TEXT_ENCODING)
-        analysis = self._analysed_or_reason(
+        analysis = self._analysed(
             TEXT_ENCODING,
             "encoding_success",
-            lambda: text_encoding.analyze_text_encoding_results(
-                baseline,
-                positive_cond,
-                negative_cond,
-                positive_prompt,
-                negative_prompt,
-                _seconds_or(record, elapsed_time),
-                positive_seconds=_seconds_of(record, "positive_prompt"),
-                negative_seconds=_seconds_of(record, "negative_prompt"),
-                peak_memory=None if record is None else record.peak,
-                error=error,
-                thresholds=self.thresholds,
-                token_limit=token_limit,
-                statistics=self.statistics,
-                prompt_privacy=self.prompt_privacy,
-                dumps=self.dumps,
-            ),
+            text_encoding.analyze_text_encoding_results,
+            baseline,
+            positive_cond,
+            negative_cond,
+            positive_prompt,
+            negative_prompt,
+            _given_or(elapsed_time, record, "seconds"),
+            positive_seconds=_seconds_of(record, "positive_prompt"),
+            negative_seconds=_seconds_of(record, "negative_prompt"),
+            peak_memory=None if record is None else record.peak,
+            error=error,
+            thresholds=self.thresholds,
+            token_limit=token_limit,
+            statistics=self.statistics,
+            prompt_privacy=self.prompt_privacy,
+            dumps=self.dumps,
         )
         if "text_processing" in analysis:
-            self.analyses[TEXT_ENCODING] = analysis
+            self._keep(TEXT_ENCODING, analysis, stage, beside_the_stage)
+            conditionings = {"positive": positive_cond, "negative": negative_cond}
             if stage is not None:
-                conditionings = {"positive": positive_cond, "negative": negative_cond}
-                self.guard.read(TEXT_ENCODING, lambda: self._note_text(stage, analysis, conditionings))
+                self.guard.read(TEXT_ENCODING, lambda: self._note_tensors(stage, conditionings))
         return analysis
 
-    def _note_text(
-        self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
-    ) -> None:
-        stage.fact(TEXT_ENCODING, beside_the_stage(analysis))
+    def _note_tensors(self, stage: LiveStage, conditionings: Mapping[str, object]) -> None:
         for which, conditioning in conditionings.items():
             first = read_conditioning(conditioning)[0].first
             for name, tensor in (("conditioning", first.tensor), ("pooled", first.pooled)):
@@ -323,67 +316,54 @@ class WorkflowMonitor:
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_text_encoding_analysis_summary`."""
-        self._show(lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console))
+        self._show(text_encoding.print_text_encoding_analysis_summary, analysis, console)
 
     def capture_lora_baseline(
         self, unet_model: object, clip_model: object, lora_path: object = None, *, keys: Keys = None
     ) -> dict[str, Any]:
         """See `sigmascope.capture_lora_baseline`."""
-        return self._analysed_or_reason(
+        capture, where = lora_application.capture_lora_baseline, self.accelerator
+        return self._analysed(
             LORA_APPLICATION,
             "baseline",
-            lambda: lora_application.capture_lora_baseline(
-                unet_model, clip_model, lora_path, keys=keys, accelerator=self.accelerator
-            ),
+            capture,
+            unet_model,
+            clip_model,
+            lora_path,
+            keys=keys,
+            accelerator=where,
         )
 
     def track_model_identity_changes(
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_model_identity_changes`."""
-        return self._analysed_or_reason(
-            LORA_APPLICATION,
-            "changes",
-            lambda: lora_application.track_model_identity_changes(original_model, modified_model, model_type),
-        )
+        track = lora_application.track_model_identity_changes
+        return self._analysed(LORA_APPLICATION, "changes", track, original_model, modified_model, model_type)
 
     def track_weight_modifications(
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_weight_modifications`."""
-        return self._analysed_or_reason(
-            LORA_APPLICATION,
-            "changes",
-            lambda: lora_application.track_weight_modifications(original_model, modified_model, model_type),
-        )
+        track = lora_application.track_weight_modifications
+        return self._analysed(LORA_APPLICATION, "changes", track, original_model, modified_model, model_type)
 
     def analyze_lora_patches(self, modified_model: object, model_type: str) -> dict[str, Any]:
         """See `sigmascope.analyze_lora_patches`."""
-        return self._analysed_or_reason(
-            LORA_APPLICATION,
-            "patches",
-            lambda: lora_application.analyze_lora_patches(modified_model, model_type),
-        )
+        analyze = lora_application.analyze_lora_patches
+        return self._analysed(LORA_APPLICATION, "patches", analyze, modified_model, model_type)
 
     def track_model_placement_changes(
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_model_placement_changes`."""
-        return self._analysed_or_reason(
-            LORA_APPLICATION,
-            "changes",
-            lambda: lora_application.track_model_placement_changes(
-                original_model, modified_model, model_type
-            ),
-        )
+        track = lora_application.track_model_placement_changes
+        return self._analysed(LORA_APPLICATION, "changes", track, original_model, modified_model, model_type)
 
     def calculate_memory_change(self, baseline_info: object, current_model: object) -> dict[str, Any]:
         """See `sigmascope.calculate_memory_change`."""
-        return self._analysed_or_reason(
-            LORA_APPLICATION,
-            "memory",
-            lambda: lora_application.calculate_memory_change(baseline_info, current_model),
-        )
+        calculate = lora_application.calculate_memory_change
+        return self._analysed(LORA_APPLICATION, "memory", calculate, baseline_info, current_model)
 
     def analyze_lora_application_results(
         self,
@@ -401,34 +381,30 @@ class WorkflowMonitor:
         goes to it, without what it has for single weights.
         """
         stage, record = self._last_record(LORA_APPLICATION)
-        analysis = self._analysed_or_reason(
+        analysis = self._analysed(
             LORA_APPLICATION,
             "lora_application_success",
-            lambda: lora_application.analyze_lora_application_results(
-                baseline,
-                modified_unet,
-                modified_clip,
-                lora_result,
-                elapsed_time=_seconds_or(record, elapsed_time),
-                peak_memory=None if record is None else record.peak,
-                error=self._error_or(record, error),
-            ),
+            lora_application.analyze_lora_application_results,
+            baseline,
+            modified_unet,
+            modified_clip,
+            lora_result,
+            elapsed_time=_given_or(elapsed_time, record, "seconds"),
+            peak_memory=None if record is None else record.peak,
+            error=self._error_or(record, error),
         )
         if "unet_changes" in analysis:
             details = None if record is None else record.exception_details
             if analysis["exception_details"] is None and details is not None:
                 analysis["exception_details"] = asdict(details)
-            self.analyses[LORA_APPLICATION] = analysis
-            if stage is not None:
-                short, _ = self.guard.read(LORA_APPLICATION, lambda: lora_application.in_short(analysis))
-                stage.fact(LORA_APPLICATION, short)
+            self._keep(LORA_APPLICATION, analysis, stage, lora_application.in_short)
         return analysis
 
     def print_lora_analysis_summary(
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_lora_analysis_summary`."""
-        self._show(lambda: lora_application.print_lora_analysis_summary(analysis, console))
+        self._show(lora_application.print_lora_analysis_summary, analysis, console)
 
     def trying(self, strategy: Strategy, direction: Direction = "encoding") -> LiveStage:
         """Return a stage for `with`, inside the step, that watches one strategy of your own engine apart.
@@ -440,12 +416,14 @@ class WorkflowMonitor:
 
     def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
         """See `sigmascope.capture_latent_generation_baseline`."""
-        baseline = self._analysed_or_reason(
+        baseline = self._analysed(
             LATENTS,
             "baseline",
-            lambda: latent_encoding.capture_latent_generation_baseline(
-                vae_model, video_data, statistics=self.statistics, accelerator=self.accelerator
-            ),
+            latent_encoding.capture_latent_generation_baseline,
+            vae_model,
+            video_data,
+            statistics=self.statistics,
+            accelerator=self.accelerator,
         )
         self.pictures = baseline.get("pictures")
         return baseline
@@ -460,18 +438,17 @@ class WorkflowMonitor:
         video_width: object = None,
     ) -> dict[str, Any]:
         """See `sigmascope.capture_latent_decoding_baseline`."""
-        return self._analysed_or_reason(
+        return self._analysed(
             LATENTS,
             "baseline",
-            lambda: latent_encoding.capture_latent_decoding_baseline(
-                vae_model,
-                latent,
-                video_length=video_length,
-                video_height=video_height,
-                video_width=video_width,
-                statistics=self.statistics,
-                accelerator=self.accelerator,
-            ),
+            latent_encoding.capture_latent_decoding_baseline,
+            vae_model,
+            latent,
+            video_length=video_length,
+            video_height=video_height,
+            video_width=video_width,
+            statistics=self.statistics,
+            accelerator=self.accelerator,
         )
 
     def analyze_latent_generation_results(
@@ -494,16 +471,15 @@ class WorkflowMonitor:
         Time, peaks, strategies and the memory right after come from the step; the analysis goes to it.
         """
         stage, step = self._last_record(VAE_STAGES["encoding"])
-        return self._analysed(
-            stage,
-            "encoding",
-            init_latent,
+        analysis = self._analysed(
+            LATENTS,
+            "encoding_success",
             lambda: latent_encoding.analyze_latent_generation_results(
                 baseline,
                 init_latent,
-                _seconds_or(step, elapsed_time),
+                _given_or(elapsed_time, step, "seconds"),
                 strategy_used,
-                _memory_or(step, immediate_gpu_changes),
+                _given_or(immediate_gpu_changes, step, "memory"),
                 video_length,
                 video_height,
                 video_width,
@@ -515,6 +491,7 @@ class WorkflowMonitor:
                 statistics=self.statistics,
             ),
         )
+        return self._keep_latents("encoding", analysis, stage, "latent", init_latent)
 
     def analyze_latent_decoding_results(
         self,
@@ -529,16 +506,15 @@ class WorkflowMonitor:
     ) -> dict[str, Any]:
         """See `sigmascope.analyze_latent_decoding_results`; the step adds what it does to an encoding."""
         stage, step = self._last_record(VAE_STAGES["decoding"])
-        return self._analysed(
-            stage,
-            "decoding",
-            decoded,
+        analysis = self._analysed(
+            LATENTS,
+            "encoding_success",
             lambda: latent_encoding.analyze_latent_decoding_results(
                 baseline,
                 decoded,
-                _seconds_or(step, elapsed_time),
+                _given_or(elapsed_time, step, "seconds"),
                 strategy_used,
-                _memory_or(step, immediate_gpu_changes),
+                _given_or(immediate_gpu_changes, step, "memory"),
                 record=record or record_in(step),
                 attempts=attempts_in(step, "decoding"),
                 peak_memory=None if step is None else step.peak,
@@ -546,37 +522,29 @@ class WorkflowMonitor:
                 statistics=self.statistics,
             ),
         )
+        return self._keep_latents("decoding", analysis, stage, "frames", decoded)
 
-    def _analysed(
+    def _keep_latents(
         self,
-        stage: LiveStage | None,
         direction: Direction,
+        analysis: dict[str, Any],
+        stage: LiveStage | None,
+        name: str,
         output: object,
-        read: Callable[[], Mapping[str, Any]],
     ) -> dict[str, Any]:
-        """The analysis, kept for the summary and on its step, with the facts of the latent or the pictures."""
-        analysis = self._analysed_or_reason(LATENTS, "encoding_success", read)
-        if "latent_analysis" not in analysis:
-            return analysis
-        self.analyses[VAE_STAGES[direction]] = analysis
-        if stage is not None:
-            self.guard.read(LATENTS, lambda: stage.fact(VAE_STAGES[direction], beside_the_stage(analysis)))
+        """The analysis, kept, with the facts of the latent or the pictures on its step."""
+        if "latent_analysis" in analysis:
+            self._keep(VAE_STAGES[direction], analysis, stage, beside_the_stage)
             tensor, _ = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
-            if tensor is not None:
-                name = "latent" if direction == "encoding" else "frames"
+            if stage is not None and tensor is not None:
                 stage.tensor(name, tensor, statistics=self.statistics)
         return analysis
 
     def _analyze_latent_output(
         self, init_latent: object, video_length: object, video_height: object, video_width: object
     ) -> dict[str, Any]:
-        return self._analysed_or_reason(
-            LATENTS,
-            "status",
-            lambda: latent_encoding._analyze_latent_output(
-                init_latent, video_length, video_height, video_width, statistics=self.statistics
-            ),
-        )
+        analyze, sizes = latent_encoding._analyze_latent_output, (video_length, video_height, video_width)
+        return self._analysed(LATENTS, "status", analyze, init_latent, *sizes, statistics=self.statistics)
 
     def _analyze_vae_encoding_performance(
         self,
@@ -586,38 +554,54 @@ class WorkflowMonitor:
         video_height: object,
         video_width: object,
     ) -> dict[str, Any]:
-        return self._analysed_or_reason(
-            LATENTS,
-            "performance",
-            lambda: latent_encoding._analyze_vae_encoding_performance(
-                elapsed_time, strategy_used, video_length, video_height, video_width
-            ),
-        )
+        analyze = latent_encoding._analyze_vae_encoding_performance
+        sizes = video_length, video_height, video_width
+        return self._analysed(LATENTS, "performance", analyze, elapsed_time, strategy_used, *sizes)
 
     def _calculate_latent_generation_memory_change(
         self, baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
     ) -> dict[str, Any]:
-        return self._analysed_or_reason(
-            LATENTS,
-            "memory",
-            lambda: latent_encoding._calculate_latent_generation_memory_change(
-                baseline, current_ram, current_gpu
-            ),
-        )
+        calculate = latent_encoding._calculate_latent_generation_memory_change
+        return self._analysed(LATENTS, "memory", calculate, baseline, current_ram, current_gpu)
 
     def print_latent_generation_analysis_summary(
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_generation_analysis_summary`."""
-        show = latent_encoding.print_latent_generation_analysis_summary
-        self._show(lambda: show(analysis, console))
+        self._show(latent_encoding.print_latent_generation_analysis_summary, analysis, console)
 
     def print_latent_decoding_analysis_summary(
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_decoding_analysis_summary`."""
-        show = latent_encoding.print_latent_decoding_analysis_summary
-        self._show(lambda: show(analysis, console))
+        self._show(latent_encoding.print_latent_decoding_analysis_summary, analysis, console)
+
+    def _analysed(
+        self,
+        instrument: str,
+        what: str,
+        analyse: Callable[P, Mapping[str, Any]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[str, Any]:
+        """What a function of a stage gives; else None for `what`, and why."""
+        analysis, reason = self.guard.read(instrument, lambda: analyse(*args, **kwargs))
+        return {what: None, "unavailable": {what: reason}} if analysis is None else dict(analysis)
+
+    def _show(self, show: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self.guard.read("summaries", lambda: show(*args, **kwargs))
+
+    def _keep(
+        self,
+        name: str,
+        analysis: Mapping[str, Any],
+        stage: LiveStage | None,
+        shortened: Callable[[Mapping[str, Any]], object],
+    ) -> None:
+        """Keep an analysis for the summary, and in short on its step."""
+        self.analyses[name] = analysis
+        if stage is not None:
+            self.guard.read(name, lambda: stage.fact(name, shortened(analysis)))
 
     def last_stage(self, name: str) -> LiveStage | None:
         """The stage of that name that is open now, else the one that ended last."""
@@ -630,23 +614,13 @@ class WorkflowMonitor:
         stage = self.last_stage(name)
         return stage, None if stage is None else self.guard.read("steps", stage.record)[0]
 
-    def _analysed_or_reason(
-        self, instrument: str, what: str, analyse: Callable[[], Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """What an analysis gives; else None for `what`, and why."""
-        analysis, reason = self.guard.read(instrument, analyse)
-        return {what: None, "unavailable": {what: reason}} if analysis is None else dict(analysis)
-
     def _error_or(
         self, record: Stage | None, error: BaseException | str | None
     ) -> BaseException | str | None:
         """The error that was given, without words where none are kept, else the one that ended the step."""
-        if error is None:
-            return None if record is None else record.error
-        return TEXT_NOT_KEPT if isinstance(error, str) and not self.guard.keeps_words else error
-
-    def _show(self, summary: Callable[[], None]) -> None:
-        self.guard.read("summaries", summary)
+        if isinstance(error, str) and not self.guard.keeps_words:
+            return TEXT_NOT_KEPT
+        return error if error is not None or record is None else record.error
 
     def get_peak_memory_summary(self) -> dict[str, Any]:
         """The highest memory of the whole workflow, and of each step in `steps`, in order.
@@ -702,7 +676,7 @@ class WorkflowMonitor:
         for stage, analysis in given.items():
             chosen = self.analyses.get(stage) if analysis is None else analysis
             if chosen is not None:
-                self._show(lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
+                self._show(_print_analysis, stage, chosen, console)
 
 
 ModelLoadingMonitor = WorkflowMonitor
@@ -733,14 +707,9 @@ def _vae_process(record: Stage, strategy_used: object, output: object) -> Encodi
     return None
 
 
-def _seconds_or(record: Stage | None, elapsed: object) -> object:
-    """The seconds that were given, else the step's."""
-    return elapsed if elapsed is not None or record is None else record.seconds
-
-
-def _memory_or(record: Stage | None, changes: object) -> object:
-    """The changes of memory that were given, else memory before and after the step."""
-    return changes if changes is not None or record is None else record.memory
+def _given_or(given: object, record: Stage | None, name: Literal["seconds", "memory"]) -> Any:
+    """What was given, else what the step's record has."""
+    return given if given is not None or record is None else getattr(record, name)
 
 
 def _seconds_of(record: Stage | None, name: str) -> float | None:
