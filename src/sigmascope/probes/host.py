@@ -1,11 +1,9 @@
 """Facts about the machine and the software on it: its memory, this process's memory, and who uses its processor.
 
-The resident set is read with one `pread` on a descriptor of `/proc/self/statm` that stays open: about 1.3 µs, where
-opening it each time or psutil takes about 9 µs. Other systems go through psutil.
-
-For leaks, `heap_in_use` asks the C library's allocator what it has given out and not got back, PyTorch's CPU tensors
-among it. The resident set tells little of this: freed memory stays resident and is given out again, so that a leak
-hides in it at first, and one large call raises it for good.
+On Linux the resident set is read from a file that stays open (1 µs, where psutil takes 9), elsewhere by psutil. For leaks,
+`heap_in_use` asks the C library's allocator what it has given out and not got back, PyTorch's CPU tensors among it. The
+resident set tells little of this: freed memory stays resident and is given out again, so that a leak hides in it at
+first, and one large call raises it for good.
 """
 
 import ctypes
@@ -13,10 +11,8 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -26,9 +22,16 @@ from typing import Any
 import psutil
 
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
-from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.reading import Reading, attempt, reasons
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.run import HostFacts
+
+try:
+    import resource
+except ImportError:  # Windows, and builds of Python without it
+    _HAS_RESOURCE = False
+else:
+    _HAS_RESOURCE = True
 
 LIBRARIES = (
     "sigmascope",
@@ -52,6 +55,11 @@ LIBRARIES = (
 """Distributions whose version can change what a pipeline costs or makes."""
 
 
+_HAS_STATM = sys.platform.startswith("linux")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+_statm_files: dict[int, int] = {}
+"""The open file of this process, by its id: a forked child's shows its parent."""
+
 # Fields of the processor's times that are no use of it, or are in others already.
 _IDLE = ("idle", "iowait")
 _COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux has them in user and nice already
@@ -72,7 +80,7 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
         "os": attempt(platform.platform),
         "python_version": attempt(platform.python_version),
     }
-    unavailable = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
+    unavailable = reasons(readings)
     devices = accelerator.devices()
     if not devices:
         unavailable["accelerators"] = why_no_devices(accelerator)
@@ -171,31 +179,6 @@ def others_share(before: CpuMoment, after: CpuMoment) -> float | None:
     return min(max(used / room, 0.0), 1.0)
 
 
-try:
-    import resource
-except ImportError:  # Windows, and builds of Python without it
-    _HAS_RESOURCE = False
-else:
-    _HAS_RESOURCE = True
-
-
-_STATM = "/proc/self/statm"
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-_HAS_STATM = sys.platform.startswith("linux")
-_descriptor: list[int] = []  # the one that is kept; empty: none is open in this process
-_opening = threading.Lock()
-
-
-def _forget_descriptor_of_parent() -> None:
-    global _opening
-    _descriptor.clear()  # it goes on showing the parent
-    _opening = threading.Lock()  # another thread may have held it when this process was forked off
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_descriptor_of_parent)
-
-
 def process_rss_bytes() -> int | None:
     """Resident set size of this process in bytes; None where `process_rss` would give a reason.
 
@@ -206,39 +189,19 @@ def process_rss_bytes() -> int | None:
 
 def process_rss() -> Reading[int]:
     """Resident set size of this process in bytes, or the reason why it cannot be read."""
-    for read in (_rss_from_kept_descriptor, _rss_from_new_descriptor) if _HAS_STATM else ():
+    if _HAS_STATM:
         try:
-            return Reading(read())
-        except (OSError, ValueError, IndexError):
-            pass  # not opened yet, or closed by somebody, or a system without /proc: psutil says more
+            return Reading(_rss_of_linux())
+        except (OSError, ValueError, IndexError):  # a system without /proc; or the program closed the file
+            _statm_files.clear()
     return attempt(lambda: int(psutil.Process().memory_info().rss))
 
 
-def _rss_from_kept_descriptor() -> int:
-    return int(os.pread(_descriptor[0], 128, 0).split()[1]) * _PAGE_BYTES
-
-
-def _rss_from_new_descriptor() -> int:
-    with _opening:
-        try:
-            return _rss_from_kept_descriptor()  # another thread was first
-        except (OSError, ValueError, IndexError):
-            _close_kept_descriptor()
-        _descriptor.append(os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC))
-        try:
-            return _rss_from_kept_descriptor()
-        except Exception:
-            _close_kept_descriptor()  # else each failure would leave one open
-            raise
-
-
-def _close_kept_descriptor() -> None:
-    """Close it, unless its number belongs to another file by now."""
-    for number in _descriptor:
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}") == f"/proc/{os.getpid()}/statm":  # noqa: PTH115
-                os.close(number)
-    _descriptor.clear()
+def _rss_of_linux() -> int:
+    process = os.getpid()
+    if process not in _statm_files:
+        _statm_files[process] = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    return int(os.pread(_statm_files[process], 128, 0).split()[1]) * _PAGE_BYTES
 
 
 def process_peak_rss_bytes() -> int | None:
@@ -292,24 +255,24 @@ def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
     )
 
 
-_MALLINFO_FIELDS = (
-    "arena",
-    "ordblks",
-    "smblks",
-    "hblks",
-    "hblkhd",
-    "usmblks",
-    "fsmblks",
-    "uordblks",
-    "fordblks",
-    "keepcost",
-)
-
-
 class _Mallinfo2(ctypes.Structure):
     """glibc's `struct mallinfo2` (malloc.h, since 2.33)."""
 
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    )
 
 
 def heap_in_use() -> Reading[int]:
