@@ -58,7 +58,7 @@ LIBRARIES = (
 _HAS_STATM = sys.platform.startswith("linux")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 _statm_files: dict[int, int] = {}
-"""The open file of this process, by its id: a forked child's shows its parent."""
+"""The open file of this process, by its id: a forked child's shows its parent. -1: it cannot be read, psutil is asked."""
 
 # Fields of the processor's times that are no use of it, or are in others already.
 _IDLE = ("idle", "iowait")
@@ -193,7 +193,7 @@ def process_rss() -> Reading[int]:
         try:
             return Reading(_rss_of_linux())
         except (OSError, ValueError, IndexError):  # a system without /proc; or the program closed the file
-            _statm_files.clear()
+            _statm_files[os.getpid()] = -1
     return attempt(lambda: int(psutil.Process().memory_info().rss))
 
 

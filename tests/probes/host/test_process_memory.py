@@ -60,17 +60,20 @@ def test_a_forked_child_reads_its_own() -> None:
 
 
 @linux
-def test_a_file_closed_by_others_is_opened_again_and_stays_open() -> None:
+def test_once_others_have_closed_the_file_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_statm_files", {})
     known_rss()
     os.close(memory_module._statm_files[os.getpid()])
-    assert process_rss_bytes() == pytest.approx(known_rss(), rel=0.02)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert all(known_rss() for _ in range(20))
+    assert all(known_rss() > MIB for _ in range(5))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @linux
-def test_a_number_that_became_another_file_is_noticed_and_not_closed(tmp_path: Path) -> None:
+def test_a_number_that_became_another_file_is_noticed_and_not_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "_statm_files", {})
     known_rss()
     number = memory_module._statm_files[os.getpid()]
     (tmp_path / "other").write_text("not numbers")
