@@ -100,6 +100,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     }
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", fake.statistics, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.statistics)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", fake.contexts.__contains__, raising=False)
     return fake

@@ -218,18 +218,13 @@ class CachingAccelerator:
     Args:
         kind: torch's device type.
         backend: Its module in torch, such as `torch.cuda`.
-        raw_statistics: Name in `torch._C` of the function that gives the nested statistics of a device;
-            the public function is several times slower or goes through it anyway.
     """
 
     absence: str | None = None
 
-    def __init__(self, kind: str, backend: ModuleType, raw_statistics: str) -> None:
+    def __init__(self, kind: str, backend: ModuleType) -> None:
         self.kind = kind
         self._backend: Any = backend
-        self._statistics: Callable[[int], Mapping[str, Any]] = getattr(
-            torch._C, raw_statistics, backend.memory_stats_as_nested_dict
-        )
         # Asked at each event, so without a detour; an older torch has no graphs on XPU.
         self._capturing: Callable[[], bool] = getattr(backend, "is_current_stream_capturing", lambda: False)
 
@@ -261,7 +256,7 @@ class CachingAccelerator:
         try:
             if not (self._backend.is_initialized() and self._has_context(device_index(device))):
                 return NOTHING
-            return consistent(_bytes_of(self._statistics(device_index(device))))
+            return consistent(_bytes_of(self._backend.memory_stats_as_nested_dict(device_index(device))))
         except PROBE_ERRORS:
             return UNKNOWN
 
@@ -329,7 +324,7 @@ class CachingAccelerator:
         return True
 
     def _why_no_statistics(self, device: str) -> str:
-        reading = attempt(lambda: _bytes_of(self._statistics(device_index(device))))
+        reading = attempt(lambda: _bytes_of(self._backend.memory_stats_as_nested_dict(device_index(device))))
         return reading.reason or "the allocator reports a figure that contradicts another"
 
 
@@ -370,7 +365,7 @@ class CudaAccelerator(CachingAccelerator):
     """CUDA and HIP devices."""
 
     def __init__(self) -> None:
-        super().__init__("cuda", torch.cuda, "_cuda_memoryStats")
+        super().__init__("cuda", torch.cuda)
         self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
 
     def facts(self, device: str) -> AcceleratorFacts:
@@ -451,7 +446,7 @@ class XpuAccelerator(CachingAccelerator):
     """Intel GPUs; torch's functions for them mirror CUDA's."""
 
     def __init__(self) -> None:
-        super().__init__("xpu", torch.xpu, "_xpu_memoryStats")
+        super().__init__("xpu", torch.xpu)
 
     def facts(self, device: str) -> AcceleratorFacts:
         """Name, memory and driver; nothing before the host has initialised the device."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
+from sigmascope.probes.reading import Reading, attempt, reasons
 
 _sessions: dict[int, ModuleType] = {}  # process id -> initialised library: a forked child needs its own
 _FACT_FIELDS = (
@@ -36,8 +36,6 @@ SHORTEST_PERIOD_SECONDS: Final = 1 / 6
 # Bits of NVML's clocks event reasons (nvml.h): heat, seen by software or hardware; the limit on power.
 _HEAT: Final = 0x20 | 0x40
 _POWER_CAP: Final = 0x04
-_READ_TOGETHER: Final = {"busy_percent": ("memory_busy_percent",), "slowed_by_heat": ("held_by_power_cap",)}
-"""Figures that come in one reading with another."""
 _ACTIVITY_FIELDS: Final = (
     "busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts",
     "slowed_by_heat", "held_by_power_cap",
@@ -71,10 +69,8 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
         device: A name as torch gives it, counted among the devices visible to this process.
     """
     opened = library()
-    if opened.value is None:
-        return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, opened.reason or "unknown"))
     nvml: Any = opened.value
-    handle = attempt(lambda: handle_of(nvml, device))
+    handle = opened if nvml is None else attempt(lambda: handle_of(nvml, device))
     if handle.value is None:
         return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, handle.reason or "unknown"))
     gpu = handle.value
@@ -89,13 +85,9 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
         ),
     }
     for name in ("total", "used", "free"):
-        value = None if memory.value is None else int(getattr(memory.value, name))
-        readings[f"{name}_bytes"] = Reading(value, memory.reason)
-    return NvmlFacts(
-        device,
-        **{name: reading.value for name, reading in readings.items()},
-        unavailable=reasons(readings),
-    )
+        readings[f"{name}_bytes"] = _part(memory, lambda memory, name=name: int(getattr(memory, name)))
+    facts = {name: reading.value for name, reading in readings.items()}
+    return NvmlFacts(device, **facts, unavailable=reasons(readings))
 
 
 def _as_text(value: str | bytes) -> str:
@@ -109,7 +101,7 @@ def nvml_memory(device: str) -> Reading[tuple[int, int]]:
         return Reading(None, opened.reason)
     nvml: Any = opened.value
     memory = attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle_of(nvml, device)))
-    return memory if memory.value is None else Reading((int(memory.value.free), int(memory.value.total)))
+    return _part(memory, lambda memory: (int(memory.free), int(memory.total)))
 
 
 def library() -> Reading[ModuleType]:
@@ -219,70 +211,37 @@ class GpuActivity:
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
 
-class GpuGauge:
-    """Reads one device. What it does not support is asked for once."""
+def gpu_activity(nvml: Any, device: str, handle: Reading[Any]) -> GpuActivity:
+    """All figures of one device now; never raises."""
+    if handle.value is None:
+        return GpuActivity(device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, handle.reason or "unknown"))
+    gpu = handle.value
+    rates = attempt(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu))
+    slowed_by = attempt(lambda: _clock_reasons(nvml, gpu))
+    readings: dict[str, Reading[Any]] = {
+        "busy_percent": _part(rates, lambda rates: float(rates.gpu)),
+        "memory_busy_percent": _part(rates, lambda rates: float(rates.memory)),
+        "temperature_celsius": attempt(
+            lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+        ),
+        "power_watts": attempt(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+        "slowed_by_heat": _part(slowed_by, lambda bits: bool(bits & _HEAT)),
+        "held_by_power_cap": _part(slowed_by, lambda bits: bool(bits & _POWER_CAP)),
+    }
+    figures = {name: reading.value for name, reading in readings.items()}
+    return GpuActivity(device, **figures, unavailable=reasons(readings))
 
-    def __init__(self, nvml: Any, device: str) -> None:
-        self.device = device
-        self._nvml = nvml
-        self._handle: Any = None
-        self._unsupported: dict[str, str] = {}
 
-    def read(self) -> GpuActivity:
-        """All figures now; never raises."""
-        nvml = self._nvml
-        if self._handle is None:  # asked for again: before CUDA is initialised it may be ambiguous
-            handle = attempt(lambda: handle_of(nvml, self.device))
-            if handle.value is None:
-                return GpuActivity(
-                    self.device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, handle.reason or "unknown")
-                )
-            self._handle = handle.value
-        readings = {name: self._get(name, read) for name, read in self._reads().items()}
-        rates, slowed_by = readings["busy_percent"].value, readings["slowed_by_heat"].value
-        warmth, milliwatts = readings["temperature_celsius"].value, readings["power_watts"].value
-        return GpuActivity(
-            self.device,
-            None if rates is None else float(rates.gpu),
-            None if rates is None else float(rates.memory),
-            None if warmth is None else float(warmth),
-            None if milliwatts is None else milliwatts / 1e3,
-            None if slowed_by is None else bool(slowed_by & _HEAT),
-            None if slowed_by is None else bool(slowed_by & _POWER_CAP),
-            {
-                name: reason
-                for first, reason in reasons(readings).items()
-                for name in (first, *_READ_TOGETHER.get(first, ()))
-            },
-        )
+def _part(reading: Reading[Any], of: Callable[[Any], Any]) -> Reading[Any]:
+    return reading if reading.value is None else Reading(of(reading.value))
 
-    def _reads(self) -> dict[str, Callable[[Any], Any]]:
-        nvml = self._nvml
-        return {
-            "busy_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu),
-            "temperature_celsius": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-            "power_watts": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu),
-            "slowed_by_heat": self._clock_reasons,
-        }
 
-    def _get(self, name: str, read: Callable[[Any], Any]) -> Reading[Any]:
-        known = self._unsupported.get(name)
-        if known is not None:
-            return Reading(None, known)
-        try:
-            return Reading(read(self._handle))
-        except (AttributeError, getattr(self._nvml, "NVMLError_NotSupported", AttributeError)) as error:
-            self._unsupported[name] = reason = describe(error)
-        except (*PROBE_ERRORS, self._nvml.NVMLError) as error:  # it may answer the next time
-            reason = describe(error)
-        return Reading(None, reason)
-
-    def _clock_reasons(self, gpu: Any) -> int:
-        """By the name of today, or that of older libraries."""
-        for name in _CLOCK_REASON_FUNCTIONS:
-            if hasattr(self._nvml, name):
-                return int(getattr(self._nvml, name)(gpu))
-        raise AttributeError(f"this pynvml has no {_CLOCK_REASON_FUNCTIONS[0]}")
+def _clock_reasons(nvml: Any, gpu: Any) -> int:
+    """By the name of today, or that of older libraries."""
+    for name in _CLOCK_REASON_FUNCTIONS:
+        if hasattr(nvml, name):
+            return int(getattr(nvml, name)(gpu))
+    raise AttributeError(f"this pynvml has no {_CLOCK_REASON_FUNCTIONS[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +266,7 @@ class GpuActivitySource:
     def forget(self) -> None:
         """Be as new: for a forked child, whose library is not initialised."""
         self._lock = threading.Lock()
-        self._gauges: dict[str, GpuGauge] = {}
+        self._handles: dict[str, Reading[Any]] = {}
         self._last: ActivityReading | None = None
         self._read_at = 0.0
 
@@ -324,10 +283,15 @@ class GpuActivitySource:
             opened = library()
             if opened.value is None:
                 return Reading(None, opened.reason)
-            for device in devices:
-                self._gauges.setdefault(device, GpuGauge(opened.value, device))
+            nvml = opened.value
+            for device in (*self._handles, *devices):
+                if (
+                    self._handles.get(device, Reading(None)).value is None
+                ):  # before CUDA is initialised it may be ambiguous
+                    self._handles[device] = attempt(lambda device=device: handle_of(nvml, device))  # type: ignore[misc]
             number = 1 if self._last is None else self._last.number + 1
-            self._last = ActivityReading(number, tuple(gauge.read() for gauge in self._gauges.values()))
+            activities = (gpu_activity(nvml, device, handle) for device, handle in self._handles.items())
+            self._last = ActivityReading(number, tuple(activities))
             self._read_at = now
             return Reading(self._last)
 

@@ -35,12 +35,6 @@ def test_the_four_figures_come_from_one_read(gpu: Any) -> None:
     assert gpu.calls == ["statistics 0"]
 
 
-def test_without_the_raw_function_the_public_one_is_read(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_cuda_memoryStats")
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", gpu.statistics)
-    assert CudaAccelerator().allocated_and_peak("cuda:0").allocated == 100 * MIB
-
-
 def test_before_the_process_uses_cuda_nothing_is_allocated_and_cuda_stays_asleep(gpu: Any) -> None:
     gpu.initialized = False  # the fakes fail when anything would initialise CUDA
     accelerator = CudaAccelerator()
@@ -139,7 +133,7 @@ def test_what_torch_raises_becomes_a_reason(
 
     for name in ("mem_get_info", "reset_peak_memory_stats", "get_device_properties", "Event", "device_count"):
         monkeypatch.setattr(torch.cuda, name, fail)
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", fail)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fail)
     accelerator = CudaAccelerator()
     reason = f"{type(error).__name__}: {error}"
     assert accelerator.devices() == []

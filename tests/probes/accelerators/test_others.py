@@ -24,7 +24,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     figures = {"current": 3 * MIB, "peak": 4 * MIB}
     statistics = {"allocated_bytes": {"all": figures}, "reserved_bytes": {"all": figures}}
     properties = SimpleNamespace(name="Intel Arc B580", total_memory=12 * MIB, driver_version="1.6.3")
-    monkeypatch.setattr(torch._C, "_xpu_memoryStats", lambda _device: statistics, raising=False)
+    monkeypatch.setattr(torch.xpu, "memory_stats_as_nested_dict", lambda _device: statistics)
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: state.initialized)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 0)
