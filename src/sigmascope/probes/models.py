@@ -304,18 +304,19 @@ def modules_in(module: nn.Module) -> Iterator[nn.Module]:
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module itself, by name, and those of attention that PEFT has taken out of the register."""
-    registered = _registered(module, "_parameters")
-    for name, parameter in registered.items():
+    parameters = registered(module, "_parameters")
+    for name, parameter in parameters.items():
         if isinstance(parameter, Tensor):
             yield name, parameter
     if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
         for name in _KEPT_PLAIN:
             plain = vars(module).get(name)
-            if name not in registered and isinstance(plain, Tensor):
+            if name not in parameters and isinstance(plain, Tensor):
                 yield name, plain
 
 
-def _registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+    """What is registered on a module itself, past any `__getattr__` of its own."""
     held = vars(module).get(holder)
     return held if isinstance(held, Mapping) else {}
 
@@ -323,14 +324,14 @@ def _registered(module: nn.Module, holder: str) -> Mapping[str, object]:
 def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The buffers of a module itself, by name; without `transient` only those that a state dict has."""
     left_out = () if transient else vars(module).get("_non_persistent_buffers_set") or ()
-    for name, buffer in _registered(module, "_buffers").items():
+    for name, buffer in registered(module, "_buffers").items():
         if isinstance(buffer, Tensor) and name not in left_out:
             yield name, buffer
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules right inside a module, by name."""
-    held = _registered(module, "_modules")
+    held = registered(module, "_modules")
     return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
 
 

@@ -85,7 +85,8 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
         ),
     }
     for name in ("total", "used", "free"):
-        readings[f"{name}_bytes"] = _part(memory, lambda memory, name=name: int(getattr(memory, name)))
+        value = None if memory.value is None else int(getattr(memory.value, name))
+        readings[f"{name}_bytes"] = Reading(value, memory.reason)
     facts = {name: reading.value for name, reading in readings.items()}
     return NvmlFacts(device, **facts, unavailable=reasons(readings))
 

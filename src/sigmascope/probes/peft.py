@@ -4,22 +4,21 @@ PEFT is not imported: its layers are known by what they hold. Modules are walked
 not by `named_modules` or `state_dict`, which PEFT's attention layer answers by registering its weights anew.
 
 `read_adapters` gives each change of each weight with its state. `changes_of` reads a layer's factors by kind,
-`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules`, `base_weights` and `base_weight`
-find modules and weights under the names that they have without adapters.
+`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules` and `base_weights` find modules and
+weights under the names that they have without adapters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchState, PatchType
-from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
+from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, registered
 from sigmascope.probes.reading import Reading, attribute, describe, number, sequence
-
-__all__ = ["base_weight", "base_weights", "read_adapters"]
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
 
@@ -199,10 +198,13 @@ def _applied(name: str, layer: nn.Module, adapter: str, change: Change, standing
 
 def _shape(layer: nn.Module, parameter: str) -> tuple[int, ...] | None:
     """The weight's shape; of a quantised matrix what it stands for, not how it is packed."""
-    weight = tensor_at(layer, parameter)
+    *path, own = parameter.split(".")
+    module = base = bare(layer)
+    for part in path:
+        module = bare(children_of(module)[part])
+    weight = dict(_own_tensors(module)).get(own)
     if weight is None:
         return None
-    base = bare(layer)
     sizes = attribute(base, "out_features"), attribute(base, "in_features")
     if not weight.is_floating_point() and all(isinstance(size, int) for size in sizes):
         return sizes
@@ -293,22 +295,16 @@ def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
     return None
 
 
-def _lycoris_reader(
-    kind: AdapterType, prefix: str, parts: tuple[str, ...]
-) -> Callable[[nn.Module, str], list[Change]]:
-    def read(layer: nn.Module, adapter: str) -> list[Change]:
-        found = {part: tensor_of(by_adapter(layer, prefix + part).get(adapter)) for part in parts}
-        return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
-
-    return read
+def _read_lycoris(
+    kind: AdapterType, prefix: str, parts: tuple[str, ...], layer: nn.Module, adapter: str
+) -> list[Change]:
+    found = {part: tensor_of(by_adapter(layer, prefix + part).get(adapter)) for part in parts}
+    return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
 
 
-def _rotation_reader(kind: AdapterType) -> Callable[[nn.Module, str], list[Change]]:
-    def read(layer: nn.Module, adapter: str) -> list[Change]:
-        reason = {"tensors": "PEFT keeps rotations in another form than blocks"}
-        return [Change("weight", kind, has_scale=False, unavailable=reason)]
-
-    return read
+def _read_rotation(kind: AdapterType, _layer: nn.Module, _adapter: str) -> list[Change]:
+    reason = {"tensors": "PEFT keeps rotations in another form than blocks"}
+    return [Change("weight", kind, has_scale=False, unavailable=reason)]
 
 
 def _read_replacement(layer: nn.Module, adapter: str) -> list[Change]:
@@ -339,11 +335,11 @@ def _parameter(layer: nn.Module) -> str:
 _READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
     "lora_A": _read_lora,
     "lora_embedding_A": _read_embedding,
-    "hada_w1_a": _lycoris_reader("loha", "hada_", _LOHA),
-    "lokr_w1": _lycoris_reader("lokr", "lokr_", _LOKR),
-    "lokr_w1_a": _lycoris_reader("lokr", "lokr_", _LOKR),
-    "oft_R": _rotation_reader("oft"),
-    "boft_R": _rotation_reader("boft"),
+    "hada_w1_a": partial(_read_lycoris, "loha", "hada_", _LOHA),
+    "lokr_w1": partial(_read_lycoris, "lokr", "lokr_", _LOKR),
+    "lokr_w1_a": partial(_read_lycoris, "lokr", "lokr_", _LOKR),
+    "oft_R": partial(_read_rotation, "oft"),
+    "boft_R": partial(_read_rotation, "boft"),
     "modules_to_save": _read_replacement,
 }
 
@@ -441,7 +437,7 @@ def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, n
     if inner is not None:
         yield from _walk(name, inner, seen)
         return
-    for own, child in _children(module).items():
+    for own, child in children_of(module).items():
         yield from _walk(f"{name}.{own}" if name else own, child, seen)
 
 
@@ -452,7 +448,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    held = _registered(module, "_modules")
+    held = registered(module, "_modules")
     for name, kinds in _AROUND_WHOLE_MODELS.items():
         inner = held.get(name)
         if isinstance(inner, nn.Module) and any(base.__name__ in kinds for base in type(module).__mro__):
@@ -460,19 +456,9 @@ def _inside(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _registered(module: object, holder: str) -> Mapping[str, object]:
-    """What is registered on a module itself, past any `__getattr__` of its own."""
-    held = vars(module).get(holder) if isinstance(module, nn.Module) else None
-    return held if isinstance(held, Mapping) else {}
-
-
-def _children(module: object) -> dict[str, nn.Module]:
-    return children_of(module) if isinstance(module, nn.Module) else {}
-
-
-def wrapped(module: object) -> nn.Module | None:
+def wrapped(module: nn.Module) -> nn.Module | None:
     """What a layer of an adapter is put around, or None if it is no such layer."""
-    held = _registered(module, "_modules")
+    held = registered(module, "_modules")
     for name in _WRAPPED:
         inner = held.get(name)
         if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
@@ -497,53 +483,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from own_buffers(module, transient=False)
 
 
-def base_weight(model: object, key: str) -> Tensor | None:
-    """The weight that adapters change: the host's own tensor, not a copy, and merged adapters are in it.
-
-    Args:
-        model: A module or a pipeline.
-        key: As `AppliedPatch.key` has it: the state dict's name without wrappers, so without `.base_layer`.
-
-    Returns:
-        None if there is no such weight, or its numbers are not to be had: quantised, or on the meta device.
-    """
-    tensor = tensor_at(model, key)
-    return tensor if tensor is not None and tensor.is_floating_point() and not tensor.is_meta else None
-
-
-def tensor_at(model: object, key: str) -> Tensor | None:
-    """The tensor of that name without wrappers, whatever it is; None if there is none."""
-    *path, own = key.split(".")
-    place: object = model
-    if not isinstance(model, nn.Module) and path:
-        place = _component(model, path.pop(0))
-    for part in path:
-        place = _children(bare(place)).get(part)
-    return _own_tensor(bare(place), own)
-
-
-def _component(pipeline: object, name: str) -> object:
-    """A component of a pipeline; None if there is none of that name."""
-    components = attribute(pipeline, "components")
-    return components.get(name) if isinstance(components, Mapping) else None
-
-
-def _own_tensor(module: object, name: str) -> Tensor | None:
-    """A parameter or buffer of the module itself; PEFT keeps merged weights of attention as plain attributes."""
-    for holder in ("_parameters", "_buffers"):
-        held = _registered(module, holder).get(name)
-        if isinstance(held, Tensor):
-            return held
-    plain = vars(module).get(name) if isinstance(module, nn.Module) else None
-    return plain if isinstance(plain, Tensor) else None
-
-
-def bare(module: object) -> object:
+def bare(module: nn.Module) -> nn.Module:
     """The module without compilation and layers of adapters around it."""
-    while isinstance(module, nn.Module):
-        module = _unwrapped(module)
-        inner = wrapped(module)
-        if inner is None:
-            return module
-        module = inner
-    return module
+    module = _unwrapped(module)
+    inner = wrapped(module)
+    return module if inner is None else bare(inner)

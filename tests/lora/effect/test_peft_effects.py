@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sigmascope.lora.effect import effect_of, measured_effect
-from sigmascope.probes.peft import base_weight, read_adapters
+from sigmascope.probes.peft import base_weights, read_adapters
 
 peft: Any = pytest.importorskip("peft")
 
@@ -47,7 +47,7 @@ def adapted(kind: str) -> Any:
 def weights(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name in ("linear.weight", "conv.weight"):
-        weight = base_weight(model, name)
+        weight = dict(base_weights(model)).get(name)
         assert weight is not None
         found[name] = weight.detach().clone()
     return found

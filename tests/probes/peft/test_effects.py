@@ -8,7 +8,7 @@ from tests.probes.peft.conftest import Inject
 from torch import nn
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.peft import base_weight, read_adapters
+from sigmascope.probes.peft import base_weights, read_adapters
 
 DORA = {"use_dora": True, "lora_alpha": 6}
 
@@ -37,12 +37,12 @@ def test_predicted_change_is_what_merging_changes(
     adapted: Any = model.get_submodule(layer)
     adapted.scale_layer(0.5)
     key = f"{layer}.weight"
-    weight = base_weight(model, key)
+    weight = dict(base_weights(model)).get(key)
     assert weight is not None
     before = weight.double().clone()
     predicted = effect_of(read_adapters(model).value or (), weight)
     adapted.merge()
-    after = base_weight(model, key)
+    after = dict(base_weights(model)).get(key)
     assert after is not None
     assert predicted.delta_norm == pytest.approx(float(torch.linalg.vector_norm(after - before)), rel=1e-5)
 
