@@ -20,7 +20,6 @@ from sigmascope.probes.reading import (
     Reading,
     attempt,
     attribute,
-    describe,
     has,
     lookup,
     mapping,
@@ -34,11 +33,16 @@ _MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_devic
 _MOST_HOLDERS = 3
 _MOST_PARENTS = 64
 
-# Why a change of a hook or a bypass stands where it does.
-_IN_FORCE = "a hook that is in force now"
-_WAITING_FOR_SAMPLING = "a hook that is in force while the conditioning that carries it is sampled"
-_BESIDE = "beside the layer in each forward pass, its weight unchanged"
-_WAITING_FOR_LOADING = "to be put beside the layer when the model is loaded"
+# Where a change of an object, a hook, a function or a bypass stands.
+_REPLACED = Standing("merged", "the object that it replaced is kept")
+_TO_BE_REPLACED = Standing("registered", "to be replaced when the model is loaded")
+_IN_FORCE = Standing("merged", "a hook that is in force now")
+_WAITING_FOR_SAMPLING = Standing(
+    "registered", "a hook that is in force while the conditioning that carries it is sampled"
+)
+_TO_BE_WRAPPED = Standing("registered", "to be wrapped around the weight when the model is loaded")
+_BESIDE = Standing("lazy", "beside the layer in each forward pass, its weight unchanged")
+_WAITING_FOR_LOADING = Standing("registered", "to be put beside the layer when the model is loaded")
 
 Place = tuple[str, int]
 _Group = tuple[str, int, int]  # what the token is of, the token, and how often it had come before
@@ -60,10 +64,7 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     patcher = patcher_of(model)
     if patcher is None:
         return Reading(None, f"{type(model).__name__} is no patcher and holds none")
-    try:
-        return Reading(tuple(_patches(patcher)))
-    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return Reading(None, describe(error))
+    return attempt(lambda: tuple(_patches(patcher)))
 
 
 def _patches(patcher: Any) -> Iterator[AppliedPatch]:
@@ -86,11 +87,7 @@ def replaced(patcher: object) -> Iterator[Found]:
     kept = mapping(patcher, "object_patches_backup")
     for key, value in mapping(patcher, "object_patches").items():
         if isinstance(value, Tensor):
-            standing = (
-                Standing("merged", "the object that it replaced is kept")
-                if key in kept
-                else Standing("registered", "to be replaced when the model is loaded")
-            )
+            standing = _TO_BE_REPLACED if key not in kept else _REPLACED
             yield Found(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
 
 
@@ -209,11 +206,8 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
             yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
 
 
-def _is_dynamic(patcher: object) -> bool:
-    try:
-        return bool(patcher.is_dynamic())  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001 - absent before 2026, or the host's own trouble
-        return False
+def _is_dynamic(patcher: Any) -> bool:
+    return attempt(lambda: bool(patcher.is_dynamic())).value is True  # absent before 2026
 
 
 def _with_parents(patcher: object) -> Iterator[object]:
@@ -303,10 +297,7 @@ def hooked(patcher: object) -> Iterator[Found]:
     for place, (ref, patches) in enumerate(mapping(patcher, "hook_patches").items()):
         hook = next((hook for hook in hooks if attribute(hook, "hook_ref") is ref), None)
         for key, entries in patches.items():
-            merged = hook is not None and key in kept
-            standing = (
-                Standing("merged", _IN_FORCE) if merged else Standing("registered", _WAITING_FOR_SAMPLING)
-            )
+            standing = _IN_FORCE if hook is not None and key in kept else _WAITING_FOR_SAMPLING
             for entry in entries:
                 yield Found(key, _times(entry, hook), standing, f"hook {place + 1}")
 
@@ -329,13 +320,10 @@ def wrapped(patcher: object) -> Iterator[Found]:
     model = attribute(patcher, "model")
     for key, functions in mapping(patcher, "weight_wrapper_patches").items():
         module, name = owner_of(model, key)
-        in_place = sequence(attribute(module, f"{name}_function"))
+        in_place = attribute(module, f"{name}_function")
         for function in sequence(functions):
-            standing = (
-                Standing("lazy", f"wrapped around the weight of {type(module).__name__} in each forward pass")
-                if any(held is function for held in in_place)
-                else Standing("registered", "to be wrapped around the weight when the model is loaded")
-            )
+            why = f"wrapped around the weight of {type(module).__name__} in each forward pass"
+            standing = Standing("lazy", why) if _holds(in_place, function) else _TO_BE_WRAPPED
             yield Found(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
 
 
@@ -354,8 +342,7 @@ def bypassed(patcher: object) -> Iterator[Found]:
     names = _module_names(attribute(patcher, "model")) if hooks else {}
     for position, hook in hooks:
         key = names.get(id(attribute(hook, "module")), "")
-        in_place = attribute(hook, "original_forward") is not None
-        standing = Standing("lazy", _BESIDE) if in_place else Standing("registered", _WAITING_FOR_LOADING)
+        standing = _WAITING_FOR_LOADING if attribute(hook, "original_forward") is None else _BESIDE
         entry = (attribute(hook, "multiplier"), attribute(hook, "adapter"), 1.0, None, None)
         yield Found(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
 
@@ -377,9 +364,8 @@ def _module_names(model: object) -> dict[int, str]:
 
 def weight_at(module: object, key: str) -> Tensor | None:
     """The parameter or buffer of a dotted name."""
-    for name in key.split("."):
-        module = attribute(module, name)
-    return module if isinstance(module, Tensor) else None
+    held = attribute(*owner_of(module, key))
+    return held if isinstance(held, Tensor) else None
 
 
 def is_comfyui(model: object) -> bool:
@@ -475,16 +461,7 @@ def kept_weight(kept: object) -> Tensor | None:
     Until August 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
     (weight, device).
     """
-    try:
-        return _kept_weight(kept)
-    except Exception:  # noqa: BLE001 - see `patcher_of`
-        return None
-
-
-def _kept_weight(kept: object) -> Tensor | None:
-    if isinstance(kept, Tensor):
-        return kept
-    held = attribute(kept, "weight")
+    held = kept if isinstance(kept, Tensor) else attribute(kept, "weight")
     if held is None and isinstance(kept, tuple) and kept:
         held = kept[0]
     return held if isinstance(held, Tensor) else None
@@ -492,10 +469,7 @@ def _kept_weight(kept: object) -> Tensor | None:
 
 def patcher_of(model: object) -> Any:
     """The patcher that a model is or holds, or None."""
-    try:
-        return _patcher_of(model)
-    except Exception:  # noqa: BLE001 - even the class of a host's object may raise when it is asked for
-        return None
+    return attempt(lambda: _patcher_of(model)).value  # even asking for the class of a host's object may raise
 
 
 def _patcher_of(model: object) -> Any:

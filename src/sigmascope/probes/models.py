@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
 from sigmascope.probes.tensors import place_of
 from sigmascope.records.run import (
     AttentionFacts,
@@ -424,13 +424,12 @@ def pipeline_facts(pipeline: object) -> PipelineFacts:
     unavailable = {} if found.reason is None else {"components": found.reason}
     if architecture.value is None:
         unavailable["architecture"] = architecture.reason or "unknown"
-    components: dict[str, ComponentFacts] = {}
-    for name, part in parts.items():
-        reading = attempt(lambda name=name, part=part: _component(name, part))  # type: ignore[misc]
-        if reading.value is None:
-            unavailable[f"components.{name}"] = reading.reason or "unknown"
-        else:
-            components[name] = reading.value
+    readings = {
+        name: attempt(lambda name=name, part=part: _component(name, part))  # type: ignore[misc]
+        for name, part in parts.items()
+    }
+    unavailable |= {f"components.{name}": reason for name, reason in reasons(readings).items()}
+    components = {name: reading.value for name, reading in readings.items() if reading.value is not None}
     return PipelineFacts(
         class_name=class_name,
         architecture=None if architecture.value is None else architecture.value.kind,
@@ -508,11 +507,8 @@ def _denoisers(pipeline: object) -> list[nn.Module]:
 
 def _source(pipeline: object) -> str | None:
     """`_name_or_path`, which diffusers keeps in the configuration."""
-    try:
-        config = getattr(pipeline, "config", None)
-        found = config.get(_SOURCE) if isinstance(config, Mapping) else None
-    except PROBE_ERRORS:
-        return None
+    config = getattr(pipeline, "config", None)
+    found = config.get(_SOURCE) if isinstance(config, Mapping) else None
     return short_path(found) if isinstance(found, str) and found else None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchState, PatchType
 from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, registered
-from sigmascope.probes.reading import Reading, attribute, describe, number, sequence
+from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
 
@@ -54,10 +54,7 @@ def read_adapters(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     """
     if not isinstance(model, nn.Module) and not isinstance(attribute(model, "components"), Mapping):
         return Reading(None, f"{type(model).__name__} is neither a module nor a pipeline")
-    try:
-        return Reading(tuple(_patches(model)))
-    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return Reading(None, describe(error))
+    return attempt(lambda: tuple(_patches(model)))
 
 
 def _patches(model: object) -> Iterator[AppliedPatch]:
@@ -143,10 +140,12 @@ def adapters_of(layer: nn.Module) -> list[str]:
 
 
 def _of_adapter(name: str, layer: nn.Module, adapter: str, standing: Standing) -> list[AppliedPatch]:
-    try:
-        return [_applied(name, layer, adapter, change, standing) for change in changes_of(layer, adapter)]
-    except Exception as error:  # noqa: BLE001 - see read_adapters
-        return [_unreadable(name, layer, adapter, describe(error))]
+    patches = attempt(
+        lambda: [_applied(name, layer, adapter, change, standing) for change in changes_of(layer, adapter)]
+    )
+    if patches.value is None:
+        return [_unreadable(name, layer, adapter, patches.reason or "unknown")]
+    return patches.value
 
 
 @dataclass(frozen=True, slots=True)

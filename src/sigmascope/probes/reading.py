@@ -147,17 +147,15 @@ def _trace_without_words(error: BaseException) -> str:
     return "".join(reversed(texts))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what a stack trace shows before it, last raised first."""
+def _chain(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
+    """The error and what a stack trace shows before it, last raised first; or what it was raised from alone."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        if following.__cause__ is not None or following.__suppress_context__:
-            following = following.__cause__
-        else:
-            following = following.__context__
+        is_cause = explicit or following.__cause__ is not None or following.__suppress_context__
+        following = following.__cause__ if is_cause else following.__context__
 
 
 def _block_without_words(error: BaseException) -> str:
@@ -209,7 +207,7 @@ def known_cause(error: BaseException) -> str | None:
 
     Its message is read to recognise it, and for numbers. No word of it is in the answer.
     """
-    for one in _causes(error):
+    for one in _chain(error, explicit=True):
         if _says_so(one):
             sizes = [f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(one, pattern))]
             return ", ".join(["out of memory", *sizes])
@@ -236,7 +234,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
     from one of these. NaN and wrong shapes are other errors, and an interruption is none.
     """
-    return isinstance(error, Exception) and any(_says_so(one) for one in _causes(error))
+    return isinstance(error, Exception) and any(_says_so(one) for one in _chain(error, explicit=True))
 
 
 def _says_so(error: BaseException) -> bool:
@@ -252,16 +250,6 @@ def _text_of(error: BaseException, otherwise: str = "") -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - any class may have written that __str__
         return otherwise
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, explicitly."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
 
 
 def reasons(readings: Mapping[str, Reading[T]]) -> dict[str, str]:
