@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BARE = """
 import os, sys
 import psutil, torch  # which need more of a system than we do
@@ -46,6 +48,7 @@ assert not [name for name in os.listdir() if name.startswith(".") or name.endswi
 """
 
 
+@pytest.mark.slow
 def test_records_and_files_are_made_there_too(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BARE], cwd=tmp_path, capture_output=True, text=True, check=False

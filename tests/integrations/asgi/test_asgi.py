@@ -495,7 +495,10 @@ def test_a_private_record_quotes_neither_error_nor_path(path: str, route: object
     assert "fox" not in str(record)
 
 
-def test_models_that_clients_invent_share_a_label_from_the_hundredth_on() -> None:
+def test_models_that_clients_invent_share_a_label_from_some_number_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sigmascope.integrations.asgi._MOST_MODELS", 5)
     monitor = PerformanceMonitor(sample_hz=None)
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -504,19 +507,22 @@ def test_models_that_clients_invent_share_a_label_from_the_hundredth_on() -> Non
         await answer(send, b"")
 
     watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
-    for number in range(120):
+    for number in range(8):
         call(watched, scope(f"/model-{number}"))
     text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
-    assert text.count("sigmascope_generation_seconds_count{") == 101
-    assert 'sigmascope_generation_seconds_count{model="other"} 20.0' in text
-    assert 'sigmascope_generation_seconds_count{model="/model-99"} 1.0' in text
+    assert text.count("sigmascope_generation_seconds_count{") == 6
+    assert 'sigmascope_generation_seconds_count{model="other"} 3.0' in text
+    assert 'sigmascope_generation_seconds_count{model="/model-4"} 1.0' in text
 
 
-def test_a_websocket_that_is_served_for_days_remembers_its_last_generations() -> None:
+def test_a_websocket_that_is_served_for_days_remembers_its_last_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sigmascope.monitor.generation._MOST_OF_REQUEST", 5)
     monitor, held = PerformanceMonitor(sample_hz=None), []
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
-        for _ in range(1100):
+        for _ in range(8):
             with monitor.monitor_generation("pocket"):
                 pass
         served = SERVED.get()
@@ -524,4 +530,4 @@ def test_a_websocket_that_is_served_for_days_remembers_its_last_generations() ->
         held.append(len(served.generations))
 
     call(PerformanceMonitoringMiddleware(app), scope(kind="websocket"))
-    assert held == [1000]
+    assert held == [5]

@@ -37,6 +37,7 @@ def test_only_1_switches_it_on(value: str, tmp_path: Path) -> None:
     assert under_startup_file(tmp_path, code, SIGMASCOPE=value).out == "False\n"
 
 
+@pytest.mark.slow
 def test_with_the_variable_stages_are_recorded(tmp_path: Path) -> None:
     done = under_startup_file(tmp_path, STAGED, SIGMASCOPE="1", SIGMASCOPE_QUIET="1")
     assert (done.code, done.out, done.err) == (0, "done\n", "")

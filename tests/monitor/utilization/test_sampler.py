@@ -144,24 +144,24 @@ def test_a_sampler_that_fails_is_switched_off_and_its_thread_still_ends(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_goes_on_recording_and_ends() -> None:
-    script = """
-import os, threading
-from sigmascope.monitor import Recorder
-recorder = Recorder(sample_hz=10.0)
-with recorder.stage("before"):
-    child = os.fork()
-    if child == 0:
-        names = [t.name for t in threading.enumerate()]
-        with recorder.step():
-            pass
-        with Recorder(sample_hz=10.0).stage("inside"):
-            running = [t.name for t in threading.enumerate()]
-        os._exit(0 if "sigmascope-sampler" not in names and "sigmascope-sampler" in running else 1)
-_, status = os.waitpid(child, 0)
-raise SystemExit(os.waitstatus_to_exitcode(status))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+    recorder = Recorder(sample_hz=10.0)
+    with recorder.stage("before"):
+        child = os.fork()
+        if child == 0:
+            try:
+                before = sampler_threads()
+                with recorder.step():
+                    pass
+                with Recorder(sample_hz=10.0).stage("inside"):
+                    inside = sampler_threads()
+                after = sampler_threads()
+                os._exit(0 if (len(before), len(inside), len(after)) == (0, 1, 0) else 1)
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.slow

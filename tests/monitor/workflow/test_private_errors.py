@@ -48,8 +48,9 @@ def workflow(fragment: str, privacy: Any) -> WorkflowMonitor:
 FRAGMENT_OWNER = "Kestrel Vorpal gliding over a marsh"
 
 
-@PRIVACIES
-@pytest.mark.parametrize("kind", FRAGMENTS)
+@pytest.mark.parametrize(
+    ("kind", "privacy"), [*((kind, "hash") for kind in FRAGMENTS), (next(iter(FRAGMENTS)), "none")]
+)
 def test_no_fragment_of_a_prompt_stays(
     kind: str, privacy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Whatever the host's objects raise, wherever they do, the caller gets an answer."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -105,6 +106,11 @@ def test_a_thing_that_raises_throughout_is_no_patcher() -> None:
     ask(Raising())
 
 
+@cache
+def shared_patcher() -> ModelPatcher:
+    return ModelPatcher(BaseModel())
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.recursive(
@@ -114,7 +120,7 @@ def test_a_thing_that_raises_throughout_is_no_patcher() -> None:
     )
 )
 def test_no_entry_whatever_it_holds_reaches_the_caller(entry: object) -> None:
-    patcher = ModelPatcher(BaseModel())
+    patcher = shared_patcher()
     patcher.patches[Q] = [entry, (1.0, entry, 1.0, None, None), (1.0, ("lora", entry), 1.0)]
     found = read_patches(patcher)
     assert found.value is not None, found.reason

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, make_pipeline
+from tests.probes.models.pipelines import read_only
 from torch import nn
 
 from sigmascope.probes.models import detect_architecture, pipeline_facts
@@ -40,7 +41,7 @@ def tree(*paths: str) -> nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_known_from_its_pipeline_and_from_its_denoiser_alone(family: str) -> None:
-    pipeline = make_pipeline(family)
+    pipeline = read_only(family)
     denoiser = pipeline.components[FAMILIES[family].denoiser]
     assert kind_of(pipeline) == kind_of(denoiser) == KINDS[family]
     others = [part for name, part in pipeline.components.items() if part is not denoiser]
@@ -105,7 +106,7 @@ def test_a_text_model_of_attention_blocks_is_no_denoiser() -> None:
 def test_compiling_and_adapters_change_nothing() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    unet = make_pipeline("sd15").unet
+    unet = read_only("sd15").unet
     assert kind_of(torch.compile(unet)) == "UNet"
     transformer = make_pipeline("flux").transformer
     inject_adapter_in_model(LoraConfig(target_modules=["add_q_proj", "to_q"], r=2), transformer)
@@ -113,7 +114,7 @@ def test_compiling_and_adapters_change_nothing() -> None:
 
 
 def test_the_evidence_names_a_block_and_counts() -> None:
-    found = detect_architecture(make_pipeline("flux")).value
+    found = detect_architecture(read_only("flux")).value
     assert found is not None
     assert (found.joint_blocks, found.blocks) == (2, 4)
     assert "transformer_blocks.0.attn" in found.evidence
@@ -126,7 +127,7 @@ def test_what_is_no_model_has_a_reason(thing: Any) -> None:
 
 def test_a_module_that_holds_unet_and_vae_is_a_unet() -> None:
     whole = nn.Module()
-    pipe = make_pipeline("sd15")
+    pipe = read_only("sd15")
     whole.denoiser, whole.vae = pipe.unet, pipe.vae
     found = detect_architecture(whole).value
     assert found is not None
@@ -136,7 +137,7 @@ def test_a_module_that_holds_unet_and_vae_is_a_unet() -> None:
 def test_a_controlnet_is_half_a_unet_and_no_denoiser() -> None:
     from diffusers import ControlNetModel
 
-    pipe = make_pipeline("sd15")
+    pipe = read_only("sd15")
     controlnet = ControlNetModel.from_unet(pipe.unet)
     assert detect_architecture(controlnet).value is None
     facts = pipeline_facts({**pipe.components, "controlnet": controlnet})

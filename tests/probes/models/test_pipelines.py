@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, make_pipeline
+from tests.probes.models.pipelines import read_only
 from torch import nn
 
 from sigmascope.probes.models import pipeline_facts
@@ -12,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_component_of_every_family_is_read(family: str) -> None:
-    pipeline = make_pipeline(family)
+    pipeline = read_only(family)
     facts = pipeline_facts(pipeline)
     assert facts.class_name == FAMILIES[family].pipeline_class
     assert not facts.unavailable
@@ -23,7 +24,7 @@ def test_every_component_of_every_family_is_read(family: str) -> None:
 
 
 def test_weights_and_configuration_are_those_of_the_component() -> None:
-    pipeline = make_pipeline("sd15")
+    pipeline = read_only("sd15")
     unet = pipeline_facts(pipeline).components["unet"]
     assert unet.module is not None
     assert unet.module.parameters == sum(p.numel() for p in pipeline.unet.parameters())
@@ -32,7 +33,7 @@ def test_weights_and_configuration_are_those_of_the_component() -> None:
 
 
 def test_processors_of_joint_blocks_are_counted_apart() -> None:
-    pipeline = make_pipeline("flux")
+    pipeline = read_only("flux")
     attention = pipeline_facts(pipeline).attention
     assert attention.processors == {"FluxAttnProcessor": 4}
     assert attention.joint_processors == {"FluxAttnProcessor": 2}
@@ -67,13 +68,14 @@ def test_layerwise_casting_is_told() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_compiling_is_told_whether_of_the_whole_or_of_its_blocks() -> None:
-    for part in ("", "mid_block"):
-        pipeline = make_pipeline("sd15")
-        assert pipeline_facts(pipeline).components["unet"].compiled is False
-        pipeline.unet.get_submodule(part).compile()
-        assert pipeline_facts(pipeline).components["unet"].compiled is True
-    pipeline.unet = torch.compile(make_pipeline("sd15").unet)
-    assert pipeline_facts(pipeline).components["unet"].compiled is True
+    unet: Any = make_pipeline("sd15").unet
+    for part in (unet.mid_block, unet):
+        assert pipeline_facts({"unet": unet}).components["unet"].compiled is False
+        part.compile()
+        assert pipeline_facts({"unet": unet}).components["unet"].compiled is True
+        unet.mid_block._compiled_call_impl = None
+    wrapped = torch.compile(read_only("sd15").unet)
+    assert pipeline_facts({"unet": wrapped}).components["unet"].compiled is True
 
 
 def test_the_memory_format_of_convolutions_is_told() -> None:
@@ -93,7 +95,7 @@ def test_switches_of_a_vae_are_told() -> None:
 
 
 def test_a_denoiser_alone_is_a_pipeline_of_one_component() -> None:
-    unet = make_pipeline("sd15").unet
+    unet = read_only("sd15").unet
     facts = pipeline_facts(unet)
     assert facts.architecture == "UNet"
     assert [(name, part.role) for name, part in facts.components.items()] == [("denoiser", "denoiser")]
@@ -105,7 +107,7 @@ def test_what_cannot_be_read_has_a_reason_and_hides_nothing_else() -> None:
         def config(self) -> object:
             raise RuntimeError("no configuration today")
 
-    facts = pipeline_facts({"unet": make_pipeline("sd15").unet, "vae": Broken()})
+    facts = pipeline_facts({"unet": read_only("sd15").unet, "vae": Broken()})
     assert list(facts.components) == ["unet"]
     assert "no configuration today" in facts.unavailable["components.vae"]
 
