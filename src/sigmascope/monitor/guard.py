@@ -158,11 +158,7 @@ def _scalar(value: object) -> Any:
     return _NO_SCALAR
 
 
-class _NoScalar:
-    pass
-
-
-_NO_SCALAR = _NoScalar()
+_NO_SCALAR = object()
 
 
 def _key(key: object) -> str:

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 from types import TracebackType
@@ -176,8 +176,10 @@ class PerformanceMonitor:
             ConfigError: Names an argument that is none of its kind.
         """
         facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
-        plan = GenerationPlan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
-        planned = planned_metrics(plan, self.target_generation_time, facts)
+        planned = planned_metrics(
+            model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype, facts
+        )
+        planned.target_generation_time = self.target_generation_time
         planned.assumed += self._assumed_target()
         return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
 
@@ -552,52 +554,40 @@ def _exported_metrics(exported: object) -> PerformanceMetrics:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationPlan:
-    """The arguments of `PerformanceMonitor.monitor_generation`, as they came."""
-
-    model_name: object
-    architecture_type: object
-    num_steps: object
-    resolution: object
-    batch_size: object
-    torch_dtype: object
-
-
 def planned_metrics(
-    plan: GenerationPlan, target_seconds: float, facts: PipelineFacts | None
+    model_name: object,
+    architecture_type: object,
+    num_steps: object,
+    resolution: object,
+    batch_size: object,
+    torch_dtype: object,
+    facts: PipelineFacts | None,
 ) -> PerformanceMetrics:
-    """The plan as a row of metrics, completed by what was read off the model.
+    """The arguments of `PerformanceMonitor.monitor_generation` as a row of metrics, completed by facts of the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
 
     Raises:
         ConfigError: Names the argument that is none of its kind.
     """
-    given = "" if plan.architecture_type is None else str(plan.architecture_type)
-    architecture = _ARCHITECTURES.get(given.lower(), given)
-    dtype = None if plan.torch_dtype is None else str(plan.torch_dtype).removeprefix("torch.")
-    return PerformanceMetrics(
-        model_name=str(plan.model_name or "") or ("" if facts is None else facts.class_name),
-        architecture_type=(None if facts is None else facts.architecture) or architecture,
-        num_inference_steps=whole_number("num_steps", plan.num_steps),
-        image_resolution=_resolution(plan.resolution),
-        batch_size=whole_number("batch_size", plan.batch_size, least=1, none_is=1),
-        torch_dtype=dtype or (None if facts is None else attempt(lambda: _dtype_of(facts)).value),
-        target_generation_time=target_seconds,
-        assumed=attempt(lambda: _assumed(plan, facts)).value or (),
-    )
-
-
-def _assumed(plan: GenerationPlan, facts: PipelineFacts | None) -> tuple[str, ...]:
-    """The fields of the metrics that hold a default which nobody gave."""
-    fields = {
-        "num_inference_steps": plan.num_steps,
-        "image_resolution": plan.resolution,
-        "batch_size": plan.batch_size,
-        "architecture_type": None if facts is not None and facts.architecture else plan.architecture_type,
+    given = "" if architecture_type is None else str(architecture_type)
+    found = None if facts is None else facts.architecture
+    dtype = None if torch_dtype is None else str(torch_dtype).removeprefix("torch.")
+    defaults = {
+        "num_inference_steps": num_steps,
+        "image_resolution": resolution,
+        "batch_size": batch_size,
+        "architecture_type": found or architecture_type,
     }
-    return tuple(name for name, given in fields.items() if isinstance(given, Assumed))
+    return PerformanceMetrics(
+        model_name=str(model_name or "") or ("" if facts is None else facts.class_name),
+        architecture_type=found or _ARCHITECTURES.get(given.lower(), given),
+        num_inference_steps=whole_number("num_steps", num_steps),
+        image_resolution=_resolution(resolution),
+        batch_size=whole_number("batch_size", batch_size, least=1, none_is=1),
+        torch_dtype=dtype or (None if facts is None else attempt(lambda: _dtype_of(facts)).value),
+        assumed=tuple(name for name, value in defaults.items() if isinstance(value, Assumed)),
+    )
 
 
 def _resolution(value: object) -> tuple[int, int]:

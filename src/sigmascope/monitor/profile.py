@@ -7,8 +7,9 @@ blocks to it, and `ProfileSums` adds its events up by block and by operator.
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path, require_writable, without_home
 from sigmascope.monitor.guard import Guard, as_json
-from sigmascope.monitor.recorder import COMPILED_IN_PLACE, Hook, Recorder, current_recorder
+from sigmascope.monitor.recorder import COMPILED_IN_PLACE, Recorder, current_recorder, hook_calls
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes.accelerators import is_capturing
 from sigmascope.probes.models import denoisers_of, unwrap
@@ -74,7 +75,8 @@ class ProfiledSteps:
         if getattr(self._denoiser, "_compiled_call_impl", None) is not None:
             self._session.refused = COMPILED_IN_PLACE.partition(";")[0]
         elif not self._handles:
-            self._guard.call("profile", self._put_on)
+            hooks = self._before, self._after, self._handles
+            self._guard.call("profile", lambda: hook_calls(self._denoiser, *hooks))
         return self
 
     def __exit__(
@@ -88,11 +90,6 @@ class ProfiledSteps:
         self._guard.read("profile", self._note)
         self._session.taken.clear()
         self._scope = None
-
-    def _put_on(self) -> None:
-        before, after = Hook(self._before), Hook(self._after)
-        self._handles.append(self._denoiser.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(self._denoiser.register_forward_hook(after, always_call=True))
 
     def _before(self) -> None:
         with self._lock:
@@ -257,17 +254,15 @@ class Marks:
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
         self._handles: list[RemovableHandle] = []
-        self._open: list[ProfilerRange] = []
+        self._open: list[record_function] = []
         self._thread = 0
 
     def put_on(self) -> None:
         """Begin the denoiser's own mark, and put the hooks on. Marks are of this thread's calls alone."""
         self._thread = threading.get_ident()
-        self._open.append(ProfilerRange(LABEL).open())
+        self._begin(LABEL)
         for path, block in self._blocks.items():
-            before, after = Hook(self._opening(LABEL + path)), Hook(self._close)
-            self._handles.append(block.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(block.register_forward_hook(after, always_call=True))
+            hook_calls(block, partial(self._begin, LABEL + path), self._close, self._handles)
 
     def take_off(self) -> None:
         """Take them off, and end the denoiser's mark, and those of calls that Ctrl-C broke off."""
@@ -275,31 +270,17 @@ class Marks:
             handle.remove()
         self._handles = []
         while self._open:
-            self._open.pop().close()
+            self._open.pop().__exit__(None, None, None)
 
-    def _opening(self, label: str) -> Callable[[], None]:
-        def open_mark() -> None:
-            if threading.get_ident() == self._thread:
-                self._open.append(ProfilerRange(label).open())
-
-        return open_mark
+    def _begin(self, label: str) -> None:
+        if threading.get_ident() == self._thread:
+            mark = record_function(label)
+            mark.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(mark)
 
     def _close(self) -> None:
         if threading.get_ident() == self._thread and len(self._open) > 1:
-            self._open.pop().close()
-
-
-class ProfilerRange(record_function):
-    """A name for what the profiler sees from `open` to `close`."""
-
-    def open(self) -> "ProfilerRange":
-        """Begin."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def close(self) -> None:
-        """End."""
-        self.__exit__(None, None, None)
+            self._open.pop().__exit__(None, None, None)
 
 
 class ProfileSession:

@@ -61,22 +61,368 @@ COMPILED_IN_PLACE = (
 )
 
 
-class Frame:
-    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages.
+_SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
+    "memory.kept_after_stage": ("memory_kept",),
+    "lora.modules_unmatched": ("lora_",),
+}
+"""By rule, how the findings of analyses begin that tell the same."""
 
-    `around` is the scope of the same recorder that a stage's own lies in.
+
+_LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
+"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
+healthy."""
+
+
+class Recorder:
+    """Records stages (that nest) and steps, in any number of threads and tasks.
+
+    A stage opened in a thread or task lies in the stage that is current in its context: an asyncio task
+    starts in its creator's, a thread in none unless it is run in a copy of a context.
+
+    `with recorder:` makes it the current recorder of this context, which library code asks for
+    (`sigmascope.monitor.stage`, `step`), and says when the run ends. Without it, the run lasts from the
+    first stage to the end of the last.
+
+    Args:
+        name: What the run is called.
+        sample_hz: How often a thread looks at memory between the steps, at most 10 a second; None: never.
+        accelerator: Where to read devices; None: what torch would use.
+        clock: Monotonic nanoseconds.
+        step_memory: Whether the process's resident bytes are read at the end of each step, which is two thirds of what
+            a step costs. Without it they are read at the edges of stages and by the thread.
+        keeps_words: Whether the words of exceptions, which may quote a prompt, go into the record; else their type and place.
+        keep: How many generations stay in the record in full, and beside them so many stages of each other name; earlier
+            ones are folded into sums (`Run.folded`). None: all stay, and the record grows for as long as it lasts.
+
+    Attributes:
+        spare: How many more than `keep` stay until `take_older` takes them.
+
+    Examples:
+        >>> recorder = Recorder(name="portrait")
+        >>> with recorder.stage("denoising") as stage:
+        ...     for _ in range(2):
+        ...         with recorder.step():
+        ...             pass
+        ...     stage.fact("guidance_scale", 3.5)
+        >>> len(recorder.run().stages[0].steps)
+        2
     """
 
-    __slots__ = ("around", "is_open", "outer", "recorder", "scope")
-
     def __init__(
-        self, recorder: "Recorder", scope: Scope, outer: "Frame | None", around: Scope | None = None
+        self,
+        name: str = "",
+        sample_hz: float | None = 10.0,
+        accelerator: Accelerator | None = None,
+        clock: Clock = time.perf_counter_ns,
+        *,
+        step_memory: bool = True,
+        keeps_words: bool = True,
+        keep: int | None = None,
     ) -> None:
-        self.recorder = recorder
-        self.scope = scope
-        self.outer = outer
-        self.around = around
-        self.is_open = True
+        self.id = uuid.uuid4().hex
+        self.name = name
+        self.clock = clock
+        self._instruments = Instruments(
+            accelerator, sample_hz, clock, step_memory=step_memory, keeps_words=keeps_words
+        )
+        self._outside = Scope(UNSTAGED, self._instruments)
+        self._facts: dict[str, object] = {}
+        self._unavailable: dict[str, str] = {}
+        self._extent = RunExtent(clock)
+        self._entered: list[Frame] = []
+        self._guests: list[Recorder] = []
+        self._folded = None if keep is None else FoldedScopes(keep)
+        self.spare = 0
+
+    def stage(self, name: str) -> "LiveStage":
+        """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
+        return LiveStage(self, name)
+
+    def step(self) -> "Step":
+        """Return a step of the stage that is open when it is entered. It may be entered again and again."""
+        return Step(self)
+
+    def hook_steps(self, module: nn.Module) -> "HookedSteps":
+        """Return a context in which every forward call of `module` is a step; no hook is left after it."""
+        return HookedSteps(self.step, module, self._unavailable, self._instruments.guard)
+
+    @property
+    def keeps_words(self) -> bool:
+        """Whether the record repeats what exceptions say."""
+        return self._instruments.guard.keeps_words
+
+    def fact(self, name: str, value: object) -> None:
+        """Note something about the whole run; it is turned into a JSON value at once."""
+        fact, reason = self._instruments.guard.read("facts", lambda: as_json(value))
+        if reason is None:
+            self._facts[name] = fact
+        else:
+            self._unavailable[f"facts.{name}"] = reason
+
+    def look(self) -> None:
+        """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
+        self._instruments.look()
+
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """Return how busy each NVIDIA device is now (0-100, NVML's mean over its last period); empty: not known.
+
+        Read at most five times a second, whoever asks in this process. What stages record of it is
+        `sigmascope.records.performance.utilization_of(stage)`.
+        """
+        return self._instruments.guard.call("utilization", self._instruments.sampled.busy_percent) or {}
+
+    def host(self) -> HostFacts | None:
+        """Return facts about this machine, read once a process; None if they cannot be read."""
+        return self._instruments.host()
+
+    def run(self) -> Run:
+        """Return all that is known now. While anything is open, `complete` is False.
+
+        `complete` is False too when an exception left the `with recorder:` block or, without that, the
+        last stage.
+        """
+        self._instruments.look()
+        extent = self._extent
+        started_ns, ended_ns = extent.edges(self._outside.columns)
+        is_complete = not (extent.open_frames or extent.broke_off)
+        stages, folded = self._stages(started_ns)
+        run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
+        return run if folded is None else replace(run, folded=folded)
+
+    def run_of(self, stage: "LiveStage") -> Run:
+        """Return the run as if it were this stage alone: under the same id, from its beginning to its end."""
+        frozen = stage.record()
+        return self._run((frozen,), stage.started_ns, frozen.seconds, frozen.success)
+
+    def take_older(self, least: int = 1) -> Run | None:
+        """Fold what is too much, and return it as a run by itself, under the same id and on the same clock.
+
+        Args:
+            least: How many stages of one name have to be more than `keep`; below that None is returned.
+        """
+        folded = self._folded
+        if folded is None:
+            return None
+        with peaks.LOCK:
+            places = list(_open_places(self._outside))
+            if max(place.most_closed() for place in places) < folded.kept + least:
+                return None
+            taken = sorted(
+                (scope for place in places for scope in place.take_out(folded.kept)),
+                key=lambda scope: scope.started_ns,
+            )
+            for scope in taken:
+                folded.add(scope)
+        started_ns, _ = self._extent.edges(self._outside.columns)
+        stages = tuple(scope.freeze(started_ns) for scope in taken)
+        seconds = max(stage.started_seconds + stage.seconds for stage in stages)
+        return self._run(stages, started_ns, seconds, is_complete=True)
+
+    def _run(self, stages: tuple[Stage, ...], started_ns: int, seconds: float, is_complete: bool) -> Run:
+        return Run(
+            id=self.id,
+            name=self.name,
+            started_at=self._extent.wall_clock(started_ns),
+            seconds=seconds,
+            host=self.host(),
+            stages=stages,
+            facts=dict(self._facts),
+            complete=is_complete,
+            unavailable={**self._unavailable, **self._instruments.guard.reasons},
+        )
+
+    def __enter__(self) -> "Recorder":
+        self._extent.begin()
+        self._instruments.start_sampling()
+        frame = Frame(self, self._outside, CURRENT.get())
+        self._entered.append(frame)
+        push(frame)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        frame = CURRENT.get()
+        while frame is not None and frame not in self._entered:
+            frame = frame.outer
+        if frame is None and self._entered:
+            frame = self._entered[-1]  # left in another context than it was entered in
+        if frame is not None:
+            self._entered.remove(frame)
+            pop(frame)
+            try:
+                self._instruments.stop_sampling()
+            finally:  # also when Ctrl-C comes just now
+                self._extent.end(error)
+
+    def let_go(self) -> None:
+        """Sample and listen no more, whatever stages were left open."""
+        self._instruments.stop_sampling(all_scopes=True)
+        self._instruments.tracker.let_go()
+
+    def new_scope(self, name: str) -> Scope:
+        """Return a scope that is not open yet. This method and those below are called by stages and steps."""
+        return Scope(name, self._instruments)
+
+    def current_scope(self) -> Scope:
+        """Return the innermost open scope of this context, or the one outside all stages."""
+        return next((frame.scope for frame in frames_here() if frame.recorder is self), self._outside)
+
+    def open_stage(self, scope: Scope) -> "Frame":
+        """Open a scope inside the current one."""
+        self._extent.begin()
+        around = self.current_scope()
+        around.children.append(scope)
+        scope.is_outermost = around is self._outside
+        scope.stays_whole = around.stays_whole or scope.name in WHOLE
+        enclosing = stage_here(self.clock)
+        if enclosing is not None:
+            scope.step_listener = enclosing.scope.step_listener
+            if scope.is_outermost and enclosing.scope.takes_in_others:
+                enclosing.scope.children.append(scope)
+                enclosing.recorder.welcome(self)
+        try:
+            self._instruments.guard.read("stages", scope.open)
+        except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
+            scope.close(interruption)
+            self._extent.end(interruption)
+            raise
+        frame = Frame(self, scope, CURRENT.get(), around)
+        push(frame)
+        return frame
+
+    def welcome(self, guest: "Recorder") -> None:
+        """Know another recorder, a stage of which lies in one of this one's too; let each name the other's run.
+
+        What it raises passes through stages of both: where one of them keeps no words, neither does.
+        """
+        if guest not in self._guests:
+            guards = (self._instruments.guard, guest._instruments.guard)
+            for guard in guards:
+                guard.keeps_words = all(other.keeps_words for other in guards)
+            self._guests.append(guest)
+            self.fact(RUNS_WITHIN, [other.id for other in self._guests])
+            guest.fact(WITHIN_RUN, self.id)
+
+    def close_stage(self, frame: "Frame", error: BaseException | None) -> None:
+        """Close what `open_stage` opened."""
+        try:
+            guard = self._instruments.guard
+            guard.read("stages", lambda: frame.scope.close(error))
+            if frame.scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
+                guard.call("stages", lambda: frame.scope.close(error))
+        except BaseException as interruption:  # Ctrl-C just now
+            error = error or interruption
+            raise
+        finally:
+            pop(frame)
+            self._extent.end(error)
+            self._instruments.guard.read("folding", lambda: self._fold_older(frame))
+
+    def _fold_older(self, frame: "Frame") -> None:
+        """Fold what a stage that is over has made too many of its name."""
+        folded, around = self._folded, frame.around
+        if folded is None or around is None:
+            return
+        with peaks.LOCK:
+            around.take_closed(frame.scope)
+            for scope in around.take_out(folded.kept + self.spare):
+                folded.add(scope)
+
+    def _stages(self, started_ns: int) -> tuple[tuple[Stage, ...], Folded | None]:
+        with peaks.LOCK:  # each stage is in one of them
+            outermost, folded = list(self._outside.children), None
+            if self._folded is not None:
+                folded = self._folded.freeze(started_ns, self._instruments)
+        stages = [scope.freeze(started_ns) for scope in outermost]
+        if len(self._outside.columns):
+            stages.append(self._outside.freeze_steps(started_ns))
+        return tuple(sorted(stages, key=lambda stage: stage.started_seconds)), folded
+
+
+def _open_places(place: Scope) -> Iterator[Scope]:
+    """The scope and those open in it in which stages are folded."""
+    yield place
+    for inner in place.children:
+        if inner.ended_ns is None and not inner.stays_whole:
+            yield from _open_places(inner)
+
+
+def with_findings(run: Run, guard: Guard) -> Run:
+    """The run with what the analyses find in it, or why one of them could not look."""
+    found: list[Finding] = list(run.findings)
+    unavailable = dict(run.unavailable)
+    analyses = (
+        ("rules", diagnose),
+        ("model_changes", find_model_changes),
+        ("stages", find_stage_findings),
+        ("vae", find_vae_findings),
+    )
+    for name, analysis in analyses:
+        findings, reason = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
+        found += findings or ()
+        if reason is not None:
+            unavailable[f"findings.{name}"] = reason
+    kept = tuple(
+        finding
+        for finding in found
+        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, found)
+    )
+    return replace(run, findings=kept, unavailable=unavailable)
+
+
+def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
+    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
+    known = _SAID_BY_ANALYSES.get(rule.id, ())
+    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False
+
+
+def current_recorder() -> Recorder | None:
+    """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
+    frame = next(frames_here(), None)
+    return None if frame is None else frame.recorder
+
+
+def stage(name: str) -> "LiveStage | NullStage":
+    """Return a stage of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
+    recorder = current_recorder()
+    return _NULL_STAGE if recorder is None else recorder.stage(name)
+
+
+def step() -> "Step | nullcontext[None]":
+    """Return a step of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
+    recorder = current_recorder()
+    return _NULL_STEP if recorder is None else recorder.step()
+
+
+class NullStage:
+    """What `stage` gives when nobody watches: takes everything and keeps nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> "NullStage":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
+        """Do nothing."""
+
+    def module(self, name: str, module: object) -> None:
+        """Do nothing."""
+
+    def fact(self, name: str, value: object) -> None:
+        """Do nothing."""
+
+
+_NULL_STAGE = NullStage()
+
+
+_NULL_STEP = nullcontext()
 
 
 class LiveStage:
@@ -209,7 +555,7 @@ class HookedSteps:
     """
 
     def __init__(
-        self, new_step: Callable[[], Step], module: nn.Module, unavailable: dict[str, str], guard: Guard
+        self, new_step: "Callable[[], Step]", module: nn.Module, unavailable: dict[str, str], guard: Guard
     ) -> None:
         self._new_step = new_step
         self._guard = guard
@@ -226,10 +572,8 @@ class HookedSteps:
         return self
 
     def _put_on(self) -> None:
-        module, handles = self._module, self._handles
         try:
-            handles.append(module.register_forward_pre_hook(Hook(self._before), prepend=True))
-            handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
+            hook_calls(self._module, self._before, self._after, self._handles)
         except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
             self.remove()
             self._unavailable["hook_steps"] = self._guard.describe(failure)
@@ -261,6 +605,24 @@ class HookedSteps:
             calls.step.__exit__(None, None, None)
 
 
+def hook_calls(
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    handles: list[RemovableHandle],
+) -> None:
+    """Act around a module's calls: before its other pre-hooks and after its other hooks, also of a call that raises.
+
+    Args:
+        module: What is called.
+        before: What to do at first.
+        after: What to do at last.
+        handles: Take what takes the hooks off again, each as soon as it is on.
+    """
+    handles.append(module.register_forward_pre_hook(Hook(before), prepend=True))
+    handles.append(module.register_forward_hook(Hook(after), always_call=True))
+
+
 class Hook:
     """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
 
@@ -280,324 +642,22 @@ def _nothing() -> None:
     pass
 
 
-class Recorder:
-    """Records stages (that nest) and steps, in any number of threads and tasks.
+class Frame:
+    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages.
 
-    A stage opened in a thread or task lies in the stage that is current in its context: an asyncio task
-    starts in its creator's, a thread in none unless it is run in a copy of a context.
-
-    `with recorder:` makes it the current recorder of this context, which library code asks for
-    (`sigmascope.monitor.stage`, `step`), and says when the run ends. Without it, the run lasts from the
-    first stage to the end of the last.
-
-    Args:
-        name: What the run is called.
-        sample_hz: How often a thread looks at memory between the steps, at most 10 a second; None: never.
-        accelerator: Where to read devices; None: what torch would use.
-        clock: Monotonic nanoseconds.
-        step_memory: Whether the process's resident bytes are read at the end of each step, which is two thirds of what
-            a step costs. Without it they are read at the edges of stages and by the thread.
-        keeps_words: Whether the words of exceptions, which may quote a prompt, go into the record; else their type and place.
-        keep: How many generations stay in the record in full, and beside them so many stages of each other name; earlier
-            ones are folded into sums (`Run.folded`). None: all stay, and the record grows for as long as it lasts.
-
-    Attributes:
-        spare: How many more than `keep` stay until `take_older` takes them.
-
-    Examples:
-        >>> recorder = Recorder(name="portrait")
-        >>> with recorder.stage("denoising") as stage:
-        ...     for _ in range(2):
-        ...         with recorder.step():
-        ...             pass
-        ...     stage.fact("guidance_scale", 3.5)
-        >>> len(recorder.run().stages[0].steps)
-        2
+    `around` is the scope of the same recorder that a stage's own lies in.
     """
 
+    __slots__ = ("around", "is_open", "outer", "recorder", "scope")
+
     def __init__(
-        self,
-        name: str = "",
-        sample_hz: float | None = 10.0,
-        accelerator: Accelerator | None = None,
-        clock: Clock = time.perf_counter_ns,
-        *,
-        step_memory: bool = True,
-        keeps_words: bool = True,
-        keep: int | None = None,
+        self, recorder: "Recorder", scope: Scope, outer: "Frame | None", around: Scope | None = None
     ) -> None:
-        self.id = uuid.uuid4().hex
-        self.name = name
-        self.clock = clock
-        self._instruments = Instruments(
-            accelerator, sample_hz, clock, step_memory=step_memory, keeps_words=keeps_words
-        )
-        self._outside = Scope(UNSTAGED, self._instruments)
-        self._facts: dict[str, object] = {}
-        self._unavailable: dict[str, str] = {}
-        self._extent = RunExtent(clock)
-        self._entered: list[Frame] = []
-        self._guests: list[Recorder] = []
-        self._folded = None if keep is None else FoldedScopes(keep)
-        self.spare = 0
-
-    def stage(self, name: str) -> LiveStage:
-        """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
-        return LiveStage(self, name)
-
-    def step(self) -> Step:
-        """Return a step of the stage that is open when it is entered. It may be entered again and again."""
-        return Step(self)
-
-    def hook_steps(self, module: nn.Module) -> HookedSteps:
-        """Return a context in which every forward call of `module` is a step; no hook is left after it."""
-        return HookedSteps(self.step, module, self._unavailable, self._instruments.guard)
-
-    @property
-    def keeps_words(self) -> bool:
-        """Whether the record repeats what exceptions say."""
-        return self._instruments.guard.keeps_words
-
-    def fact(self, name: str, value: object) -> None:
-        """Note something about the whole run; it is turned into a JSON value at once."""
-        fact, reason = self._instruments.guard.read("facts", lambda: as_json(value))
-        if reason is None:
-            self._facts[name] = fact
-        else:
-            self._unavailable[f"facts.{name}"] = reason
-
-    def look(self) -> None:
-        """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
-        self._instruments.look()
-
-    def gpu_busy_percent(self) -> dict[str, float]:
-        """Return how busy each NVIDIA device is now (0-100, NVML's mean over its last period); empty: not known.
-
-        Read at most five times a second, whoever asks in this process. What stages record of it is
-        `sigmascope.records.performance.utilization_of(stage)`.
-        """
-        return self._instruments.guard.call("utilization", self._instruments.sampled.busy_percent) or {}
-
-    def host(self) -> HostFacts | None:
-        """Return facts about this machine, read once a process; None if they cannot be read."""
-        return self._instruments.host()
-
-    def run(self) -> Run:
-        """Return all that is known now. While anything is open, `complete` is False.
-
-        `complete` is False too when an exception left the `with recorder:` block or, without that, the
-        last stage.
-        """
-        self._instruments.look()
-        extent = self._extent
-        started_ns, ended_ns = extent.edges(self._outside.columns)
-        is_complete = not (extent.open_frames or extent.broke_off)
-        stages, folded = self._stages(started_ns)
-        run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
-        return run if folded is None else replace(run, folded=folded)
-
-    def run_of(self, stage: LiveStage) -> Run:
-        """Return the run as if it were this stage alone: under the same id, from its beginning to its end."""
-        frozen = stage.record()
-        return self._run((frozen,), stage.started_ns, frozen.seconds, frozen.success)
-
-    def take_older(self, least: int = 1) -> Run | None:
-        """Fold what is too much, and return it as a run by itself, under the same id and on the same clock.
-
-        Args:
-            least: How many stages of one name have to be more than `keep`; below that None is returned.
-        """
-        folded = self._folded
-        if folded is None:
-            return None
-        with peaks.LOCK:
-            places = list(_open_places(self._outside))
-            if max(place.most_closed() for place in places) < folded.kept + least:
-                return None
-            taken = sorted(
-                (scope for place in places for scope in place.take_out(folded.kept)),
-                key=lambda scope: scope.started_ns,
-            )
-            for scope in taken:
-                folded.add(scope)
-        started_ns, _ = self._extent.edges(self._outside.columns)
-        stages = tuple(scope.freeze(started_ns) for scope in taken)
-        seconds = max(stage.started_seconds + stage.seconds for stage in stages)
-        return self._run(stages, started_ns, seconds, is_complete=True)
-
-    def _run(self, stages: tuple[Stage, ...], started_ns: int, seconds: float, is_complete: bool) -> Run:
-        return Run(
-            id=self.id,
-            name=self.name,
-            started_at=self._extent.wall_clock(started_ns),
-            seconds=seconds,
-            host=self.host(),
-            stages=stages,
-            facts=dict(self._facts),
-            complete=is_complete,
-            unavailable={**self._unavailable, **self._instruments.guard.reasons},
-        )
-
-    def __enter__(self) -> "Recorder":
-        self._extent.begin()
-        self._instruments.start_sampling()
-        frame = Frame(self, self._outside, CURRENT.get())
-        self._entered.append(frame)
-        push(frame)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        frame = CURRENT.get()
-        while frame is not None and frame not in self._entered:
-            frame = frame.outer
-        if frame is None and self._entered:
-            frame = self._entered[-1]  # left in another context than it was entered in
-        if frame is not None:
-            self._entered.remove(frame)
-            pop(frame)
-            try:
-                self._instruments.stop_sampling()
-            finally:  # also when Ctrl-C comes just now
-                self._extent.end(error)
-
-    def let_go(self) -> None:
-        """Sample and listen no more, whatever stages were left open."""
-        self._instruments.stop_sampling(all_scopes=True)
-        self._instruments.tracker.let_go()
-
-    def new_scope(self, name: str) -> Scope:
-        """Return a scope that is not open yet. This method and those below are called by stages and steps."""
-        return Scope(name, self._instruments)
-
-    def current_scope(self) -> Scope:
-        """Return the innermost open scope of this context, or the one outside all stages."""
-        return next((frame.scope for frame in frames_here() if frame.recorder is self), self._outside)
-
-    def open_stage(self, scope: Scope) -> Frame:
-        """Open a scope inside the current one."""
-        self._extent.begin()
-        around = self.current_scope()
-        around.children.append(scope)
-        scope.is_outermost = around is self._outside
-        scope.stays_whole = around.stays_whole or scope.name in WHOLE
-        enclosing = stage_here(self.clock)
-        if enclosing is not None:
-            scope.step_listener = enclosing.scope.step_listener
-            if scope.is_outermost and enclosing.scope.takes_in_others:
-                enclosing.scope.children.append(scope)
-                enclosing.recorder.welcome(self)
-        try:
-            self._instruments.guard.read("stages", scope.open)
-        except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
-            scope.close(interruption)
-            self._extent.end(interruption)
-            raise
-        frame = Frame(self, scope, CURRENT.get(), around)
-        push(frame)
-        return frame
-
-    def welcome(self, guest: "Recorder") -> None:
-        """Know another recorder, a stage of which lies in one of this one's too; let each name the other's run.
-
-        What it raises passes through stages of both: where one of them keeps no words, neither does.
-        """
-        if guest not in self._guests:
-            guards = (self._instruments.guard, guest._instruments.guard)
-            for guard in guards:
-                guard.keeps_words = all(other.keeps_words for other in guards)
-            self._guests.append(guest)
-            self.fact(RUNS_WITHIN, [other.id for other in self._guests])
-            guest.fact(WITHIN_RUN, self.id)
-
-    def close_stage(self, frame: Frame, error: BaseException | None) -> None:
-        """Close what `open_stage` opened."""
-        try:
-            guard = self._instruments.guard
-            guard.read("stages", lambda: frame.scope.close(error))
-            if frame.scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
-                guard.call("stages", lambda: frame.scope.close(error))
-        except BaseException as interruption:  # Ctrl-C just now
-            error = error or interruption
-            raise
-        finally:
-            pop(frame)
-            self._extent.end(error)
-            self._instruments.guard.read("folding", lambda: self._fold_older(frame))
-
-    def _fold_older(self, frame: Frame) -> None:
-        """Fold what a stage that is over has made too many of its name."""
-        folded, around = self._folded, frame.around
-        if folded is None or around is None:
-            return
-        with peaks.LOCK:
-            around.take_closed(frame.scope)
-            for scope in around.take_out(folded.kept + self.spare):
-                folded.add(scope)
-
-    def _stages(self, started_ns: int) -> tuple[tuple[Stage, ...], Folded | None]:
-        with peaks.LOCK:  # each stage is in one of them
-            outermost, folded = list(self._outside.children), None
-            if self._folded is not None:
-                folded = self._folded.freeze(started_ns, self._instruments)
-        stages = [scope.freeze(started_ns) for scope in outermost]
-        if len(self._outside.columns):
-            stages.append(self._outside.freeze_steps(started_ns))
-        return tuple(sorted(stages, key=lambda stage: stage.started_seconds)), folded
-
-
-def _open_places(place: Scope) -> Iterator[Scope]:
-    """The scope and those open in it in which stages are folded."""
-    yield place
-    for inner in place.children:
-        if inner.ended_ns is None and not inner.stays_whole:
-            yield from _open_places(inner)
-
-
-def current_recorder() -> Recorder | None:
-    """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
-    frame = next(frames_here(), None)
-    return None if frame is None else frame.recorder
-
-
-class NullStage:
-    """What `stage` gives when nobody watches: takes everything and keeps nothing."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> "NullStage":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
-        """Do nothing."""
-
-    def module(self, name: str, module: object) -> None:
-        """Do nothing."""
-
-    def fact(self, name: str, value: object) -> None:
-        """Do nothing."""
-
-
-_NULL_STAGE = NullStage()
-_NULL_STEP = nullcontext()
-
-
-def stage(name: str) -> LiveStage | NullStage:
-    """Return a stage of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
-    recorder = current_recorder()
-    return _NULL_STAGE if recorder is None else recorder.stage(name)
-
-
-def step() -> Step | nullcontext[None]:
-    """Return a step of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
-    recorder = current_recorder()
-    return _NULL_STEP if recorder is None else recorder.step()
+        self.recorder = recorder
+        self.scope = scope
+        self.outer = outer
+        self.around = around
+        self.is_open = True
 
 
 CURRENT: ContextVar[Frame | None] = ContextVar("sigmascope_current", default=None)
@@ -683,45 +743,3 @@ class RunExtent:
         """A moment of the clock as a date, in ISO 8601."""
         made_at, made_ns = self._made_at
         return (made_at + timedelta(microseconds=(at_ns - made_ns) / 1e3)).isoformat()
-
-
-_SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
-    "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
-    "memory.kept_after_stage": ("memory_kept",),
-    "lora.modules_unmatched": ("lora_",),
-}
-"""By rule, how the findings of analyses begin that tell the same."""
-
-
-_LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
-"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
-healthy."""
-
-
-def with_findings(run: Run, guard: Guard) -> Run:
-    """The run with what the analyses find in it, or why one of them could not look."""
-    found: list[Finding] = list(run.findings)
-    unavailable = dict(run.unavailable)
-    analyses = (
-        ("rules", diagnose),
-        ("model_changes", find_model_changes),
-        ("stages", find_stage_findings),
-        ("vae", find_vae_findings),
-    )
-    for name, analysis in analyses:
-        findings, reason = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
-        found += findings or ()
-        if reason is not None:
-            unavailable[f"findings.{name}"] = reason
-    kept = tuple(
-        finding
-        for finding in found
-        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, found)
-    )
-    return replace(run, findings=kept, unavailable=unavailable)
-
-
-def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
-    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
-    known = _SAID_BY_ANALYSES.get(rule.id, ())
-    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False

@@ -1,6 +1,5 @@
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,24 @@ import torch
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.guard import whole_number
 from sigmascope.monitor.performance import (
-    GenerationPlan,
     PerformanceMonitor,
     planned_metrics,
     seconds_above_zero,
 )
 from sigmascope.records.performance import PerformanceMetrics
 
-USUAL = GenerationPlan("FLUX", "MMDiT", 20, (1024, 1024), 1, None)
+USUAL: dict[str, Any] = {
+    "model_name": "FLUX",
+    "architecture_type": "MMDiT",
+    "num_steps": 20,
+    "resolution": (1024, 1024),
+    "batch_size": 1,
+    "torch_dtype": None,
+}
 
 
 def planned(**arguments: Any) -> PerformanceMetrics:
-    return planned_metrics(replace(USUAL, **arguments), 5.0, None)
+    return planned_metrics(**(USUAL | arguments), facts=None)
 
 
 @pytest.mark.parametrize("target", [None, 0, -1.0, math.nan, math.inf, "5", 10**400, 5j, [5.0]])
