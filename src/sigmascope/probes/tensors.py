@@ -18,7 +18,7 @@ https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
@@ -113,20 +113,28 @@ def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
     """The reason to leave the values alone, if there is one."""
     if wanted is False:
         return "not asked for"
-    if tensor.is_meta:
-        return "a meta tensor has no values"
-    if torch.compiler.is_compiling():
-        return "the values are not there while torch.compile traces"
-    if hasattr(tensor, "placements"):
-        return "the values are spread over several processes"
-    if tensor.layout is not torch.strided:
-        return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
+    why = _why_out_of_reach(tensor)
+    if why is not None:
+        return why
     if tensor.is_complex():
         return "complex numbers have no order"
     if wanted is None and tensor.device.type != "cpu":
         return f"reading values from {tensor.device} would wait for it; ask with statistics=True"
     if tensor.device.type != "cpu" and is_capturing(tensor.device.type):
         return "a graph is being captured, which waiting for values would end with an error"
+    return None
+
+
+def _why_out_of_reach(tensor: Tensor) -> str | None:
+    """Why the values are nowhere, or not where they can be looked at; None if they are there."""
+    if torch.compiler.is_compiling():
+        return "the values are not there while torch.compile traces"
+    if tensor.is_meta or tensor.device.type == "meta":
+        return "a meta tensor has no values"
+    if hasattr(tensor, "placements"):
+        return "the values are spread over several processes"
+    if tensor.layout is not torch.strided:
+        return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
     return None
 
 
@@ -233,10 +241,8 @@ def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
 def _finite_range(tensor: Tensor) -> tuple[float, float] | None:
     """Minimum and maximum; None if a NaN or an infinity is among the elements."""
     with torch.no_grad():
-        low, high = torch.aminmax(tensor.detach())
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        return None
-    return float(low), float(high)
+        low, high = _extremes(tensor.detach())
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def place_of(tensor: Tensor) -> object:
@@ -326,7 +332,6 @@ _GROUP_BYTES: Final = 1 << 30
 """Tensors of an accelerator that are hashed together: the steps within a piece are one after another."""
 _WORTH_THREADS: Final = 1 << 25
 _MOST_THREADS: Final = 8
-_ERRORS: Final[tuple[type[Exception], ...]] = (*PROBE_ERRORS, MemoryError)
 
 
 Readings = dict[str, Reading["Fingerprint"]]
@@ -402,7 +407,8 @@ def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -
     with torch.no_grad():
         readings |= _all_on_cpu(on_cpu, threads)
         for group in _groups(elsewhere):
-            readings |= _group_elsewhere(group)
+            hashed = attempt(lambda group=group: _hash_where_it_is(group))  # type: ignore[misc]
+            readings |= hashed.value or dict.fromkeys(group, Reading(None, hashed.reason))
     return {name: readings[name] for name in tensors}
 
 
@@ -411,7 +417,8 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
-    first_of = _same_memory(tensors)
+    seen: dict[object, str] = {}
+    first_of = {name: seen.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     distinct = {name: tensors[name] for name in dict.fromkeys(first_of.values())}
     nbytes = sum(tensor.nbytes for tensor in distinct.values())
     workers = min(threads or torch.get_num_threads(), _MOST_THREADS)
@@ -423,35 +430,22 @@ def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
     return {name: read[first] for name, first in first_of.items()}
 
 
-def _same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name the first name of the same elements in memory."""
-    seen: dict[object, str] = {}
-    return {name: seen.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
-
-
 def _read_on_cpu(tensor: Tensor) -> Reading[Fingerprint]:
-    try:
-        with torch.no_grad():
-            raw = _bytes_of(tensor).numpy().data
-        pieces = np.array(
-            [xxhash.xxh3_64_intdigest(raw[start:end]) for start, end in _pieces_fingerprints(len(raw))],
-            np.uint64,
-        )
-        return Reading(_fingerprint(tensor, pieces, raw[len(pieces) * PIECE_BYTES :]))
-    except _ERRORS as error:
-        return Reading(None, describe(error))
+    return attempt(lambda: _hash_on_cpu(tensor))
+
+
+def _hash_on_cpu(tensor: Tensor) -> Fingerprint:
+    with torch.no_grad():
+        raw = _bytes_of(tensor).numpy().data
+    starts = range(0, len(raw) - PIECE_BYTES + 1, PIECE_BYTES)  # of whole pieces
+    pieces = np.array([xxhash.xxh3_64_intdigest(raw[at : at + PIECE_BYTES]) for at in starts], np.uint64)
+    return _fingerprint(tensor, pieces, raw[len(pieces) * PIECE_BYTES :])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """(n,) uint8: the values in row-major order; a view of the tensor where it is contiguous."""
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _pieces_fingerprints(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Beginning and end of each whole piece."""
-    for start in range(0, nbytes - PIECE_BYTES + 1, PIECE_BYTES):
-        yield start, start + PIECE_BYTES
 
 
 def _fingerprint(tensor: Tensor, pieces: np.ndarray, rest: memoryview) -> Fingerprint:
@@ -476,17 +470,10 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield group
 
 
-def _group_elsewhere(group: Mapping[str, Tensor]) -> Readings:
-    try:
-        return _hash_where_it_is(list(group), list(group.values()))
-    except _ERRORS as error:
-        return dict.fromkeys(group, Reading(None, describe(error)))
-
-
-def _hash_where_it_is(names: Sequence[str], tensors: Sequence[Tensor]) -> Readings:
+def _hash_where_it_is(tensors: Mapping[str, Tensor]) -> Readings:
     """Hash whole pieces on their device; what is left of each tensor comes to the CPU in one transfer."""
     sums, rests, counts = [], [], []
-    for tensor in tensors:
+    for tensor in tensors.values():
         raw = _bytes_of(tensor)
         whole = raw.numel() - raw.numel() % PIECE_BYTES
         counts.append(whole // PIECE_BYTES)
@@ -496,7 +483,7 @@ def _hash_where_it_is(names: Sequence[str], tensors: Sequence[Tensor]) -> Readin
     pieces = digests(torch.cat(sums)) if sums else np.empty(0, np.uint64)
     left = torch.cat(rests).cpu().numpy().data
     readings: Readings = {}
-    for name, tensor, count, rest in zip(names, tensors, counts, rests, strict=True):
+    for (name, tensor), count, rest in zip(tensors.items(), counts, rests, strict=True):
         readings[name] = Reading(_fingerprint(tensor, pieces[:count], left[: rest.numel()]))
         pieces, left = pieces[count:], left[rest.numel() :]
     return readings
@@ -585,14 +572,11 @@ def _folded_product(
 def why_unreadable(tensor: Tensor) -> str | None:
     """Why the values of a tensor cannot be looked at; None if they can."""
     try:
-        if torch.compiler.is_compiling():
-            return "the values are not there while torch.compile traces"
-        if tensor.is_meta or tensor.device.type == "meta":
-            return "a meta tensor has no values"
-        if hasattr(tensor, "placements"):
-            return "the values are spread over several processes"
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
+        why = _why_out_of_reach(tensor)
+        if why is not None:
+            return why
+        if tensor.is_quantized:
+            return "the values are quantised"
         if hasattr(tensor, "__tensor_flatten__"):
             return f"the values are inside a {type(tensor).__name__}"
         if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
