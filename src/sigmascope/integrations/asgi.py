@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -350,32 +351,20 @@ class RequestMetrics:
                 "Metrics need the package prometheus-client.", hint="pip install 'sigmascope[prometheus]'"
             ) from None
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "sigmascope_requests", "Requests answered.", ["method", "status"], registry=self._registry
+        counter = partial(Counter, namespace="sigmascope", registry=self._registry)
+        seconds = partial(
+            Histogram, namespace="sigmascope", registry=self._registry, buckets=_SECONDS_BUCKETS
         )
-        self._seconds = Histogram(
-            "sigmascope_request_seconds",
-            "Seconds a request took.",
-            buckets=_SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        self._bytes = Counter(
-            "sigmascope_response_bytes", "Bytes of response bodies.", registry=self._registry
-        )
-        self._disconnected = Counter(
-            "sigmascope_disconnects", "Clients that went away before their response was complete.", registry=self._registry
-        )  # fmt: skip
-        self._in_flight = Gauge(
-            "sigmascope_requests_in_flight", "Requests being served.", registry=self._registry
-        )
-        self._generations = Histogram(
-            "sigmascope_generation_seconds", "Seconds a generation took.", ["model"], buckets=_SECONDS_BUCKETS,
-            registry=self._registry,
-        )  # fmt: skip
-        self._missed = Counter(
-            "sigmascope_generation_targets_missed", "Generations that missed their target.", ["model"],
-            registry=self._registry,
-        )  # fmt: skip
+        gauge = partial(Gauge, namespace="sigmascope", registry=self._registry)
+        gone = "Clients that went away before their response was complete."
+        self._requests = counter("requests", "Requests answered.", ["method", "status"])
+        self._seconds = seconds("request_seconds", "Seconds a request took.")
+        self._bytes = counter("response_bytes", "Bytes of response bodies.")
+        self._disconnected = counter("disconnects", gone)
+        self._in_flight = gauge("requests_in_flight", "Requests being served.")
+        self._generations = seconds("generation_seconds", "Seconds a generation took.", ["model"])
+        missed = "Generations that missed their target."
+        self._missed = counter("generation_targets_missed", missed, ["model"])
         self._models: set[str] = set()
 
     def add(self, record: RequestRecord) -> None:

@@ -162,13 +162,11 @@ def sample_hz_of(settings: "Settings") -> float:
     Raises:
         ConfigError: The environment gives no number above 0.
     """
-    value = settings.sample_hz or "10"
     with suppress(ValueError):
-        if 0 < float(value) < float("inf"):
-            return float(value)
-    raise ConfigError(
-        f"SIGMASCOPE_SAMPLE_HZ={value} is no number above 0.", hint="Choose one from 0.1 to 10."
-    )
+        if 0 < (value := float(settings.sample_hz or "10")) < float("inf"):
+            return value
+    text = f"SIGMASCOPE_SAMPLE_HZ={settings.sample_hz} is no number above 0."
+    raise ConfigError(text, hint="Choose one from 0.1 to 10.")
 
 
 def kept_of(settings: "Settings") -> int:
@@ -177,14 +175,11 @@ def kept_of(settings: "Settings") -> int:
     Raises:
         ConfigError: The environment gives no whole number above 0.
     """
-    value = settings.keep_generations or str(KEEP_GENERATIONS)
     with suppress(ValueError):
-        if int(value) > 0:
-            return int(value)
-    raise ConfigError(
-        f"SIGMASCOPE_KEEP_GENERATIONS={value} is no whole number above 0.",
-        hint=f"Choose one such as {KEEP_GENERATIONS}.",
-    )
+        if (value := int(settings.keep_generations or KEEP_GENERATIONS)) > 0:
+            return value
+    text = f"SIGMASCOPE_KEEP_GENERATIONS={settings.keep_generations} is no whole number above 0."
+    raise ConfigError(text, hint=f"Choose one such as {KEEP_GENERATIONS}.")
 
 
 class OlderGenerations:

@@ -45,30 +45,20 @@ from sigmascope.records.run import Finding, Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
-
-
 RUNS_WITHIN, WITHIN_RUN = "runs_within", "within_run"
 """The facts in which two runs name each other, where stages of the one lie in a stage of the other too."""
-
-
 Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 """What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
-
-
 COMPILED_IN_PLACE = (
     "the module was compiled in place (module.compile()), where hooks never run; "
     "put recorder.step() around its call"
 )
-
-
 _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
     "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
     "memory.kept_after_stage": ("memory_kept",),
     "lora.modules_unmatched": ("lora_",),
 }
 """By rule, how the findings of analyses begin that tell the same."""
-
-
 _LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
 """What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
 healthy."""

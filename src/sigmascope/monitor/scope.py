@@ -51,8 +51,9 @@ STILL_OPEN = "the stage was still open when the run was read"
 OWN_FACT = "the stage was given a fact of this name, which stands in its place"
 OUTSIDE = "these steps ran outside all stages"
 NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
-
-
+NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
+NOT_MARKED = "no event was taken at both edges, as where the accelerator was not in use yet"
+NOT_IN_USE = "the accelerator was not in use when the stage began"
 GENERATION: Final = "generation"
 WHOLE: Final = frozenset({*STAGES, GENERATION})
 """Stages that are kept or folded with all that lies in them."""
@@ -61,258 +62,19 @@ _MOST_NAMES: Final = 16
 _MOST_SUMS: Final = 100
 OTHERS: Final = "others"
 """Where names are made up call by call, those beyond the first are counted together, under this."""
-
-
+_RESOLVE_FROM = 64
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
-
-
 Clock = Callable[[], int]
 """Monotonic nanoseconds."""
-
-
 _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 """What `facts_of_host` has read, by the accelerator object's id."""
-
-
-class Mark(NamedTuple):
-    """An event that has been recorded on a device."""
-
-    device: str
-    event: AcceleratorEvent
-
-
-class EventPool:
-    """Events to use again. An event belongs to the device that it was first recorded on."""
-
-    __slots__ = ("_free", "_new_event")
-
-    def __init__(self, new_event: Callable[[str], AcceleratorEvent | None]) -> None:
-        self._new_event = new_event
-        self._free: dict[str, list[AcceleratorEvent]] = {}
-
-    def mark(self, device: str) -> Mark | None:
-        """Record an event on the device's current stream; None if that is not possible now."""
-        try:
-            event: AcceleratorEvent | None = self._free[device].pop()
-        except (KeyError, IndexError):  # asking first would race with another thread
-            event = self._new_event(device)
-        if event is None or not event.record():
-            return None
-        return Mark(device, event)
-
-    def give_back(self, mark: Mark) -> None:
-        """Take back an event that nobody will read again."""
-        self._free.setdefault(mark.device, []).append(mark.event)
-
-
-class StepTimings:
-    """Accelerator seconds of one stage's steps, by their numbers; None until the events have passed."""
-
-    __slots__ = ("_pending", "_pool", "seconds")
-
-    def __init__(self, pool: EventPool) -> None:
-        self._pool = pool
-        self.seconds: list[float | None] = []
-        self._pending: deque[tuple[int, Mark, Mark]] = deque()
-
-    def add(self, row: int, start: Mark | None, end: Mark | None) -> None:
-        """Take the marks at a step's edges; without both it stays None.
-
-        Args:
-            row: The step's number, from 0. A step that was not told of, as timing had failed or Ctrl-C came just then,
-                is None and no other's time.
-            start: At its beginning.
-            end: At its end.
-        """
-        if start is not None and end is not None:
-            self._pending.append((row, start, end))
-        self.seconds.extend([None] * (row + 1 - len(self.seconds)))
-        if len(self._pending) >= _RESOLVE_FROM:
-            self.resolve()
-
-    def of_first(self, steps: int) -> tuple[float | None, ...]:
-        """The seconds of so many steps."""
-        known = self.seconds[:steps]
-        return (*known, *[None] * (steps - len(known)))
-
-    def resolve(self) -> None:
-        """Read every step that the accelerator has finished; return at once at the first unfinished one."""
-        while self._pending:
-            row, start, end = self._pending[0]
-            if not end.event.query():
-                return
-            self._pending.popleft()
-            self.seconds[row] = start.event.elapsed_seconds(end.event)
-            self._pool.give_back(start)
-            self._pool.give_back(end)
-
-    @property
-    def unfinished(self) -> int:
-        """How many steps the accelerator has not been seen to finish."""
-        return len(self._pending)
-
-
-class Instruments:
-    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator | None,
-        sample_hz: float | None,
-        clock: Clock = time.perf_counter_ns,
-        *,
-        step_memory: bool = True,
-        keeps_words: bool = True,
-    ) -> None:
-        self.guard = Guard(keeps_words=keeps_words)
-        self.step_memory = step_memory
-        self.clock = clock
-        if accelerator is None:
-            accelerator = self.guard.call("accelerator", accelerator_of_this_process)
-        self.accelerator = accelerator or NullAccelerator("it could not be detected")
-        reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
-        self.tracker = PeakTracker(reader, self.guard)
-        self._events = None if reader is None else EventPool(self.accelerator.new_event)
-        self._other_device: str | None = None
-        self.stage_edges = StageEdges()
-        self._sampler_client = SamplerClient(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
-        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._sampler_client is not None)
-
-    def rss(self) -> int:
-        """Resident bytes of this process, or UNKNOWN."""
-        rss = self.guard.call("process_rss", process_rss_bytes)
-        return UNKNOWN if rss is None else rss
-
-    def mark(self, device: str | None = None) -> Mark | None:
-        """Record an event on a device (None: the one in use); None when there is no such thing."""
-        if self._events is None:
-            return None
-        return self.guard.call("gpu_timing", lambda: self._record_event(device))
-
-    def _record_event(self, device: str | None) -> Mark | None:
-        device = device or self._other_device or self.accelerator.current_device()
-        return None if device is None or self._events is None else self._events.mark(device)
-
-    def device_in_use(self) -> str | None:
-        """The device that the calling thread works on; None without an accelerator."""
-        if self._events is None or self._other_device is not None:
-            return self._other_device
-        return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
-
-    def new_timings(self) -> StepTimings | None:
-        """A column for the accelerator's time; None without an accelerator."""
-        return None if self._events is None else StepTimings(self._events)
-
-    def resolve(self, timings: StepTimings | None) -> None:
-        """Read what the accelerator has finished by now."""
-        if timings is not None:
-            with peaks.LOCK:
-                self.guard.call("gpu_timing", timings.resolve)
-
-    def add_timing(self, timings: StepTimings, row: int, start: Mark | None, end: Mark | None) -> None:
-        """Take the marks of the step of this number, with LOCK held."""
-        self.guard.call("gpu_timing", lambda: timings.add(row, start, end))
-
-    def snapshot(self) -> MemorySnapshot | None:
-        """All memory now."""
-        snapshot = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
-        self._other_device = None if snapshot is None else other_device_in_use(snapshot)
-        return snapshot
-
-    def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
-        """The host's part of a snapshot; what is not in one is read now."""
-        if snapshot is None:
-            snapshot = self.guard.call("system_memory", system_memory) or MemorySnapshot()
-        rss, ram_used = snapshot.process_rss_bytes, snapshot.ram_used_bytes
-        largest_rss = self.guard.call("process_peak_rss", process_peak_rss_bytes)
-        return HostMemory(
-            self.rss() if rss is None else rss,
-            UNKNOWN if ram_used is None else ram_used,
-            UNKNOWN if largest_rss is None else largest_rss,
-        )
-
-    def host(self) -> HostFacts | None:
-        """Facts about this machine, read once a process."""
-        return self.guard.call("host_facts", lambda: facts_of_host(self.accelerator))
-
-    def start_sampling(self) -> None:
-        """Sample from now on, on behalf of one more scope."""
-        client = self._sampler_client
-        if client is not None:
-            self.guard.call("sampler", lambda: SAMPLER.open(client))
-
-    def stop_sampling(self, *, all_scopes: bool = False) -> None:
-        """End what one `start_sampling` began, or what all did."""
-        if self._sampler_client is None:
-            return
-        try:  # even when sampling has been switched off: the thread must end
-            if all_scopes:
-                self._sampler_client.open_scopes = 1
-            SAMPLER.close(self._sampler_client)
-        except Exception as failure:  # noqa: BLE001 - as above
-            self.guard.switch_off("sampler", failure)
-
-    def look(self) -> None:
-        """Bring the peaks of all open scopes up to date."""
-        self._look(self.host_memory(), self.clock())
-
-    def _look(self, memory: HostMemory, at_ns: int) -> Mapping[str, AllocatorBytes]:
-        return self.guard.call("peaks", lambda: self.tracker.look(memory, at_ns)) or {}
-
-    def _sample(self) -> None:
-        memory, at_ns = self.host_memory(), self.clock()
-        self.sampled.sample(at_ns, memory, self._look(memory, at_ns))
-
-    def step_reasons(self) -> dict[str, str]:
-        """For each column of `Steps` that may be missing, why it is."""
-        reasons = self.guard.reasons
-        absence = reasons.get("accelerator") or self.accelerator.absence
-        known = {
-            "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
-            "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
-            "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
-        }
-        return {name: reason for name, reason in known.items() if reason is not None}
-
-    def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
-        """For each field of `peak` that is missing, why it is."""
-        reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
-        known = {
-            "rss_bytes": (peak.rss_bytes, self.guard.reasons.get("process_rss")),
-            "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
-            "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
-        }
-        return {name: reason or FAILED for name, (value, reason) in known.items() if value is None}
-
-    def device_reasons(self, device: str) -> Mapping[str, str]:
-        """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
-        return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
-
-
-@cache
-def accelerator_of_this_process() -> Accelerator:
-    """What torch would use, found out once."""
-    return detect_accelerator()
-
-
-def facts_of_host(accelerator: Accelerator) -> HostFacts:
-    """Facts about this machine, read once for each accelerator object."""
-    known = _host_facts.get(id(accelerator))
-    if known is not None:
-        return known[1]
-    facts = host_facts(accelerator)
-    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
-    if all(device.name is not None for device in facts.accelerators):
-        _host_facts.clear()
-        _host_facts[id(accelerator)] = (accelerator, facts)
-    return facts
 
 
 class Scope:
     """What is known of a stage so far. Baseline → steps and peaks → the memory at its end."""
 
-    def __init__(self, name: str, instruments: Instruments) -> None:
+    def __init__(self, name: str, instruments: "Instruments") -> None:
         self.name = name
         self.instruments = instruments
         self.is_outermost = False
@@ -352,7 +114,7 @@ class Scope:
             self._began = instruments.mark()
         self.started_ns = instruments.clock()
 
-    def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
+    def add_step(self, started_ns: int, ended_ns: int, start: "Mark | None") -> None:
         """Take what there is at a step's end."""
         instruments, timings = self.instruments, self.columns.timings
         end = None if start is None else instruments.mark(start.device)
@@ -529,7 +291,7 @@ class FoldedScopes:
         for child in list(scope.children):
             self._add_sums(child, f"{path}/")
 
-    def freeze(self, run_started_ns: int, instruments: Instruments) -> Folded | None:
+    def freeze(self, run_started_ns: int, instruments: "Instruments") -> Folded | None:
         """Return the record; None where nothing was folded."""
         if self._first_ns is None:
             return None
@@ -555,7 +317,7 @@ class StepColumns:
 
     __slots__ = ("_figures", "timings")
 
-    def __init__(self, timings: StepTimings | None) -> None:
+    def __init__(self, timings: "StepTimings | None") -> None:
         self._figures = array("q")
         self.timings = timings
 
@@ -601,7 +363,7 @@ class StepColumns:
         )
 
 
-def _gpu_seconds(timings: StepTimings | None, steps: int) -> tuple[tuple[float | None, ...], int]:
+def _gpu_seconds(timings: "StepTimings | None", steps: int) -> tuple[tuple[float | None, ...], int]:
     """The column (empty when nothing is known) and how many steps are not finished."""
     if timings is None:
         return (), 0
@@ -623,10 +385,160 @@ def _why_untimed(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
     return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)
 
 
-NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
-NOT_MARKED = "no event was taken at both edges, as where the accelerator was not in use yet"
-NOT_IN_USE = "the accelerator was not in use when the stage began"
-_RESOLVE_FROM = 64
+class Instruments:
+    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        sample_hz: float | None,
+        clock: Clock = time.perf_counter_ns,
+        *,
+        step_memory: bool = True,
+        keeps_words: bool = True,
+    ) -> None:
+        self.guard = Guard(keeps_words=keeps_words)
+        self.step_memory = step_memory
+        self.clock = clock
+        if accelerator is None:
+            accelerator = self.guard.call("accelerator", accelerator_of_this_process)
+        self.accelerator = accelerator or NullAccelerator("it could not be detected")
+        reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
+        self.tracker = PeakTracker(reader, self.guard)
+        self._events = None if reader is None else EventPool(self.accelerator.new_event)
+        self._other_device: str | None = None
+        self.stage_edges = StageEdges()
+        self._sampler_client = SamplerClient(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
+        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._sampler_client is not None)
+
+    def rss(self) -> int:
+        """Resident bytes of this process, or UNKNOWN."""
+        rss = self.guard.call("process_rss", process_rss_bytes)
+        return UNKNOWN if rss is None else rss
+
+    def mark(self, device: str | None = None) -> "Mark | None":
+        """Record an event on a device (None: the one in use); None when there is no such thing."""
+        if self._events is None:
+            return None
+        return self.guard.call("gpu_timing", lambda: self._record_event(device))
+
+    def _record_event(self, device: str | None) -> "Mark | None":
+        device = device or self._other_device or self.accelerator.current_device()
+        return None if device is None or self._events is None else self._events.mark(device)
+
+    def device_in_use(self) -> str | None:
+        """The device that the calling thread works on; None without an accelerator."""
+        if self._events is None or self._other_device is not None:
+            return self._other_device
+        return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
+
+    def new_timings(self) -> "StepTimings | None":
+        """A column for the accelerator's time; None without an accelerator."""
+        return None if self._events is None else StepTimings(self._events)
+
+    def resolve(self, timings: "StepTimings | None") -> None:
+        """Read what the accelerator has finished by now."""
+        if timings is not None:
+            with peaks.LOCK:
+                self.guard.call("gpu_timing", timings.resolve)
+
+    def add_timing(self, timings: "StepTimings", row: int, start: "Mark | None", end: "Mark | None") -> None:
+        """Take the marks of the step of this number, with LOCK held."""
+        self.guard.call("gpu_timing", lambda: timings.add(row, start, end))
+
+    def snapshot(self) -> MemorySnapshot | None:
+        """All memory now."""
+        snapshot = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        self._other_device = None if snapshot is None else other_device_in_use(snapshot)
+        return snapshot
+
+    def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
+        """The host's part of a snapshot; what is not in one is read now."""
+        if snapshot is None:
+            snapshot = self.guard.call("system_memory", system_memory) or MemorySnapshot()
+        rss, ram_used = snapshot.process_rss_bytes, snapshot.ram_used_bytes
+        largest_rss = self.guard.call("process_peak_rss", process_peak_rss_bytes)
+        return HostMemory(
+            self.rss() if rss is None else rss,
+            UNKNOWN if ram_used is None else ram_used,
+            UNKNOWN if largest_rss is None else largest_rss,
+        )
+
+    def host(self) -> HostFacts | None:
+        """Facts about this machine, read once a process."""
+        return self.guard.call("host_facts", lambda: facts_of_host(self.accelerator))
+
+    def start_sampling(self) -> None:
+        """Sample from now on, on behalf of one more scope."""
+        client = self._sampler_client
+        if client is not None:
+            self.guard.call("sampler", lambda: SAMPLER.open(client))
+
+    def stop_sampling(self, *, all_scopes: bool = False) -> None:
+        """End what one `start_sampling` began, or what all did."""
+        if self._sampler_client is None:
+            return
+        try:  # even when sampling has been switched off: the thread must end
+            if all_scopes:
+                self._sampler_client.open_scopes = 1
+            SAMPLER.close(self._sampler_client)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.guard.switch_off("sampler", failure)
+
+    def look(self) -> None:
+        """Bring the peaks of all open scopes up to date."""
+        self._look(self.host_memory(), self.clock())
+
+    def _look(self, memory: HostMemory, at_ns: int) -> Mapping[str, AllocatorBytes]:
+        return self.guard.call("peaks", lambda: self.tracker.look(memory, at_ns)) or {}
+
+    def _sample(self) -> None:
+        memory, at_ns = self.host_memory(), self.clock()
+        self.sampled.sample(at_ns, memory, self._look(memory, at_ns))
+
+    def step_reasons(self) -> dict[str, str]:
+        """For each column of `Steps` that may be missing, why it is."""
+        reasons = self.guard.reasons
+        absence = reasons.get("accelerator") or self.accelerator.absence
+        known = {
+            "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
+            "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
+            "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
+        }
+        return {name: reason for name, reason in known.items() if reason is not None}
+
+    def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
+        """For each field of `peak` that is missing, why it is."""
+        reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
+        known = {
+            "rss_bytes": (peak.rss_bytes, self.guard.reasons.get("process_rss")),
+            "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
+            "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
+        }
+        return {name: reason or FAILED for name, (value, reason) in known.items() if value is None}
+
+    def device_reasons(self, device: str) -> Mapping[str, str]:
+        """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
+        return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
+
+
+@cache
+def accelerator_of_this_process() -> Accelerator:
+    """What torch would use, found out once."""
+    return detect_accelerator()
+
+
+def facts_of_host(accelerator: Accelerator) -> HostFacts:
+    """Facts about this machine, read once for each accelerator object."""
+    known = _host_facts.get(id(accelerator))
+    if known is not None:
+        return known[1]
+    facts = host_facts(accelerator)
+    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
+    if all(device.name is not None for device in facts.accelerators):
+        _host_facts.clear()
+        _host_facts[id(accelerator)] = (accelerator, facts)
+    return facts
 
 
 def other_device_in_use(snapshot: MemorySnapshot) -> str | None:
@@ -637,6 +549,84 @@ def other_device_in_use(snapshot: MemorySnapshot) -> str | None:
     device = snapshot.device_in_use()
     is_other = device is not None and device != snapshot.current_device
     return device if is_other and snapshot.accelerator(str(device)).allocated_bytes else None
+
+
+class EventPool:
+    """Events to use again. An event belongs to the device that it was first recorded on."""
+
+    __slots__ = ("_free", "_new_event")
+
+    def __init__(self, new_event: Callable[[str], AcceleratorEvent | None]) -> None:
+        self._new_event = new_event
+        self._free: dict[str, list[AcceleratorEvent]] = {}
+
+    def mark(self, device: str) -> "Mark | None":
+        """Record an event on the device's current stream; None if that is not possible now."""
+        try:
+            event: AcceleratorEvent | None = self._free[device].pop()
+        except (KeyError, IndexError):  # asking first would race with another thread
+            event = self._new_event(device)
+        if event is None or not event.record():
+            return None
+        return Mark(device, event)
+
+    def give_back(self, mark: "Mark") -> None:
+        """Take back an event that nobody will read again."""
+        self._free.setdefault(mark.device, []).append(mark.event)
+
+
+class Mark(NamedTuple):
+    """An event that has been recorded on a device."""
+
+    device: str
+    event: AcceleratorEvent
+
+
+class StepTimings:
+    """Accelerator seconds of one stage's steps, by their numbers; None until the events have passed."""
+
+    __slots__ = ("_pending", "_pool", "seconds")
+
+    def __init__(self, pool: EventPool) -> None:
+        self._pool = pool
+        self.seconds: list[float | None] = []
+        self._pending: deque[tuple[int, Mark, Mark]] = deque()
+
+    def add(self, row: int, start: Mark | None, end: Mark | None) -> None:
+        """Take the marks at a step's edges; without both it stays None.
+
+        Args:
+            row: The step's number, from 0. A step that was not told of, as timing had failed or Ctrl-C came just then,
+                is None and no other's time.
+            start: At its beginning.
+            end: At its end.
+        """
+        if start is not None and end is not None:
+            self._pending.append((row, start, end))
+        self.seconds.extend([None] * (row + 1 - len(self.seconds)))
+        if len(self._pending) >= _RESOLVE_FROM:
+            self.resolve()
+
+    def of_first(self, steps: int) -> tuple[float | None, ...]:
+        """The seconds of so many steps."""
+        known = self.seconds[:steps]
+        return (*known, *[None] * (steps - len(known)))
+
+    def resolve(self) -> None:
+        """Read every step that the accelerator has finished; return at once at the first unfinished one."""
+        while self._pending:
+            row, start, end = self._pending[0]
+            if not end.event.query():
+                return
+            self._pending.popleft()
+            self.seconds[row] = start.event.elapsed_seconds(end.event)
+            self._pool.give_back(start)
+            self._pool.give_back(end)
+
+    @property
+    def unfinished(self) -> int:
+        """How many steps the accelerator has not been seen to finish."""
+        return len(self._pending)
 
 
 class StageEdges:

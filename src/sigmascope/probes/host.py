@@ -53,8 +53,6 @@ LIBRARIES = (
     "gguf",
 )
 """Distributions whose version can change what a pipeline costs or makes."""
-
-
 _HAS_STATM = sys.platform.startswith("linux")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 _statm_files: dict[int, int] = {}

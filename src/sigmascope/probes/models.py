@@ -4,15 +4,16 @@ Nothing of the model is called to find them. `Module.modules`, `parameters` and 
 class has its own: PEFT's layer around `nn.MultiheadAttention` registers its weights anew each time one of them is
 called.
 
-Beside the components: which processors and backends compute the denoisers' attention, and how each model was set up
-to run (offloading, casting, compiling, memory format).
+`module_facts` counts what one model holds. `pipeline_facts` has beside the components which processors and backends
+compute the denoisers' attention, and how each model was set up to run (offloading, casting, compiling, memory format).
+`detect_architecture` tells the kind of a denoiser by its modules' names.
 """
 
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,21 +35,15 @@ from sigmascope.records.run import (
 
 _INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
 """Where ComfyUI's wrappers (ModelPatcher, CLIP, VAE) and others keep the module."""
-
-
 _COMPILED, _REPLICATED = "_orig_mod", "module"
 _REPLICATING = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _MOST_WRAPPERS = 8
-
-
 _COUNTS = ("parameters", "trainable_parameters", "nbytes", "training")
-
 
 # Architectures, told by the names of modules.
 ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
 _DENOISERS: Final = ("transformer", "unet", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep what denoises, the usual ones first."""
-
 
 # Of both streams of a joint block, as diffusers and the code of FLUX, SD3, AuraFlow and HiDream call them.
 _JOINT_PROJECTION: Final = "add_q_proj"
@@ -58,8 +53,6 @@ _JOINT_PAIRS: Final = (
     ("w1q", "w2q"),
     ("to_q", "to_q_t"),
 )
-
-
 _ROOT = r"(?:(?:diffusion_model|model|module|base_model|denoiser|unet)\.)*"
 _DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
 _UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
@@ -71,10 +64,33 @@ _IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
 _TIME: Final = re.compile(
     r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
 )
-
-
 _KEPT_PLAIN: Final = ("in_proj_weight", "weight")
 """Of attention, what PEFT keeps as plain attributes while an adapter is merged into it."""
+_MOST_KEYS = 50
+"""Of each group of keys so many are named."""
+_KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+_MOST_CONFIG = 60
+_LONGEST_TEXT: Final = 200
+_SOURCE = "_name_or_path"
+_ROLES: Final[tuple[tuple[str, Role], ...]] = (
+    ("text_encoder", "text_encoder"),
+    ("image_encoder", "image_encoder"),
+    ("vae", "vae"),
+    ("vqvae", "vae"),
+    ("vqgan", "vae"),
+    ("movq", "vae"),
+    ("tokenizer", "tokenizer"),
+    ("scheduler", "scheduler"),
+    ("controlnet", "other"),
+    ("motion_adapter", "other"),  # its blocks are put into the U-Net
+)
+_PRIOR_PREFIX: Final = "prior_"
+"""Begins the names of what makes the image's embedding from the text, in pipelines that then decode it."""
+DEFAULT_BACKEND = "default"
+
+# Hooks of diffusers and accelerate.
+_CASTING, _GROUP_OFFLOADING = "layerwise_casting", "group_offloading"
+_MODEL_OFFLOAD_HOOK = "CpuOffload"
 
 
 def module_facts(module: object) -> ModuleFacts:
@@ -93,14 +109,11 @@ def module_facts(module: object) -> ModuleFacts:
         modules = _modules_of(module)
         if not modules:
             return _nothing_known(class_name, f"{class_name} holds no module that is known how to find")
-        facts = _Count()
-        for inner in modules:
-            facts.add(inner)
+        if len(modules) > 1 or modules[0] is module or isinstance(module, Mapping) or components_of(module):
+            return _counted(modules, class_name, None)
+        return _counted(modules, type(modules[0]).__name__, class_name)
     except PROBE_ERRORS as error:
         return _nothing_known(class_name, describe(error))
-    if len(modules) > 1 or modules[0] is module or isinstance(module, Mapping) or components_of(module):
-        return facts.result(class_name, None)
-    return facts.result(type(modules[0]).__name__, class_name)
 
 
 def _modules_of(thing: object) -> list[nn.Module]:
@@ -116,299 +129,26 @@ def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
     return ModuleFacts(class_name, unavailable=dict.fromkeys(_COUNTS, reason))
 
 
-@dataclass(slots=True)
-class _Count:
-    """What was counted so far over modules that may share tensors."""
-
-    parameters: int = 0
-    trainable: int = 0
-    nbytes: int = 0
-    dtypes: Counter[str] = field(default_factory=Counter)
-    devices: Counter[str] = field(default_factory=Counter)
-    training: bool = False
-    seen: set[object] = field(default_factory=set)
-
-    def add(self, module: nn.Module) -> None:
-        self.training = self.training or module.training
-        parts = list(modules_in(module))
-        for parameter in self._new(tensor for part in parts for _, tensor in own_parameters(part)):
-            self.parameters += parameter.numel()
-            self.trainable += parameter.numel() if parameter.requires_grad else 0
-            self._add_tensor(parameter)
-        for buffer in self._new(tensor for part in parts for _, tensor in own_buffers(part)):
-            self._add_tensor(buffer)
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        self.nbytes += tensor.numel() * tensor.element_size()
-        self.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-        self.devices[str(tensor.device)] += tensor.numel()
-
-    def _new(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        for tensor in tensors:
-            identity = place_of(tensor)
-            if identity not in self.seen:
-                self.seen.add(identity)
-                yield tensor
-
-    def result(self, class_name: str, wrapper_class_name: str | None) -> ModuleFacts:
-        return ModuleFacts(
-            class_name,
-            self.parameters,
-            self.trainable,
-            self.nbytes,
-            dict(self.dtypes),
-            dict(self.devices),
-            self.training,
-            wrapper_class_name=wrapper_class_name,
-        )
-
-
-def components_of(thing: object) -> Mapping[str, object]:
-    """The components of a pipeline; empty for anything else."""
-    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
-    return components if isinstance(components, Mapping) else {}
-
-
-def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
-    """Follow wrappers to the module that holds the weights."""
-    if isinstance(thing, nn.Module):
-        inner = _module_in_module(thing)
-        return thing if inner is None else unwrap(inner, depth)
-    if depth == _MOST_WRAPPERS:
-        return None
-    for name in _INNER_NAMES:
-        held = getattr(thing, name, None)
-        module = None if held is None or _is_method(held) else unwrap(held, depth + 1)
-        if module is not None:
-            return module
-    return None
-
-
-def _module_in_module(module: nn.Module) -> nn.Module | None:
-    """What torch.compile or data parallelism put a wrapper around."""
-    inner = getattr(module, _COMPILED, None)
-    if inner is None and type(module).__name__ in _REPLICATING:
-        inner = getattr(module, _REPLICATED, None)
-    return inner if isinstance(inner, nn.Module) else None
-
-
-def _is_method(thing: object) -> bool:
-    return callable(thing) and not isinstance(thing, nn.Module)
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What a denoiser is, and by which modules.
-
-    Attributes:
-        kind: MMDiT: blocks in which text and image each have projections of their own and attend jointly (SD3,
-            FLUX, Qwen-Image). DiT: a transformer that attends to the text across, or has all in one stream (WAN,
-            PixArt). UNet: convolutions down and up again.
-        class_name: Of the denoiser.
-        evidence: The modules that decided, in words.
-        blocks: How many blocks with attention, or levels of a UNet, there are.
-        joint_blocks: How many of them are joint.
-    """
-
-    kind: ArchitectureKind
-    class_name: str
-    evidence: str
-    blocks: int
-    joint_blocks: int = 0
-
-
-def detect_architecture(model: object) -> Reading[Architecture]:
-    """Which kind of denoiser a model is. Never raises.
-
-    Args:
-        model: A module, what wraps one (ComfyUI's ModelPatcher, a compiled or replicated module), or a pipeline,
-            whose denoiser is looked at.
-
-    Returns:
-        The architecture, or None and why it is not known: a VAE or a text encoder is no denoiser.
-    """
-    return attempt(lambda: _architecture_of(model))
-
-
-def _architecture_of(model: object) -> Architecture:
-    for candidate in denoisers_of(model):
-        module = unwrap(candidate)
-        architecture = None if module is None else _classify(module)
-        if architecture is not None:
-            return architecture
-    raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
-
-
-def _classify(module: nn.Module) -> Architecture | None:
-    names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
-    class_name = type(module).__name__
-    joint = _joint_blocks(names)
-    blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
-    is_levelled = any(_IN_LEVEL.search(name) for name in blocks)
-    levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
-    has_time = any(_TIME.search(name) for name in names)
-    if joint:
-        evidence = (
-            f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
-        )
-        return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
-    if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
-        return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
-    if blocks and has_time and not is_levelled:
-        evidence = (
-            f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
-        )
-        return Architecture("DiT", class_name, evidence, len(blocks))
-    return None
-
-
-def _joint_blocks(names: Iterable[str]) -> set[str]:
-    """Paths of the modules in which two streams are projected apart and attend together."""
-    children: dict[str, set[str]] = {}
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        children.setdefault(parent, set()).add(last)
-    return {
-        parent
-        for parent, held in children.items()
-        if _JOINT_PROJECTION in held or any(held.issuperset(pair) for pair in _JOINT_PAIRS)
-    }
-
-
-def denoisers_of(model: object) -> list[object]:
-    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
-    parts = model if isinstance(model, Mapping) else components_of(model)
-    if not parts:
-        return [model]
-    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
-
-
-def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        name, inner = waiting.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        yield name, inner
-        start = f"{name}." if name else ""
-        waiting += [(start + own, child) for own, child in reversed(children_of(inner).items())]
-
-
-def modules_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Each module of a model, itself first."""
-    return (part for _, part in named_modules_in(module))
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module itself, by name, and those of attention that PEFT has taken out of the register."""
-    parameters = registered(module, "_parameters")
-    for name, parameter in parameters.items():
-        if isinstance(parameter, Tensor):
-            yield name, parameter
-    if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
-        for name in _KEPT_PLAIN:
-            plain = vars(module).get(name)
-            if name not in parameters and isinstance(plain, Tensor):
-                yield name, plain
-
-
-def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
-    """What is registered on a module itself, past any `__getattr__` of its own."""
-    held = vars(module).get(holder)
-    return held if isinstance(held, Mapping) else {}
-
-
-def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a module itself, by name; without `transient` only those that a state dict has."""
-    left_out = () if transient else vars(module).get("_non_persistent_buffers_set") or ()
-    for name, buffer in registered(module, "_buffers").items():
-        if isinstance(buffer, Tensor) and name not in left_out:
-            yield name, buffer
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules right inside a module, by name."""
-    held = registered(module, "_modules")
-    return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
-
-
-_MOST_KEYS = 50
-"""Of each group of keys so many are named."""
-_KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
-
-
-def file_facts(files: object) -> dict[str, Any]:
-    """Names, format and size of the files of a model's weights; nothing where there are none."""
-    paths = [Path(file) for file in _several(files) if isinstance(file, str | os.PathLike)]
-    sizes = [path.stat().st_size for path in paths if path.is_file()]
-    if not sizes:
-        return {}
-    formats = sorted({path.suffix.removeprefix(".") for path in paths})
-    return {
-        "files": [path.name for path in paths],
-        "folder": short_path(paths[0].parent),
-        "format": "+".join(formats),
-        "size_mb": sum(sizes) / 2**20,
-    }
-
-
-def _several(files: object) -> list[object]:
-    if isinstance(files, str | os.PathLike):
-        return [files]
-    return list(files) if isinstance(files, list | tuple) else []
-
-
-def key_facts(result: object) -> dict[str, Any]:
-    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
-
-    Args:
-        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
-    """
-    keys_by_group = (
-        result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
+def _counted(modules: Sequence[nn.Module], class_name: str, wrapper_class_name: str | None) -> ModuleFacts:
+    """What modules hold that may share tensors."""
+    parts = [part for module in modules for part in modules_in(module)]
+    parameters = {place_of(tensor): tensor for part in parts for _, tensor in own_parameters(part)}
+    buffers = {place_of(tensor): tensor for part in parts for _, tensor in own_buffers(part)}
+    tensors = list((parameters | buffers).values())
+    dtypes, devices = Counter[str](), Counter[str]()
+    for tensor in tensors:
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        devices[str(tensor.device)] += tensor.numel()
+    return ModuleFacts(
+        class_name,
+        sum(parameter.numel() for parameter in parameters.values()),
+        sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad),
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        dict(dtypes),
+        dict(devices),
+        any(module.training for module in modules),
+        wrapper_class_name=wrapper_class_name,
     )
-    if isinstance(keys_by_group, tuple) and len(keys_by_group) >= 4:
-        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, keys_by_group[1:4], strict=True))
-    else:
-        groups = {name: getattr(keys_by_group, name, None) for name in _KEY_GROUPS}
-    facts: dict[str, Any] = {}
-    for name, keys in groups.items():
-        if isinstance(keys, Iterable):
-            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
-            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
-    return facts
-
-
-_MOST_CONFIG = 60
-_LONGEST_TEXT: Final = 200
-_SOURCE = "_name_or_path"
-
-
-_ROLES: Final[tuple[tuple[str, Role], ...]] = (
-    ("text_encoder", "text_encoder"),
-    ("image_encoder", "image_encoder"),
-    ("vae", "vae"),
-    ("vqvae", "vae"),
-    ("vqgan", "vae"),
-    ("movq", "vae"),
-    ("tokenizer", "tokenizer"),
-    ("scheduler", "scheduler"),
-    ("controlnet", "other"),
-    ("motion_adapter", "other"),  # its blocks are put into the U-Net
-)
-_PRIOR_PREFIX: Final = "prior_"
-"""Begins the names of what makes the image's embedding from the text, in pipelines that then decode it."""
-
-
-DEFAULT_BACKEND = "default"
-
-
-# Hooks of diffusers and accelerate.
-_CASTING, _GROUP_OFFLOADING = "layerwise_casting", "group_offloading"
-_MODEL_OFFLOAD_HOOK = "CpuOffload"
 
 
 def pipeline_facts(pipeline: object) -> PipelineFacts:
@@ -582,3 +322,217 @@ def channels_last(module: nn.Module) -> bool | None:
 
 def _parameters(module: nn.Module) -> list[Tensor]:
     return [parameter for part in modules_in(module) for _, parameter in own_parameters(part)]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a denoiser is, and by which modules.
+
+    Attributes:
+        kind: MMDiT: blocks in which text and image each have projections of their own and attend jointly (SD3,
+            FLUX, Qwen-Image). DiT: a transformer that attends to the text across, or has all in one stream (WAN,
+            PixArt). UNet: convolutions down and up again.
+        class_name: Of the denoiser.
+        evidence: The modules that decided, in words.
+        blocks: How many blocks with attention, or levels of a UNet, there are.
+        joint_blocks: How many of them are joint.
+    """
+
+    kind: ArchitectureKind
+    class_name: str
+    evidence: str
+    blocks: int
+    joint_blocks: int = 0
+
+
+def detect_architecture(model: object) -> Reading[Architecture]:
+    """Which kind of denoiser a model is. Never raises.
+
+    Args:
+        model: A module, what wraps one (ComfyUI's ModelPatcher, a compiled or replicated module), or a pipeline,
+            whose denoiser is looked at.
+
+    Returns:
+        The architecture, or None and why it is not known: a VAE or a text encoder is no denoiser.
+    """
+    return attempt(lambda: _architecture_of(model))
+
+
+def _architecture_of(model: object) -> Architecture:
+    for candidate in denoisers_of(model):
+        module = unwrap(candidate)
+        architecture = None if module is None else _classify(module)
+        if architecture is not None:
+            return architecture
+    raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
+
+
+def _classify(module: nn.Module) -> Architecture | None:
+    names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
+    class_name = type(module).__name__
+    joint = _joint_blocks(names)
+    blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
+    is_levelled = any(_IN_LEVEL.search(name) for name in blocks)
+    levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
+    has_time = any(_TIME.search(name) for name in names)
+    if joint:
+        evidence = (
+            f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
+        )
+        return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
+    if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
+        return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
+    if blocks and has_time and not is_levelled:
+        evidence = (
+            f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
+        )
+        return Architecture("DiT", class_name, evidence, len(blocks))
+    return None
+
+
+def _joint_blocks(names: Iterable[str]) -> set[str]:
+    """Paths of the modules in which two streams are projected apart and attend together."""
+    children: dict[str, set[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        children.setdefault(parent, set()).add(last)
+    return {
+        parent
+        for parent, held in children.items()
+        if _JOINT_PROJECTION in held or any(held.issuperset(pair) for pair in _JOINT_PAIRS)
+    }
+
+
+def denoisers_of(model: object) -> list[object]:
+    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
+    parts = model if isinstance(model, Mapping) else components_of(model)
+    if not parts:
+        return [model]
+    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
+
+
+def components_of(thing: object) -> Mapping[str, object]:
+    """The components of a pipeline; empty for anything else."""
+    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
+    return components if isinstance(components, Mapping) else {}
+
+
+def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
+    """Follow wrappers to the module that holds the weights."""
+    if isinstance(thing, nn.Module):
+        inner = _module_in_module(thing)
+        return thing if inner is None else unwrap(inner, depth)
+    if depth == _MOST_WRAPPERS:
+        return None
+    for name in _INNER_NAMES:
+        held = getattr(thing, name, None)
+        module = None if held is None or _is_method(held) else unwrap(held, depth + 1)
+        if module is not None:
+            return module
+    return None
+
+
+def _module_in_module(module: nn.Module) -> nn.Module | None:
+    """What torch.compile or data parallelism put a wrapper around."""
+    inner = getattr(module, _COMPILED, None)
+    if inner is None and type(module).__name__ in _REPLICATING:
+        inner = getattr(module, _REPLICATED, None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _is_method(thing: object) -> bool:
+    return callable(thing) and not isinstance(thing, nn.Module)
+
+
+def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        name, inner = waiting.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        yield name, inner
+        start = f"{name}." if name else ""
+        waiting += [(start + own, child) for own, child in reversed(children_of(inner).items())]
+
+
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Each module of a model, itself first."""
+    return (part for _, part in named_modules_in(module))
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module itself, by name, and those of attention that PEFT has taken out of the register."""
+    parameters = registered(module, "_parameters")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, Tensor):
+            yield name, parameter
+    if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
+        for name in _KEPT_PLAIN:
+            plain = vars(module).get(name)
+            if name not in parameters and isinstance(plain, Tensor):
+                yield name, plain
+
+
+def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+    """What is registered on a module itself, past any `__getattr__` of its own."""
+    held = vars(module).get(holder)
+    return held if isinstance(held, Mapping) else {}
+
+
+def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module itself, by name; without `transient` only those that a state dict has."""
+    left_out = () if transient else vars(module).get("_non_persistent_buffers_set") or ()
+    for name, buffer in registered(module, "_buffers").items():
+        if isinstance(buffer, Tensor) and name not in left_out:
+            yield name, buffer
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules right inside a module, by name."""
+    held = registered(module, "_modules")
+    return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
+
+
+def file_facts(files: object) -> dict[str, Any]:
+    """Names, format and size of the files of a model's weights; nothing where there are none."""
+    paths = [Path(file) for file in _several(files) if isinstance(file, str | os.PathLike)]
+    sizes = [path.stat().st_size for path in paths if path.is_file()]
+    if not sizes:
+        return {}
+    formats = sorted({path.suffix.removeprefix(".") for path in paths})
+    return {
+        "files": [path.name for path in paths],
+        "folder": short_path(paths[0].parent),
+        "format": "+".join(formats),
+        "size_mb": sum(sizes) / 2**20,
+    }
+
+
+def _several(files: object) -> list[object]:
+    if isinstance(files, str | os.PathLike):
+        return [files]
+    return list(files) if isinstance(files, list | tuple) else []
+
+
+def key_facts(result: object) -> dict[str, Any]:
+    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
+
+    Args:
+        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
+    """
+    keys_by_group = (
+        result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
+    )
+    if isinstance(keys_by_group, tuple) and len(keys_by_group) >= 4:
+        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, keys_by_group[1:4], strict=True))
+    else:
+        groups = {name: getattr(keys_by_group, name, None) for name in _KEY_GROUPS}
+    facts: dict[str, Any] = {}
+    for name, keys in groups.items():
+        if isinstance(keys, Iterable):
+            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
+            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
+    return facts

@@ -39,15 +39,46 @@ _COUNTS = ("nan_count", "inf_count")
 _CPU_PIECE = 1 << 16  # half a MiB as float64: stays in the cache, and the allocator keeps it between pieces
 _DEVICE_PIECE = 1 << 24  # 128 MiB as float64: few synchronisations, little extra memory
 
-
 # Of `quick_facts`.
 MOST_ELEMENTS = 1 << 24
 """Up to here all statistics are read, which takes about 0.1 s."""
 _TOO_MANY = "not computed: they are too many for it to go unnoticed; ask with statistics=True"
 
-
 # Of `leaves_of`.
 _DEEPEST, _MOST_TENSORS = 12, 4096
+_GROUP_BYTES: Final = 1 << 30
+"""Tensors of an accelerator that are hashed together: the steps within a piece are one after another."""
+_WORTH_THREADS: Final = 1 << 25
+_MOST_THREADS: Final = 8
+
+# Where samples are taken.
+SAMPLE_SIZE: Final = 1024
+_GOLDEN: Final = 0.6180339887498949
+PIECE_BYTES: Final = 1 << 18
+"""Long enough for the CPU's hash to run at the speed of memory, short enough for many to a layer."""
+
+# XXH3's secret, primes and sizes, for hashing on an accelerator.
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64: Final = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_AVALANCHE: Final = 0x165667919E3779F9
+_START: Final = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+_LOW: Final = 0xFFFFFFFF
+_WORDS, _STRIPES, _BLOCK_WORDS = 8, 16, 128
+_BLOCKS: Final = PIECE_BYTES // (8 * _BLOCK_WORDS)
+_LAST_STRIPE: Final = 192 - 64 - 7
+_PIECES_AT_ONCE: Final = 64  # 16 MiB of weights, and a few times that for what is computed of them
 
 
 def tensor_facts(tensor: Tensor, *, statistics: bool | None = None) -> TensorFacts:
@@ -328,46 +359,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | bool | int | float)
 
 
-_GROUP_BYTES: Final = 1 << 30
-"""Tensors of an accelerator that are hashed together: the steps within a piece are one after another."""
-_WORTH_THREADS: Final = 1 << 25
-_MOST_THREADS: Final = 8
-
-
 Readings = dict[str, Reading["Fingerprint"]]
-
-
-# Where samples are taken.
-SAMPLE_SIZE: Final = 1024
-_GOLDEN: Final = 0.6180339887498949
-
-
-PIECE_BYTES: Final = 1 << 18
-"""Long enough for the CPU's hash to run at the speed of memory, short enough for many to a layer."""
-
-
-# XXH3's secret, primes and sizes, for hashing on an accelerator.
-_SECRET: Final = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
-    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
-    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
-    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
-)
-_PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_PRIME64: Final = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
-_AVALANCHE: Final = 0x165667919E3779F9
-_START: Final = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-_LOW: Final = 0xFFFFFFFF
-_WORDS, _STRIPES, _BLOCK_WORDS = 8, 16, 128
-_BLOCKS: Final = PIECE_BYTES // (8 * _BLOCK_WORDS)
-_LAST_STRIPE: Final = 192 - 64 - 7
-_PIECES_AT_ONCE: Final = 64  # 16 MiB of weights, and a few times that for what is computed of them
 
 
 @dataclass(frozen=True, slots=True)
