@@ -256,9 +256,14 @@ class CachingAccelerator:
         try:
             if not (self._backend.is_initialized() and self._has_context(device_index(device))):
                 return NOTHING
-            return consistent(_bytes_of(self._backend.memory_stats_as_nested_dict(device_index(device))))
+            return self._figures(device_index(device))
         except PROBE_ERRORS:
             return UNKNOWN
+
+    def _figures(self, index: int) -> AllocatorBytes:
+        statistics = self._backend.memory_stats_as_nested_dict(index)
+        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
+        return consistent(allocated["current"], reserved["current"], allocated["peak"], reserved["peak"])
 
     def unavailable(self, device: str) -> Mapping[str, str]:
         """The reason for each field of `allocated_and_peak` that is None."""
@@ -324,7 +329,7 @@ class CachingAccelerator:
         return True
 
     def _why_no_statistics(self, device: str) -> str:
-        reading = attempt(lambda: _bytes_of(self._backend.memory_stats_as_nested_dict(device_index(device))))
+        reading = attempt(lambda: self._figures(device_index(device)))
         return reading.reason or "the allocator reports a figure that contradicts another"
 
 
@@ -333,27 +338,19 @@ def device_index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def consistent(figures: AllocatorBytes) -> AllocatorBytes:
+def consistent(allocated: int, reserved: int, peak_allocated: int, peak_reserved: int) -> AllocatorBytes:
     """Drop figures that cannot be true.
 
     An allocator that does not keep a statistic (cudaMallocAsync, some of them) reports 0. A peak below
     the current use, or a reservation below the allocation, gives that away.
     """
-    allocated, reserved, peak_allocated, peak_reserved = figures
-    if allocated is not None and reserved is not None and reserved < allocated:
-        reserved = None
-    if allocated is not None and peak_allocated is not None and peak_allocated < allocated:
-        peak_allocated = None
-    floor = max((value for value in (reserved, peak_allocated, allocated) if value is not None), default=0)
-    if peak_reserved is not None and peak_reserved < floor:
-        peak_reserved = None
-    return AllocatorBytes(allocated, reserved, peak_allocated, peak_reserved)
-
-
-def _bytes_of(statistics: Mapping[str, Any]) -> AllocatorBytes:
-    allocated = statistics["allocated_bytes"]["all"]
-    reserved = statistics["reserved_bytes"]["all"]
-    return AllocatorBytes(allocated["current"], reserved["current"], allocated["peak"], reserved["peak"])
+    floor = max(allocated, reserved, peak_allocated)
+    return AllocatorBytes(
+        allocated,
+        reserved if reserved >= allocated else None,
+        peak_allocated if peak_allocated >= allocated else None,
+        peak_reserved if peak_reserved >= floor else None,
+    )
 
 
 def _int_pair(pair: tuple[int, int]) -> tuple[int, int]:

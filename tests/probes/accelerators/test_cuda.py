@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.probes import Accelerator, AllocatorBytes, NvmlFacts, Reading, accelerators
+from sigmascope.probes import Accelerator, NvmlFacts, Reading, accelerators
 from sigmascope.probes.accelerators import CudaAccelerator, consistent
 
 MIB = 2**20
@@ -112,11 +112,11 @@ def test_a_statistic_that_cuda_malloc_async_does_not_keep_is_unknown_with_its_re
 
 
 def test_zeros_of_an_empty_device_are_facts() -> None:
-    assert consistent(AllocatorBytes(0, 0, 0, 0)) == (0, 0, 0, 0)
+    assert consistent(0, 0, 0, 0) == (0, 0, 0, 0)
 
 
 def test_a_reserved_peak_below_the_allocated_one_is_not_believed() -> None:
-    assert consistent(AllocatorBytes(1, 2, 9, 4)) == (1, 2, 9, None)
+    assert consistent(1, 2, 9, 4) == (1, 2, 9, None)
 
 
 def test_a_peak_is_reset_on_its_device(gpu: Any) -> None:
