@@ -48,8 +48,8 @@ _NOTHING: Planting = nullcontext()
 _ATTEMPTS = 20
 """How often a try looks for faults that are really met; after some, at another call."""
 _WATCHED = tuple(
-    "probes records stages analysis integrations files units reports monitor.gpu_timing monitor.utilization "  # noqa: SIM905
-    "monitor.findings monitor.scope monitor.profile".split()
+    "probes records stages analysis integrations files units reports "  # noqa: SIM905
+    "monitor.utilization monitor.scope monitor.profile".split()
 )
 """What a monitor measures with. The rest of `monitor` keeps books, and calls all this behind a guard."""
 _MAKING = ("files", "checkpoints", "probes", "records", "lora", "pipeline", "lbm", "monitor", "reports")
