@@ -123,10 +123,6 @@ class Generation:
             "generation", lambda: self.recorder.run_of(self._stage) if own is None else own.run()
         )
 
-    def host(self) -> HostFacts | None:
-        """Facts about the machine; None if they cannot be read."""
-        return self.recorder.host()
-
     def restart_stopwatch(self) -> None:
         """Let `stopwatch` count from now."""
         self._stopwatch_ns = self.recorder.clock()
@@ -134,14 +130,6 @@ class Generation:
     def stopwatch(self) -> float | None:
         """Seconds since the generation began or `restart_stopwatch`."""
         return None if self._stopwatch_ns is None else (self.recorder.clock() - self._stopwatch_ns) / 1e9
-
-    def progress(self) -> StepProgress:
-        """Where it is now."""
-        return self.steps.progress()
-
-    def gpu_busy_percent(self) -> dict[str, float]:
-        """How busy each NVIDIA device is now; empty: not known."""
-        return self.recorder.gpu_busy_percent()
 
 
 class GenerationSteps:
@@ -422,7 +410,7 @@ class GenerationHistory:
         steps = generation.steps
         fill_times(metrics, None if stage is None else stage.seconds, mean_step_seconds(stage, steps.tally))
         metrics.pipeline_setup_time = steps.setup_seconds()
-        fill_memory(metrics, stage, generation.host())
+        fill_memory(metrics, stage, generation.recorder.host())
         seen = None if stage is None else _call_within(stage)
         metrics.fill_assumed(seen, steps.tally.count if succeeded else 0)
         generation.keep(seen)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from rich.cells import cell_len, set_cell_size
 
@@ -21,6 +21,9 @@ from sigmascope import units
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
+
+if TYPE_CHECKING:
+    from sigmascope.monitor.generation import Generation
 
 _log = logging.getLogger(__name__)
 _HZ: Final = 4.0
@@ -70,24 +73,6 @@ class StepProgress:
     misses_target: bool
 
 
-@runtime_checkable
-class RunningGeneration(Protocol):
-    """A generation, as far as the line is concerned."""
-
-    @property
-    def metrics(self) -> PerformanceMetrics:
-        """Its names, plan and target; its results when it is over."""
-        ...
-
-    def progress(self) -> StepProgress:
-        """Where it is now."""
-        ...
-
-    def gpu_busy_percent(self) -> dict[str, float]:
-        """How busy its devices are now."""
-        ...
-
-
 class LiveLine:
     """Shows any number of generations, of any number of monitors, in one line. Raises nothing.
 
@@ -113,14 +98,14 @@ class LiveLine:
     def forget(self) -> None:
         """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
-        self._open: list[RunningGeneration] = []
+        self._open: list["Generation"] = []
         self._over: list[str] = []
         self._stop = threading.Event()
         self._running: threading.Thread | None = None
         self._drawn = False
         self._looks = 0
 
-    def add(self, generation: RunningGeneration) -> None:
+    def add(self, generation: "Generation") -> None:
         """Show a generation from now on.
 
         Raises:
@@ -137,7 +122,7 @@ class LiveLine:
                 self._running.start()
             self._open.append(generation)
 
-    def remove(self, generation: RunningGeneration, error: BaseException | None = None) -> None:
+    def remove(self, generation: "Generation", error: BaseException | None = None) -> None:
         """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return."""
         with self._lock:
             if generation not in self._open:
@@ -174,7 +159,7 @@ class LiveLine:
         draw(stream, over, running)
         stream.flush()
 
-    def _draw(self, stream: Stream, over: list[str], running: list[RunningGeneration]) -> None:
+    def _draw(self, stream: Stream, over: list[str], running: list["Generation"]) -> None:
         """Draw the line over itself; the cursor goes back to its start, where the host's own output begins."""
         width = _width_of(stream) - 1  # the last column would break the line on some terminals
         for text in over:
@@ -184,7 +169,7 @@ class LiveLine:
             stream.write(f"\r{fitted(line, width)}\r")
         self._drawn = bool(line)
 
-    def _write(self, stream: Stream, over: list[str], running: list[RunningGeneration]) -> None:
+    def _write(self, stream: Stream, over: list[str], running: list["Generation"]) -> None:
         """Write a line for each generation that is over, and now and then for those that are running."""
         for text in over:
             stream.write(f"{text}\n")
@@ -204,8 +189,10 @@ def _width_of(stream: Stream) -> int:
         return _USUAL_WIDTH
 
 
-def _text_of(generation: RunningGeneration) -> str:
-    return running_text(generation.metrics, generation.progress(), generation.gpu_busy_percent())
+def _text_of(generation: "Generation") -> str:
+    return running_text(
+        generation.metrics, generation.steps.progress(), generation.recorder.gpu_busy_percent()
+    )
 
 
 def live_line_for(live: "bool | LiveLine") -> LiveLine | None:
