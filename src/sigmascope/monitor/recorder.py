@@ -227,7 +227,7 @@ class Recorder:
         self._instruments.start_sampling()
         frame = Frame(self, self._outside, CURRENT.get())
         self._entered.append(frame)
-        push(frame)
+        CURRENT.set(frame)
         return self
 
     def __exit__(
@@ -279,7 +279,7 @@ class Recorder:
             self._extent.end(interruption)
             raise
         frame = Frame(self, scope, CURRENT.get(), around)
-        push(frame)
+        CURRENT.set(frame)
         return frame
 
     def welcome(self, guest: "Recorder") -> None:
@@ -661,11 +661,6 @@ def frames_here() -> Iterator[Frame]:
         if frame.is_open:
             yield frame
         frame = frame.outer
-
-
-def push(frame: Frame) -> None:
-    """Make the frame current in this context."""
-    CURRENT.set(frame)
 
 
 def pop(frame: Frame) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any, Final
 
@@ -20,26 +20,12 @@ import torch
 from sigmascope.probes.reading import Reading, attempt, reasons
 
 _sessions: dict[int, ModuleType] = {}  # process id -> initialised library: a forked child needs its own
-_FACT_FIELDS = (
-    "name",
-    "uuid",
-    "driver_version",
-    "total_bytes",
-    "used_bytes",
-    "free_bytes",
-    "utilization_percent",
-    "temperature_celsius",
-)
 MAX_HZ: Final = 5.0
 SHORTEST_PERIOD_SECONDS: Final = 1 / 6
 """NVML's utilisation is a mean over this long at least."""
 # Bits of NVML's clocks event reasons (nvml.h): heat, seen by software or hardware; the limit on power.
 _HEAT: Final = 0x20 | 0x40
 _POWER_CAP: Final = 0x04
-_ACTIVITY_FIELDS: Final = (
-    "busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts",
-    "slowed_by_heat", "held_by_power_cap",
-)  # fmt: skip
 _CLOCK_REASON_FUNCTIONS: Final = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetCurrentClocksThrottleReasons",
@@ -72,7 +58,7 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     nvml: Any = opened.value
     handle = opened if nvml is None else attempt(lambda: handle_of(nvml, device))
     if handle.value is None:
-        return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, handle.reason or "unknown"))
+        return NvmlFacts(device, unavailable=_all_missing(NvmlFacts, handle.reason))
     gpu = handle.value
     memory = attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
     readings: dict[str, Reading[Any]] = {
@@ -89,6 +75,12 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
         readings[f"{name}_bytes"] = Reading(value, memory.reason)
     facts = {name: reading.value for name, reading in readings.items()}
     return NvmlFacts(device, **facts, unavailable=reasons(readings))
+
+
+def _all_missing(kind: type[NvmlFacts] | type["GpuActivity"], reason: str | None) -> dict[str, str]:
+    """The one reason, for every figure."""
+    figures = [field.name for field in fields(kind) if field.name not in ("device", "unavailable")]
+    return dict.fromkeys(figures, reason or "unknown")
 
 
 def _as_text(value: str | bytes) -> str:
@@ -215,7 +207,7 @@ class GpuActivity:
 def gpu_activity(nvml: Any, device: str, handle: Reading[Any]) -> GpuActivity:
     """All figures of one device now; never raises."""
     if handle.value is None:
-        return GpuActivity(device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, handle.reason or "unknown"))
+        return GpuActivity(device, unavailable=_all_missing(GpuActivity, handle.reason))
     gpu = handle.value
     rates = attempt(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu))
     slowed_by = attempt(lambda: _clock_reasons(nvml, gpu))
