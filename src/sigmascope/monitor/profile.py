@@ -1,7 +1,7 @@
 """`profile_steps`: torch's profiler on a few steps, told block by block, and nothing on all others.
 
-`ProfileSession` runs one profiler after another, each on one step. `Marks` name the calls of the denoiser's
-blocks to it, and `ProfileSums` adds its events up by block and by operator.
+`ProfileSession` runs one profiler after another, each on one step, with marks that name the calls of the denoiser's
+blocks. `ProfileSums` adds its events up by block and by operator.
 """
 
 import os
@@ -64,7 +64,7 @@ class ProfiledSteps:
         self._guard = Guard()
         self._blocks = blocks_of(denoiser)
         self._no_blocks = why_no_blocks(denoiser, self._blocks)
-        self._session = ProfileSession(Marks({} if self._no_blocks else self._blocks))
+        self._session = ProfileSession({} if self._no_blocks else self._blocks)
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls = 0
@@ -248,43 +248,8 @@ def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str |
     return None
 
 
-class Marks:
-    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step."""
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        self._blocks = blocks
-        self._handles: list[RemovableHandle] = []
-        self._open: list[record_function] = []
-        self._thread = 0
-
-    def put_on(self) -> None:
-        """Begin the denoiser's own mark, and put the hooks on. Marks are of this thread's calls alone."""
-        self._thread = threading.get_ident()
-        self._begin(LABEL)
-        for path, block in self._blocks.items():
-            hook_calls(block, partial(self._begin, LABEL + path), self._close, self._handles)
-
-    def take_off(self) -> None:
-        """Take them off, and end the denoiser's mark, and those of calls that Ctrl-C broke off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        while self._open:
-            self._open.pop().__exit__(None, None, None)
-
-    def _begin(self, label: str) -> None:
-        if threading.get_ident() == self._thread:
-            mark = record_function(label)
-            mark.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(mark)
-
-    def _close(self) -> None:
-        if threading.get_ident() == self._thread and len(self._open) > 1:
-            self._open.pop().__exit__(None, None, None)
-
-
 class ProfileSession:
-    """Starts and stops torch's profiler, one at a time. Not locked.
+    """Starts and stops torch's profiler, one at a time, and names to it the calls of a denoiser's blocks. Not locked.
 
     Attributes:
         taken: Steps, with the profilers that saw them.
@@ -293,11 +258,13 @@ class ProfileSession:
             begin to use its device after them.
     """
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.taken: list[tuple[int, Any]] = []
         self.refused: str | None = None
         self.saw_device: bool | None = None
-        self._marks = marks
+        self._blocks = blocks
+        self._handles: list[RemovableHandle] = []
+        self._marks: list[record_function] = []
         self._running: tuple[int, int, Any] | None = None  # thread, step, profiler
 
     def is_running(self, thread: int | None = None) -> bool:
@@ -319,15 +286,30 @@ class ProfileSession:
         profiler = profile(activities=activities, profile_memory=True)
         profiler.start()
         self._running = (threading.get_ident(), step, profiler)
-        self._marks.put_on()
+        self._begin_mark(LABEL)  # the denoiser's own
+        for path, block in self._blocks.items():
+            hook_calls(block, partial(self._begin_mark, LABEL + path), self._end_mark, self._handles)
+
+    def _begin_mark(self, label: str) -> None:
+        if self.is_running(threading.get_ident()):
+            mark = record_function(label)
+            mark.__enter__()  # type: ignore[no-untyped-call]
+            self._marks.append(mark)
+
+    def _end_mark(self) -> None:
+        if self.is_running(threading.get_ident()) and len(self._marks) > 1:
+            self._marks.pop().__exit__(None, None, None)
 
     def stop(self) -> None:
-        """End the step that is being profiled, if any."""
+        """End the step that is being profiled, if any, and the marks of calls that Ctrl-C broke off."""
         if self._running is None:
             return
         (_, step, profiler), self._running = self._running, None
         try:
-            self._marks.take_off()
+            while self._handles:
+                self._handles.pop().remove()
+            while self._marks:
+                self._marks.pop().__exit__(None, None, None)
         finally:
             profiler.stop()
         self.taken.append((step, profiler))

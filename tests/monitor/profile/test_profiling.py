@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.profile import CAPTURED, Marks, ProfileSession, profile_steps
+from sigmascope.monitor.profile import CAPTURED, ProfileSession, profile_steps
 from sigmascope.monitor.workflow import WorkflowMonitor
 from sigmascope.records.performance import BlockProfile, StepsProfile, profiles_of
 from sigmascope.records.serialization import run_from_json, run_to_json
@@ -198,7 +198,7 @@ def test_a_device_that_was_first_used_after_the_steps_did_not_take_no_time_in_th
 def test_a_step_that_is_captured_into_a_graph_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    session = ProfileSession(Marks({}))
+    session = ProfileSession({})
     session.start(1)
     session.stop()
     assert (session.refused, session.taken) == (CAPTURED, [])
