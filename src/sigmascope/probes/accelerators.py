@@ -448,26 +448,15 @@ class XpuAccelerator(CachingAccelerator):
     def facts(self, device: str) -> AcceleratorFacts:
         """Name, memory and driver; nothing before the host has initialised the device."""
         if not self.is_initialized():
-            return _facts_unavailable(device, "xpu is not initialised in this process")
-        reading: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
-        properties = reading.value
+            return NullAccelerator("xpu is not initialised in this process").facts(device)
+        found: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
+        properties = found.value
         if properties is None:
-            return _facts_unavailable(device, reading.reason or "unknown")
+            return NullAccelerator(found.reason or "unknown").facts(device)
         driver = attempt(lambda: str(properties.driver_version))
-        unavailable = {"compute_capability": "Intel devices have none"}
-        if driver.reason is not None:
-            unavailable["driver_version"] = driver.reason
-        return AcceleratorFacts(
-            device,
-            str(properties.name),
-            int(properties.total_memory),
-            driver.value,
-            unavailable=unavailable,
-        )
-
-
-def _facts_unavailable(device: str, reason: str) -> AcceleratorFacts:
-    return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, reason))
+        unavailable = {"compute_capability": "Intel devices have none", **reasons({"driver_version": driver})}
+        name, total = str(properties.name), int(properties.total_memory)
+        return AcceleratorFacts(device, name, total, driver.value, unavailable=unavailable)
 
 
 class MpsAccelerator:
@@ -526,13 +515,14 @@ class MpsAccelerator:
 
     def facts(self, device: str) -> AcceleratorFacts:
         """Name (from torch where it has one) and memory; the driver is part of macOS."""
-        name = attempt(lambda: str(torch.backends.mps.get_name()))
-        total = attempt(lambda: int(torch.mps.recommended_max_memory()))
-        readings: dict[str, Reading[str] | Reading[int]] = {"name": name, "total_bytes": total}
-        unavailable = {n: reading.reason for n, reading in readings.items() if reading.reason is not None}
-        unavailable["driver_version"] = "the driver is part of macOS"
-        unavailable["compute_capability"] = "Apple devices have none"
-        return AcceleratorFacts(device, name.value, total.value, unavailable=unavailable)
+        readings: dict[str, Reading[Any]] = {
+            "name": attempt(lambda: str(torch.backends.mps.get_name())),
+            "total_bytes": attempt(lambda: int(torch.mps.recommended_max_memory())),
+            "driver_version": Reading(None, "the driver is part of macOS"),
+            "compute_capability": Reading(None, "Apple devices have none"),
+        }
+        facts = {name: reading.value for name, reading in readings.items()}
+        return AcceleratorFacts(device, **facts, unavailable=reasons(readings))
 
 
 def _mps_bytes() -> dict[str, Reading[int]]:
