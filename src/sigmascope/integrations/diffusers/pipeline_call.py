@@ -5,10 +5,12 @@ of one colour, not finite, or replaced by a safety checker. `outcome_of` takes w
 it: latents, or pictures of a denoiser that works in pixels.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -195,9 +197,16 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
 
 
 def _callback(arguments: Mapping[str, Any]) -> str | None:
-    """The name of the function, or of the object's class."""
+    """The name of the function, or of the object's class, with its file and line: "preview (generate.py:31)"."""
     callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
-    return None if callback is None else str(getattr(callback, "__qualname__", type(callback).__qualname__))
+    if callback is None:
+        return None
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    name = str(getattr(callback, "__qualname__", type(callback).__qualname__)).rsplit("<locals>.", 1)[-1]
+    called = callback if hasattr(callback, "__code__") else getattr(type(callback), "__call__", None)  # noqa: B004
+    code = getattr(getattr(callback, "__func__", called), "__code__", None)
+    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:

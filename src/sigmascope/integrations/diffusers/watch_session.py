@@ -42,7 +42,7 @@ from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_her
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
+from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
@@ -483,6 +483,8 @@ class Denoising:
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
+        self._scheduler_began: int | None = None
+        self._scheduler_ns = 0
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path."""
@@ -527,6 +529,11 @@ class Denoising:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
         self.last_ns = self._clock()
 
+    def scheduler_began(self) -> None:
+        """Take the beginning of the scheduler's step: the hot path."""
+        if self._started is not None:
+            self._scheduler_began = self._clock()
+
     def scheduler_stepped(self) -> None:
         """Take the end of the scheduler's step: the hot path.
 
@@ -535,7 +542,11 @@ class Denoising:
         """
         if self._started is not None:
             self.stepped += 1
-            self._commit(self._clock())
+            ended = self._clock()
+            began, self._scheduler_began = self._scheduler_began, None
+            if began is not None:
+                self._scheduler_ns += ended - began
+            self._commit(ended)
 
     def weights_moved(self, nanoseconds: int) -> None:
         """Take the time of a move of weights, which is part of the step that is open."""
@@ -568,6 +579,7 @@ class Denoising:
             self._commit(self._seen_ended())
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
+        self.stage.fact(SCHEDULER_SECONDS, self._scheduler_ns / 1e9)
         self.stage.fact("component", self._turns[0][0] if self._turns else None)
         if len(self._turns) > 1:
             self.stage.fact("component_turns", [list(turn) for turn in self._turns])
