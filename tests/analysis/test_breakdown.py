@@ -13,7 +13,7 @@ def run_of(*stages: Stage, seconds: float = 10.0, **more: Any) -> Run:
     return Run("1", "demo", "2026-01-02T03:04:05+00:00", seconds, stages=stages, **more)
 
 
-def rows(run: Run) -> dict[str, float]:
+def rows(run: Run) -> dict[str, Any]:
     return {row.label: pytest.approx(row.seconds) for row in time_breakdown(run)}
 
 

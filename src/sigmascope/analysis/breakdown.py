@@ -123,7 +123,8 @@ def _seconds(stage: Stage) -> float:
 def _scheduler_seconds(stage: Stage) -> float:
     """What the scheduler's steps took on the host; 0 where the steps' seconds are the device's."""
     seconds = stage.facts.get(SCHEDULER_SECONDS)
-    return seconds if is_duration(seconds) and not is_timed_on_device(stage) else 0.0
+    is_known = isinstance(seconds, float) and is_duration(seconds) and not is_timed_on_device(stage)
+    return seconds if is_known else 0.0
 
 
 def seconds_between_steps(stage: Stage) -> float:
