@@ -123,8 +123,9 @@ def _seconds(stage: Stage) -> float:
 def _scheduler_seconds(stage: Stage) -> float:
     """What the scheduler's steps took on the host; 0 where the steps' seconds are the device's."""
     seconds = stage.facts.get(SCHEDULER_SECONDS)
-    is_known = isinstance(seconds, float) and is_duration(seconds) and not is_timed_on_device(stage)
-    return seconds if is_known else 0.0
+    if not isinstance(seconds, float) or not is_duration(seconds) or is_timed_on_device(stage):
+        return 0.0
+    return seconds
 
 
 def seconds_between_steps(stage: Stage) -> float:

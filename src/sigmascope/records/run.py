@@ -33,6 +33,8 @@ STAGES = (
 Severity = Literal["info", "warning", "error", "critical"]
 DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
+RECIPE: Final = "recipe"
+"""The fact of a generation that holds what else it was made with: other arguments, LoRAs, threads."""
 SCHEDULER_SECONDS: Final = "scheduler_seconds"
 """The fact of a denoising that holds what the scheduler's steps took together, on the host."""
 KEEP_GENERATIONS: Final = 100
