@@ -63,7 +63,7 @@ _MACHINE: Final = re.compile(
 )
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
-        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*"
+        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
     "latent_encoding": re.compile(r"vae.*|has_image|" + "|".join(_PER_PICTURE)),
@@ -77,6 +77,9 @@ _BELONGS_TO: Final = {
 
 _LONGEST: Final = 60
 """Characters of a value in a sentence."""
+
+_MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
+"""Where a tensor of a stage is what another one made."""
 
 Differences = Mapping[str, tuple[str, str]]
 
@@ -266,14 +269,14 @@ def _short(value: str) -> str:
 def _output_sentence(output: str | None, recipe: Differences) -> str | None:
     if output is None:
         return None
-    stage = output.partition(":")[0]
+    stage, _, tensor = output.partition(": ")
     before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
     causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
-    why = " and ".join(_in_words(name, recipe[name]) for name in causes[:3])
-    return f"The outputs differ from {output} on" + (
-        f": {why}." if why else "; nothing in the recipe explains it."
+    why = (
+        ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
     )
+    return f"The outputs differ from the {tensor} of {stage} on: {why}."
 
 
 def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
@@ -296,7 +299,7 @@ def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
 def _outputs(run: Run) -> dict[str, tuple[object, ...] | None]:
     """What each stage made, of the last generation; None where no statistics were read."""
     return {
-        f"{stage.name}: {name}": _values(facts)
+        f"{_MADE_BY.get((stage.name, name), stage.name)}: {name}": _values(facts)
         for stage in run.walk()
         for name, facts in stage.tensors.items()
     }
@@ -441,7 +444,8 @@ def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
 
 
 def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
-    yield f"{name} class", part.class_name
+    if part.role != "scheduler":  # which is named by the schedule that was set
+        yield f"{name} class", part.class_name
     if part.module is None:
         return
     yield f"{name} parameters", part.module.parameters
