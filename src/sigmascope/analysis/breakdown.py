@@ -86,7 +86,7 @@ def large_rows(run: Run) -> tuple[list[TimeShare], float]:
     """The rows of half a per cent of the time and more, and what all others take together."""
     rows = time_breakdown(run)
     large = [row for row in rows if row.seconds >= _SMALL_SHARE * run.seconds]
-    return large, sum(row.seconds for row in rows) - sum(row.seconds for row in large)
+    return large, sum((row.seconds for row in rows), 0.0) - sum(row.seconds for row in large)
 
 
 def _callbacks(run: Run) -> dict[int, str]:
