@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sigmascope.cli.console import say
+from sigmascope.cli.options import Full
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.prompts import check_privacy
@@ -66,6 +67,7 @@ def watch(
         typer.Option("--step_memory/--no_step_memory", help="Look at memory at the end of each step too."),
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
+    full: Full = False,
     install: Annotated[
         bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
     ] = False,
@@ -94,6 +96,7 @@ def watch(
         keep_generations=str(keep_generations),
         step_memory=None if step_memory else "0",
         quiet="1" if quiet else None,
+        full="1" if full else None,
         launched="1",
     )
     how = ["-m"] if module else ["-c"] if code else []
