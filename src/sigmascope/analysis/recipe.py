@@ -75,6 +75,10 @@ _BELONGS_TO: Final = {
 }
 """Which entries of a recipe act first in which stage."""
 
+_DIGITS: Final = 12
+"""Of a prompt's hash, where that alone is known."""
+_COSTLESS: Final = re.compile(r"seed|eta|guidance_scale|LoRA .* strength|.*prompt.*|scheduler .*")
+"""What another value of takes no more time."""
 _LONGEST: Final = 60
 """Characters of a value in a sentence."""
 
@@ -243,7 +247,8 @@ def _why(row: TimeShare, recipe: Differences) -> str:
     """What differs in the recipe that may act there; nothing where the place itself says enough."""
     if row.callback or row.part == "scheduler" or _is_outside_models(row):
         return ""
-    causes = _causes(row.name.rsplit("/", 1)[-1], recipe)
+    costly = {name: sides for name, sides in recipe.items() if not _COSTLESS.fullmatch(name)}
+    causes = _causes(row.name.rsplit("/", 1)[-1], costly)
     if not causes:
         return "; nothing in the recipe explains it"
     return "; " + " and ".join(_in_words(name, recipe[name]) for name in causes[:2]) + " may explain it"
@@ -384,7 +389,9 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
             yield name, _NONE
     for name, prompt in kept.items():
         if isinstance(prompt, Mapping):
-            yield str(name), prompt.get("text") or prompt.get("sha256")
+            text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_DIGITS]}"
+            is_hidden = text is None or text.startswith("<prompt")  # as `without_prompts` leaves it
+            yield str(name), digest if is_hidden else text
 
 
 def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
