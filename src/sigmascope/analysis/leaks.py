@@ -7,26 +7,25 @@ it. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, median
+from statistics import median
 
+from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
 from sigmascope.records.memory import mib
+from sigmascope.records.performance import PROCESS
 from sigmascope.records.run import Finding, Run, Stage
 
-Number = int | float
 FEWEST_CALLS = 8
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
 _RISING_SHARE = 0.5  # of all calls, by which the resident set must rise
-_MOST_READINGS = 400  # 80,000 pairs
 _MOST_WARM_UP = 5  # calls
 _STILL_GROWING = 0.25  # of the whole slope, which the later half must have
 HEAP = "heap_in_use_bytes"
 """The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
-PROCESS, HEAP_OF_PROCESS = "process", "the process's heap"
+HEAP_OF_PROCESS = "the process's heap"
 Measure = tuple[str, list[int], list[int]]
 
 
@@ -102,15 +101,6 @@ def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Slope:
-    """Growth by call, with the bounds between which it lies."""
-
-    value: float
-    lower: float
-    upper: float
-
-
-@dataclass(frozen=True, slots=True)
 class Growth:
     """How memory grew over `calls` calls; `warm_up` calls before them were not looked at."""
 
@@ -149,40 +139,14 @@ def growth(
     calls = readings[skipped:]
     if len(calls) < FEWEST_CALLS:
         return None
-    stride = math.ceil(len(calls) / _MOST_READINGS)
-    thinned = calls[::stride]
-    by_stride = theil_sen(thinned, confidence)
-    slope = Slope(by_stride.value / stride, by_stride.lower / stride, by_stride.upper / stride)
-    later = theil_sen(thinned[len(thinned) // 2 :], confidence).value / stride
+    slope = theil_sen(calls, confidence)
+    later = theil_sen(calls[len(calls) // 2 :], confidence).value
     grows = slope.lower > tolerance_bytes and later > max(tolerance_bytes, _STILL_GROWING * slope.value)
+    thinned = calls[:: math.ceil(len(calls) / MOST_READINGS)]
     steps = [after > before for before, after in pairwise(thinned)]
     return Growth(
         len(calls), skipped, slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps)
     )
-
-
-def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
-    """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
-
-    Args:
-        readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
-            hundred thousand would not fit into memory.
-        confidence: Of the two bounds together, between 0 and 1.
-    """
-    stride = math.ceil(len(readings) / _MOST_READINGS)
-    readings = readings[::stride]
-    n = len(readings)
-    slopes = sorted(
-        (readings[later] - readings[earlier]) / (later - earlier)
-        for earlier in range(n)
-        for later in range(earlier + 1, n)
-    )
-    tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(readings).values())
-    sigma = math.sqrt((n * (n - 1) * (2 * n + 5) - tied) / 18)
-    width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
-    low = max(round((len(slopes) - width) / 2) - 1, 0)
-    high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
-    return Slope(*(slope / stride for slope in (median(slopes), slopes[low], slopes[high])))
 
 
 def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:

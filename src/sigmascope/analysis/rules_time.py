@@ -11,13 +11,13 @@ from typing import Final
 
 from sigmascope import units
 from sigmascope.analysis.generations import PERFORMANCE, Case, misses_target, seconds_of
-from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
     known,
     seconds_in_steps,
     step_name,
     step_seconds,
+    theil_sen,
     timed_on_device,
 )
 from sigmascope.records.performance import DeviceUtilization, utilization_of
