@@ -30,10 +30,13 @@ from typing import IO, Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
-from sigmascope.checkpoints.files import (
+from sigmascope.checkpoints.checkpoint import (
     HEAD_BYTES,
+    LEFT_OUT_REASON,
+    Checkpoint,
+    TensorInfo,
     foreign_file_error,
+    is_left_out,
     iter_tensor_bytes,
     read_exactly,
     reading,

@@ -36,8 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import Checkpoint
-from sigmascope.checkpoints.files import is_existing, is_folder, names_in, reading
+from sigmascope.checkpoints.checkpoint import Checkpoint, is_existing, is_folder, names_in, reading
 from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.safetensors import read_header, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, WriteError

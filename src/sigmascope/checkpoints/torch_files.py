@@ -42,8 +42,16 @@ from typing import Any, BinaryIO, ClassVar, Final
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
-from sigmascope.checkpoints.files import iter_tensor_bytes, read_exactly, reading, shortened
+from sigmascope.checkpoints.checkpoint import (
+    LEFT_OUT_REASON,
+    Checkpoint,
+    TensorInfo,
+    is_left_out,
+    iter_tensor_bytes,
+    read_exactly,
+    reading,
+    shortened,
+)
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.units import format_size

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
+from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,
