@@ -23,7 +23,6 @@ import io
 import math
 import os
 import pickle
-import pickletools
 import re
 import struct
 import sys
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Final
@@ -65,11 +63,7 @@ _WRAPPERS = ("model_state_dict", "state_dict")
 _LIGHTNING_PREFIX = "model."
 _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
 
-# Names that a pickle asks for.
-_TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
-_MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
-_PICKLES_LOOKED_INTO = 8  # of an archive, for a message
-_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
+# Names that tensors ask for.
 _HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
 
 # Whatever a damaged archive makes PyTorch stumble over; `weights_only` has an error of its own for what it refuses.
@@ -164,14 +158,15 @@ class PickleCheckpoint(Checkpoint):
 
 def _load(path: Path) -> object:
     is_zip = _is_sound_zip(path)
-    _rehearse(path, is_zip)
+    asked: dict[str, None] = {}
+    _rehearse(path, is_zip, asked)
     try:
         with warnings.catch_warnings():
             # An advice for the maker of the file; what cannot be read is refused below.
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
+        raise _refused(path, error, asked) from error
     except UnicodeEncodeError as error:
         message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
         raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
@@ -249,8 +244,13 @@ def _bomb(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(path, f"would take more memory or time than weights do: {reason}.", hint=hint)
 
 
-def _rehearse(path: Path, is_zip: bool) -> None:
+def _rehearse(path: Path, is_zip: bool, asked: dict[str, None]) -> None:
     """Run a file's pickles with nothing behind them, to see what loading it would make.
+
+    Args:
+        path: The file.
+        is_zip: Whether it is an archive.
+        asked: Takes the names that the pickles ask for, in order of appearance.
 
     Raises:
         CheckpointError: They would take more than a file of this size can be worth, or are damaged.
@@ -258,25 +258,25 @@ def _rehearse(path: Path, is_zip: bool) -> None:
     """
     file_bytes = path.stat().st_size
     try:
-        if not is_zip:
-            with path.open("rb") as stream:
+        with path.open("rb") as stream:
+            if not is_zip:
                 for _ in range(_PICKLES_OF_LEGACY_FILE):
-                    _Rehearsal(_Counted(stream, file_bytes), file_bytes).load()
-            return
-        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
-            for member in archive.infolist():
-                if _is_description(member.filename):
+                    _Rehearsal(_Counted(stream, file_bytes), file_bytes, asked).load()
+                return
+            with zipfile.ZipFile(stream) as archive:
+                for member in filter(_is_description, archive.infolist()):
                     data = _stored_bytes(stream, member)
-                    _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes).load()
+                    _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes, asked).load()
     except _TooMuch as error:
         raise _bomb(path, str(error)) from error
     except _DAMAGE as error:
-        raise _refused(path, pickle.UnpicklingError(str(error) or type(error).__name__)) from error
+        damage = pickle.UnpicklingError(str(error) or type(error).__name__)
+        raise _refused(path, damage, asked) from error
 
 
-def _is_description(name: str) -> bool:
+def _is_description(member: zipfile.ZipInfo) -> bool:
     """Whether PyTorch may take it for `data.pkl`, which it looks for in any case."""
-    return name.lower().endswith("data.pkl") and "/data/" not in name
+    return member.filename.lower().endswith("data.pkl") and "/data/" not in member.filename
 
 
 def _stored_bytes(stream: BinaryIO, member: zipfile.ZipInfo) -> bytes:
@@ -322,14 +322,16 @@ class _Rehearsal(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, stream: _Counted, file_bytes: int) -> None:
+    def __init__(self, stream: _Counted, file_bytes: int, asked: dict[str, None]) -> None:
         super().__init__(stream, encoding="latin1")
+        self._asked = asked
         self._file_bytes = file_bytes
         self._left = file_bytes + _MOST_MADE_BYTES
         self._storages: set[str | bytes] = set()
         self._declared = 0
 
     def find_class(self, module: str, name: str) -> _StandIn:
+        self._asked[f"{module}.{name}"] = None
         return _StandIn(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> _StandIn:
@@ -432,10 +434,10 @@ def _is_plain_key(key: object) -> bool:
     return key is None or isinstance(key, str | bytes | int | float | _StandIn)
 
 
-def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
+def _refused(path: Path, error: pickle.UnpicklingError, asked: Iterable[str]) -> CheckpointError:
     """The error for what `weights_only=True` refused: code, or only damage."""
     named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-    wanted = list(dict.fromkeys([*named, *foreign_globals(path)]))
+    wanted = list(dict.fromkeys([*named, *filter(_is_foreign, asked)]))
     if not wanted:
         return _damaged(path, error)
     more = f" and {len(wanted) - _NAMES_SHOWN} more" if len(wanted) > _NAMES_SHOWN else ""
@@ -484,47 +486,9 @@ def _is_in_own_byte_order(path: Path) -> bool:
     return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
 
 
-def foreign_globals(path: Path) -> list[str]:
-    """Names of what a checkpoint's pickle asks for beyond tensors, in order of appearance.
-
-    Args:
-        path: A zip that `torch.save` wrote, or a bare pickle.
-
-    Returns:
-        Dotted names; as many as are found before the pickle turns out to be damaged.
-    """
-    found: dict[str, None] = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for name in [name for name in archive.namelist() if name.endswith(".pkl")][
-                    :_PICKLES_LOOKED_INTO
-                ]:
-                    if archive.getinfo(name).file_size <= _MOST_RECORD_BYTES:
-                        _collect_globals(io.BytesIO(archive.read(name)), found)
-        else:
-            with path.open("rb") as stream:
-                for _ in range(_PICKLES_BEFORE_STORAGES):
-                    _collect_globals(stream, found)
-    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
-        pass  # what was found so far is the answer
-    return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
-
-
-def _collect_globals(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
-    texts: list[str] = []
-    try:
-        for opcode, argument, _ in islice(pickletools.genops(stream), _MOST_OPCODES):
-            if opcode.name in _TEXT_OPCODES:
-                texts = [*texts[-1:], str(argument)]
-            elif opcode.name in {"GLOBAL", "INST"}:
-                found[str(argument).replace(" ", ".")] = None
-            elif opcode.name == "STACK_GLOBAL" and len(texts) == 2:
-                found[".".join(texts)] = None
-            elif opcode.name not in _MEMO_OPCODES:
-                texts = []
-    except (ValueError, IndexError, OverflowError, MemoryError):
-        return
+def _is_foreign(name: str) -> bool:
+    """Whether it is a name that no tensor needs."""
+    return not name.startswith(_HARMLESS) and not _is_torch_type(name)
 
 
 def _is_torch_type(name: str) -> bool:
