@@ -238,7 +238,7 @@ class CompositeCheckpoint(Checkpoint):
         skipped: What is in the sources but not among the keys, with the reason.
     """
 
-    format = "safetensors"
+    format: CheckpointFormat = "safetensors"
 
     def __init__(
         self,

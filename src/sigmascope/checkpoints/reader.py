@@ -357,7 +357,7 @@ def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(shard)
 
 
-def _merged_metadata(index: dict[str, Any], shards: Mapping[str, SafetensorsCheckpoint]) -> dict[str, str]:
+def _merged_metadata(index: dict[str, Any], shards: Mapping[str, Checkpoint]) -> dict[str, str]:
     merged: dict[str, str] = {}
     for shard in shards.values():
         merged.update(shard.metadata)

@@ -32,7 +32,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Final
@@ -708,7 +707,7 @@ class StreamingTorchWriter:
             temporary = stack.enter_context(atomic_path(self.path))
             self._file = stack.enter_context(temporary.open("r+b"))
             self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
-            stack.push(_abandon(self._archive))
+            stack.callback(_close_unfinished, self._archive)
             self._put("data.pkl", description(self._specs, self._wrapper))
             self._put("byteorder", sys.byteorder.encode())
             self._stack = stack.pop_all()
@@ -774,14 +773,10 @@ class StreamingTorchWriter:
         return member
 
 
-def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
-    """Close an archive that will not be finished: what that says is about a file that goes anyway."""
-
-    def close(*_: object) -> None:
-        with suppress(OSError, ValueError):
-            archive.close()
-
-    return close
+def _close_unfinished(archive: zipfile.ZipFile) -> None:
+    """Close an archive; what that says of one that is not finished is about a file that goes anyway."""
+    with suppress(OSError, ValueError):
+        archive.close()
 
 
 def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> bytes:
@@ -791,7 +786,7 @@ def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> 
         specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
         wrapper: The key of an outer dictionary; None: there is none.
     """
-    stream = BytesIO()
+    stream = io.BytesIO()
     state = {
         name: _TensorToCome(_StorageToCome(str(number), spec))
         for number, (name, spec) in enumerate(specs.items())
@@ -824,11 +819,11 @@ class _Describer(pickle.Pickler):
             return NotImplemented
         shape = value.storage.spec.shape
         rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v2
-        return rebuild, (value.storage, 0, shape, _contiguous_strides(shape), False, OrderedDict())
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
+        return rebuild, (
+            value.storage,
+            0,
+            shape,
+            torch.empty(shape, device="meta").stride(),
+            False,
+            OrderedDict(),
+        )
