@@ -1,9 +1,7 @@
 """What a record says of memory: what the rules find, what grows from call to call, and whose the peaks are.
 
-What is looked at is the memory that stages of one name, or the steps in a stage, leave in use: in the process
-and on each device. The slope is that of Theil and Sen: the median of the slopes between all pairs of
-readings. Single jumps and outliers, which a difference between first and last takes for growth, do not move
-it. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
+For growth, what is looked at is the memory that stages of one name, or the steps in a stage, leave in use: in the
+process and on each device.
 
 A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is
 the one that this stage, or the step at that moment, ran; memory that others hold besides it is part of the

@@ -391,6 +391,9 @@ class Slope:
 def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
     """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
 
+    Single jumps and outliers, which a difference between first and last takes for growth, do not move it. Sen,
+    "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
+
     Args:
         readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
             hundred thousand would not fit into memory.

@@ -1,6 +1,7 @@
 """Do two tensors, dumps or runs' dumps agree; where they do not, how far apart are they, and why.
 
-What can be compared are dense tensors with values.
+Of two tensors the layout in which they fit is found, the errors are measured, and they are judged in words. What can
+be compared are dense tensors with values.
 """
 
 import difflib
