@@ -10,6 +10,7 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
+from sigmascope.analysis.breakdown import seconds_between_steps
 from sigmascope.analysis.generations import PERFORMANCE, Case, misses_target, seconds_of
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
@@ -235,7 +236,7 @@ def callback_takes_long(case: Case) -> Iterator[Finding]:
     """A callback after each step that takes a good part of the denoising."""
     callback = case.call.callback
     for stage in case.named("denoising") if callback is not None else ():
-        spent = _between_steps(stage)
+        spent = seconds_between_steps(stage)
         if spent < max(_BETWEEN_SHARE * stage.seconds, _BETWEEN_SECONDS * len(stage.steps)):
             continue
         yield Finding(
@@ -252,18 +253,6 @@ def callback_takes_long(case: Case) -> Iterator[Finding]:
             advice="Do less in it, do it in fewer of the steps, or hand it to another thread.",
             stage=stage.name,
         )
-
-
-def _between_steps(stage: Stage) -> float:
-    """What goes by after a denoising's steps, on the host, and no more than the device was idle meanwhile."""
-    steps = stage.steps
-    if not len(steps):
-        return 0.0
-    whole = stage.seconds - steps.started[0]
-    between = whole - sum(known(step_seconds(stage, on_device=False)))
-    if is_timed_on_device(stage):
-        between = min(between, whole - seconds_in_steps(stage))
-    return max(between, 0.0)
 
 
 def device_waits(case: Case) -> Iterator[Finding]:

@@ -68,6 +68,9 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
     ]
 
 
+Full = Annotated[
+    bool, typer.Option("--full", help="Print every stage, device, tensor and finding, not the verdict alone.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
 BasePath = Annotated[

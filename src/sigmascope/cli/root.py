@@ -18,10 +18,10 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, compare, compare_tensors, lbm, lora
+from sigmascope.cli import bench, compare, compare_tensors, lbm, lora, show
 from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, say
 from sigmascope.cli.lora.validate import print_validation
-from sigmascope.cli.options import AsJson
+from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.prompts import check_privacy
@@ -52,6 +52,7 @@ app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.co
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("compare", cls=compare.ManyBaselines, epilog=compare.EPILOG)(compare.compare)
 app.command("check", cls=compare.ManyBaselines, epilog=compare.CHECK_EPILOG)(compare.check)
+app.command("show", epilog=show.EPILOG)(show.show)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -146,6 +147,7 @@ def watch(
         typer.Option("--step_memory/--no_step_memory", help="Look at memory at the end of each step too."),
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
+    full: Full = False,
     install: Annotated[
         bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
     ] = False,
@@ -174,6 +176,7 @@ def watch(
         keep_generations=str(keep_generations),
         step_memory=None if step_memory else "0",
         quiet="1" if quiet else None,
+        full="1" if full else None,
         launched="1",
     )
     how = ["-m"] if module else ["-c"] if code else []
