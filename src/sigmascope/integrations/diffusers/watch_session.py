@@ -103,7 +103,7 @@ class Session:
     def open(self) -> None:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
-        self._load_before, _ = self.guard.read("watch.load", cpu_moment)
+        self._load_before = cpu_moment().value
         OPEN_SESSIONS.append(self)
         for observer in self.observers:
             self._safely(observer, observer.start)
@@ -130,7 +130,7 @@ class Session:
 
     def _end_stages(self, error: BaseException | None) -> None:
         """Close what is open, and let go of everything that was watched."""
-        self._note_load()
+        self.guard.read("watch.load", self._note_load)
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
@@ -144,7 +144,7 @@ class Session:
 
     def _note_load(self) -> None:
         """Note how much of the processor others used meanwhile: a run beside other work takes longer."""
-        before, (now, _) = self._load_before, self.guard.read("watch.load", cpu_moment)
+        before, now = self._load_before, cpu_moment().value
         if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
             self.recorder.fact(OTHERS, others_share(before, now))
 
