@@ -17,6 +17,7 @@ from .records.serialization import load_run as load_run, save_run as save_run
 from .records.merge import merge_runs as merge_runs
 from .analysis.diagnostics import diagnose as diagnose
 from .reports.console import print_run as print_run
+from .reports.html import to_html as to_html, write_html as write_html
 from .reports.trace import write_trace as write_trace
 
 # Hold generations to a target, compare them, and make them faster

@@ -31,6 +31,7 @@ BETWEEN: Final = "between stages"
 AFTER: Final = "after the last stage"
 _WASTE_SHARE: Final = 0.25
 """Of the run's time: a finding that could save as much is the headline."""
+_SMALL_SHARE: Final = 0.005
 _HAS_ROW: Final = "time.callback_takes_long"
 _FAULTS: Final = ("critical", "error")
 
@@ -79,6 +80,13 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
         shares += _shares_of_folded(run.folded.stages)
     before, *after = _outside_stages(run)
     return tuple(row for row in _summed([before, *shares, *after]) if row.seconds > 0)
+
+
+def large_rows(run: Run) -> tuple[list[TimeShare], float]:
+    """The rows of half a per cent of the time and more, and what all others take together."""
+    rows = time_breakdown(run)
+    large = [row for row in rows if row.seconds >= _SMALL_SHARE * run.seconds]
+    return large, sum(row.seconds for row in rows) - sum(row.seconds for row in large)
 
 
 def _callbacks(run: Run) -> dict[int, str]:

@@ -63,7 +63,7 @@ _MACHINE: Final = re.compile(
 )
 _BELONGS_TO: Final = {
     "text_encoding": re.compile(
-        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*"
+        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
     "latent_encoding": re.compile(r"vae.*|has_image|" + "|".join(_PER_PICTURE)),
@@ -75,8 +75,15 @@ _BELONGS_TO: Final = {
 }
 """Which entries of a recipe act first in which stage."""
 
+_DIGITS: Final = 12
+"""Of a prompt's hash, where that alone is known."""
+_COSTLESS: Final = re.compile(r"seed|eta|guidance_scale|LoRA .* strength|.*prompt.*|scheduler .*")
+"""What another value of takes no more time."""
 _LONGEST: Final = 60
 """Characters of a value in a sentence."""
+
+_MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
+"""Where a tensor of a stage is what another one made."""
 
 Differences = Mapping[str, tuple[str, str]]
 
@@ -240,7 +247,8 @@ def _why(row: TimeShare, recipe: Differences) -> str:
     """What differs in the recipe that may act there; nothing where the place itself says enough."""
     if row.callback or row.part == "scheduler" or _is_outside_models(row):
         return ""
-    causes = _causes(row.name.rsplit("/", 1)[-1], recipe)
+    costly = {name: sides for name, sides in recipe.items() if not _COSTLESS.fullmatch(name)}
+    causes = _causes(row.name.rsplit("/", 1)[-1], costly)
     if not causes:
         return "; nothing in the recipe explains it"
     return "; " + " and ".join(_in_words(name, recipe[name]) for name in causes[:2]) + " may explain it"
@@ -266,14 +274,14 @@ def _short(value: str) -> str:
 def _output_sentence(output: str | None, recipe: Differences) -> str | None:
     if output is None:
         return None
-    stage = output.partition(":")[0]
+    stage, _, tensor = output.partition(": ")
     before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
     causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
-    why = " and ".join(_in_words(name, recipe[name]) for name in causes[:3])
-    return f"The outputs differ from {output} on" + (
-        f": {why}." if why else "; nothing in the recipe explains it."
+    why = (
+        ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
     )
+    return f"The outputs differ from the {tensor} of {stage} on: {why}."
 
 
 def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
@@ -296,7 +304,7 @@ def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
 def _outputs(run: Run) -> dict[str, tuple[object, ...] | None]:
     """What each stage made, of the last generation; None where no statistics were read."""
     return {
-        f"{stage.name}: {name}": _values(facts)
+        f"{_MADE_BY.get((stage.name, name), stage.name)}: {name}": _values(facts)
         for stage in run.walk()
         for name, facts in stage.tensors.items()
     }
@@ -381,7 +389,9 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
             yield name, _NONE
     for name, prompt in kept.items():
         if isinstance(prompt, Mapping):
-            yield str(name), prompt.get("text") or prompt.get("sha256")
+            text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_DIGITS]}"
+            is_hidden = text is None or text.startswith("<prompt")  # as `without_prompts` leaves it
+            yield str(name), digest if is_hidden else text
 
 
 def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -441,7 +451,8 @@ def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
 
 
 def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
-    yield f"{name} class", part.class_name
+    if part.role != "scheduler":  # which is named by the schedule that was set
+        yield f"{name} class", part.class_name
     if part.module is None:
         return
     yield f"{name} parameters", part.module.parameters

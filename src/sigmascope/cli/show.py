@@ -1,7 +1,7 @@
-"""`sigmascope show`: a saved run in the terminal, the verdict first."""
+"""`sigmascope show`: saved runs in the terminal or as one HTML file, the verdict first."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -9,6 +9,7 @@ from sigmascope.cli.compare import load_runs
 from sigmascope.cli.console import print_json, say
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
 
 if TYPE_CHECKING:
     from sigmascope.records.run import Run
@@ -20,6 +21,10 @@ sigmascope show run.json
 sigmascope show                the newest run of this folder
 
 sigmascope show run.json --full
+
+sigmascope show run.json --html report.html
+
+sigmascope show before.json after.json --html change.html
 """
 
 
@@ -33,16 +38,32 @@ def show(
         ),
     ] = None,
     full: Full = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report that any browser opens; needs no network."),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="What the report says of prompts: full, hash or none.")
+    ] = "hash",
     as_json: AsJson = False,
 ) -> None:
     """Show where a saved run's time and memory went, what is wrong, and what to do.
 
     The verdict comes first, then a bar for each part of the time, then at most
-    five findings, the gravest first.
+    five findings, the gravest first. A report of several runs compares the first
+    with the others.
     """
     from sigmascope.reports import print_run
 
+    check_privacy(prompts)
     loaded = load_runs(runs) if runs else [newest_run(Path())]
+    if html is not None:
+        from sigmascope.reports.html import write_html
+
+        write_html(loaded, html, prompts=cast(PromptPrivacy, prompts))
+        say(f"The report is in {html}", err=True)
+        if not as_json:
+            return
     if as_json:
         print_json([_as_dict(run) for run in loaded])
         return

@@ -398,6 +398,27 @@ class Run:
 
         print_run(self, console, full=full)
 
+    def to_html(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
+        """Write the run as one HTML file for any browser, as `sigmascope.write_html` does.
+
+        Args:
+            path: The file.
+            prompts: What the file says of prompts that the run holds as text.
+
+        Raises:
+            ConfigError: There is no such privacy.
+            WriteError: The file cannot be written. What was there before stays.
+        """
+        from sigmascope import write_html
+
+        write_html(self, path, prompts=prompts)
+
+    def _repr_html_(self) -> str:
+        """The verdict and where the time went, in a notebook."""
+        from sigmascope import to_html
+
+        return to_html(self, only_verdict=True)
+
     def to_trace(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
         """Write the run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 

@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, time_breakdown
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
@@ -45,8 +45,6 @@ SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical
 _MOST_DAMAGE: Final = 5
 _MOST_FINDINGS: Final = 5
 _MOST_OPERATORS = 10
-_SMALL_SHARE: Final = 0.005
-"""Of the time: rows below that are added up."""
 _BAR_CELLS: Final = 24
 
 
@@ -89,7 +87,7 @@ def _short_finding(finding: Finding, verdict: str) -> Text:
 
 
 def _time_bars(run: Run) -> Iterator[RenderableType]:
-    rows = [row for row in time_breakdown(run) if row.seconds >= _SMALL_SHARE * run.seconds]
+    rows, small = large_rows(run)
     if not rows:
         return
     table = new_table("")
@@ -107,7 +105,6 @@ def _time_bars(run: Run) -> Iterator[RenderableType]:
             Text("█" * max(1, round(_BAR_CELLS * share)), style="cyan"),
             Text(_row_note(row), style="dim"),
         )
-    small = sum(row.seconds for row in time_breakdown(run) if row not in rows)
     if small > 0:
         table.add_row("all else", seconds(small), percent(small, run.seconds))
     yield table
