@@ -18,6 +18,7 @@ from .records.merge import merge_runs as merge_runs
 from .analysis.diagnostics import diagnose as diagnose
 from .reports.console import print_run as print_run
 from .reports.html import to_html as to_html, write_html as write_html
+from .reports.markdown import to_markdown as to_markdown
 from .reports.trace import write_trace as write_trace
 
 # Hold generations to a target, compare them, and make them faster

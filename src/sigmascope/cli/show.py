@@ -42,8 +42,11 @@ def show(
         Path | None,
         typer.Option("--html", help="Write a report that any browser opens; needs no network."),
     ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print it for an issue tracker, in 60 lines at most.")
+    ] = False,
     prompts: Annotated[
-        str, typer.Option("--prompts", help="What the report says of prompts: full, hash or none.")
+        str, typer.Option("--prompts", help="What --html and --markdown say of prompts: full, hash or none.")
     ] = "hash",
     as_json: AsJson = False,
 ) -> None:
@@ -62,12 +65,13 @@ def show(
 
         write_html(loaded, html, prompts=cast(PromptPrivacy, prompts))
         say(f"The report is in {html}", err=True)
-        if not as_json:
-            return
+    if markdown:
+        from sigmascope.reports.markdown import to_markdown
+
+        typer.echo(to_markdown(loaded, prompts=cast(PromptPrivacy, prompts)), nl=False)
     if as_json:
         print_json([_as_dict(run) for run in loaded])
-        return
-    for run in loaded:
+    for run in () if as_json or markdown or html is not None else loaded:
         print_run(run, full=full)
 
 

@@ -68,16 +68,12 @@ def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_
     Raises:
         ConfigError: No run, or no such privacy.
     """
-    check_privacy(prompts)
-    all_runs = [runs] if isinstance(runs, Run) else list(runs)
-    if not all_runs:
-        raise ConfigError("There is no run to show.", hint="Give one at least.")
-    shown = [_private(run, prompts) for run in all_runs]
+    shown = private_runs(runs, prompts)
     if only_verdict:
         verdicts = [(run.name, headline(run), list(_time_rows(run))) for run in shown]
-        return _template("verdict.html.jinja").render(runs=verdicts)
+        return template("verdict.html.jinja").render(runs=verdicts)
     comparison = _comparison(shown) if len(shown) > 1 else None
-    return _template("report.html.jinja").render(
+    return template("report.html.jinja").render(
         title=shown[0].name if len(shown) == 1 else f"{len(shown)} runs",
         runs=[_run_view(run, number) for number, run in enumerate(shown, start=1)],
         comparison=comparison,
@@ -85,7 +81,8 @@ def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_
     )
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this folder, which escapes what it is given and knows no name that it is not given."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sigmascope.reports", ""),
         autoescape=True,
@@ -96,8 +93,20 @@ def _template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
+def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]:
+    """The runs without what the reader of a report is not to see.
+
+    Raises:
+        ConfigError: No run, or no such privacy.
+    """
+    check_privacy(prompts)
+    all_runs = [runs] if isinstance(runs, Run) else list(runs)
+    if not all_runs:
+        raise ConfigError("There is no run to show.", hint="Give one at least.")
+    return [_private(run, prompts) for run in all_runs]
+
+
 def _private(run: Run, prompts: PromptPrivacy) -> Run:
-    """The run without what the reader of the file is not to see."""
     if prompts == "full":
         return run
     clean = without_prompts(run, prompts)
@@ -141,6 +150,8 @@ def _as_script_text(text: str) -> Markup:
 
 def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
     rows, small = large_rows(run)
+    if not rows:
+        return
     whole = max(run.seconds, small + sum(row.seconds for row in rows)) or 1.0
     shares = [(row.label, row.seconds, _note(row)) for row in rows]
     for index, (label, taken, note) in enumerate([*shares, *([("all else", small, "")] if small else [])]):

@@ -48,7 +48,10 @@ def with_lora(pipe: Any, strength: float = 1.0) -> None:
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "prompt": (lambda pipe: {"prompt": "a dog"}, f"prompt {PROMPT} → a dog"),
-    "negative prompt": (lambda pipe: {"negative_prompt": "blurred"}, "negative_prompt blurry, low quality → blurred"),
+    "negative prompt": (
+        lambda pipe: {"negative_prompt": "blurred"},
+        "negative_prompt blurry, low quality → blurred",
+    ),
     "seed": (lambda pipe: {"seed": 4}, "seed 0 → 4"),
     "steps": (lambda pipe: {"num_inference_steps": 3}, "num_inference_steps 2 → 3"),
     "guidance": (lambda pipe: {"guidance_scale": 3.0}, "guidance_scale 7.5 → 3.0"),
