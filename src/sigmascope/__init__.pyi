@@ -71,7 +71,7 @@ from .lbm.training.train import train as train
 
 # Latents, tensors and files of weights
 from .pipeline.encode_decode import decode_latents as decode_latents, encode_latents as encode_latents
-from .analysis.dump_comparison import compare_tensors as compare_tensors
+from .analysis.tensor_comparison import compare_tensors as compare_tensors
 from .checkpoints.tensor_dumps import TensorDumps as TensorDumps
 from .checkpoints.tensor_dumps import load_tensors as load_tensors, save_tensors as save_tensors
 from .checkpoints.reader import open_checkpoint as open_checkpoint

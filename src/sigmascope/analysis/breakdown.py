@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
+from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
 from sigmascope.records.performance import PROCESS
 from sigmascope.records.run import (

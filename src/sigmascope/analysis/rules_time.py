@@ -11,14 +11,14 @@ from typing import Final
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import seconds_between_steps
-from sigmascope.analysis.generations import PERFORMANCE, Case, misses_target, seconds_of
-from sigmascope.analysis.leaks import theil_sen
+from sigmascope.analysis.generations import Case, noted_metrics, seconds_of
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
     known,
     seconds_in_steps,
     step_name,
     step_seconds,
+    theil_sen,
     timed_on_device,
 )
 from sigmascope.records.performance import DeviceUtilization, utilization_of
@@ -53,12 +53,11 @@ _FEWEST_STEPS_OF_A_RANK: Final = 3
 def target_missed(case: Case) -> Iterator[Finding]:
     """A generation that took longer than its target, and where its time went."""
     for stage in case.named(_GENERATION):
-        performance = stage.facts.get(PERFORMANCE)
-        if not isinstance(performance, dict) or not misses_target(performance):
+        metrics = noted_metrics(stage)
+        total = None if metrics is None else metrics.total_generation_time
+        if metrics is None or not metrics.misses_target or total is None:
             continue
-        total, target = performance.get("total_generation_time"), performance.get("target_generation_time")
-        if not isinstance(total, int | float) or not isinstance(target, int | float):
-            continue
+        target = metrics.target_generation_time
         longest, spent = _longest_part(stage, total)
         where = "" if longest is None else f" {longest} took {units.percent(spent, total)} of it."
         yield Finding(

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 
 from sigmascope.analysis.diagnostics import MODEL_STATE
-from sigmascope.analysis.leaks import HEAP
+from sigmascope.analysis.memory import HEAP
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.recorder import LiveStage, Recorder

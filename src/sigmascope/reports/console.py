@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
-from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
+from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from sigmascope.__about__ import __version__
 from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
-from sigmascope.analysis.peak_owners import peak_owners
+from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
 from sigmascope.errors import ConfigError

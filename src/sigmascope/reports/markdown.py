@@ -10,7 +10,7 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from sigmascope.analysis.breakdown import findings_of, headline, large_rows
-from sigmascope.analysis.peak_owners import peak_owners
+from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import Run

@@ -26,7 +26,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from sigmascope.analysis.peak_owners import with_owners
+from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.diffusers.hooks import (
     COMPILED,
     HookSet,

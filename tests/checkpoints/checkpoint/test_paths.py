@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.checkpoints.files import is_existing, is_folder, is_regular_file, names_in, reading
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder, is_regular_file, names_in, reading
 from sigmascope.errors import CheckpointError
 
 Look = Callable[[Path], object]

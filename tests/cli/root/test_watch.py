@@ -67,7 +67,7 @@ def test_options_reach_the_process() -> None:
     settings = launched(
         "--prompts", "hash", "--name", "portrait", "--sample_hz", "5", "--no_step_memory", "-q", "script.py"
     ).settings
-    assert settings == Settings(None, None, "hash", "portrait", "5.0", "0", "1", "1", "100")
+    assert settings == Settings(None, None, "hash", "portrait", "5.0", "0", "1", None, "1", "100")
 
 
 @pytest.mark.parametrize(

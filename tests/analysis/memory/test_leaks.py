@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sigmascope.analysis.leaks import find_leaks, growth, theil_sen
+from sigmascope.analysis.memory import find_leaks, growth
+from sigmascope.analysis.run_figures import theil_sen
 from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot
 from sigmascope.records.run import Run, Stage, Steps
 

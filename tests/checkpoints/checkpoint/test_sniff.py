@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigmascope.checkpoints.files import FileKind, foreign_file_error, sniff
+from sigmascope.checkpoints.checkpoint import FileKind, foreign_file_error, sniff
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.peak_owners import owners_of, peak_owners, with_owners
+from sigmascope.analysis.memory import owners_of, peak_owners, with_owners
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from sigmascope.checkpoints.files import iter_tensor_bytes
+from sigmascope.checkpoints.checkpoint import iter_tensor_bytes
 
 STRIDED = {
     "transposed": torch.arange(24.0).reshape(4, 6).T,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigmascope import TensorDumps, compare_tensors, load_tensors, save_tensors
-from sigmascope.analysis.dump_comparison import compare_dumps, compare_runs
+from sigmascope.analysis.tensor_comparison import compare_dumps, compare_runs
 from sigmascope.errors import ConfigError
 
 ONE, TWO = torch.ones(2, 3), torch.full((2, 3), 2.0)
