@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sigmascope.records.latents import (
     Direction,
+    Strategy,
     StrategyAttempt,
     VaeFacts,
     findings_of_attempts,
@@ -20,7 +21,6 @@ from sigmascope.records.run import Finding
 from sigmascope.stages.baseline import check_of
 from sigmascope.stages.image_facts import Video
 from sigmascope.stages.latent_facts import reference_frames, vace_findings
-from sigmascope.stages.latent_performance import UsedStrategy
 from sigmascope.stages.schema import (
     Check,
     LatentAnalysis,
@@ -61,7 +61,7 @@ class CodingFacts:
     vae_before: Mapping[str, Any] | None
     vae_now: ModelStateDict
     attempts: tuple[StrategyAttempt, ...]
-    used: UsedStrategy
+    strategy: Strategy | None
     efficiency: MemoryEfficiency
     impact: MemoryImpact | None
     dummy: bool
@@ -82,9 +82,7 @@ def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[s
         pictures.append(
             Finding("pictures_missing", "error", f"There are no pictures: {reason}.", stage=stage)
         )
-    tried = list(
-        findings_of_attempts(facts.attempts, facts.used.strategy, facts.direction, dummy=facts.dummy)
-    )
+    tried = list(findings_of_attempts(facts.attempts, facts.strategy, facts.direction, dummy=facts.dummy))
     return {
         "strategies": tried + without_known(of_record, tried),
         "input": pictures if encodes else latent,

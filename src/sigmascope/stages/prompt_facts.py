@@ -29,11 +29,11 @@ from sigmascope.probes.reading import read_host
 from sigmascope.records.prompts import PromptPrivacy, prompt_sha256
 from sigmascope.stages.baseline import unknown
 from sigmascope.stages.schema import PromptFacts, TokenFacts
-from sigmascope.stages.text_encoders import CLIP_TOKENS
 
 PRIVATE = "prompts are kept as {!r}"
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 EMPHASIS = 1.1
+CLIP_TOKENS = 77
 _ESCAPED = re.compile(r"\\([()])")
 _NO_LIMIT = 1_000_000
 """transformers writes 10³⁰ where a tokenizer names no limit."""

@@ -35,8 +35,12 @@ from sigmascope.stages.baseline import (
 )
 from sigmascope.stages.conditioning import (
     DumpFolder,
+    EncoderFacts,
     conditioning_facts,
     dump_conditioning,
+    find_encoders,
+    find_tokenizers,
+    named_tokenizers,
     read_conditioning,
 )
 from sigmascope.stages.prompt_facts import TokenCount, as_text, count_tokens, prompt_facts, texts_of
@@ -72,7 +76,6 @@ from sigmascope.stages.summary import (
     statistics_row,
     unknown,
 )
-from sigmascope.stages.text_encoders import EncoderFacts, find_encoders, find_tokenizers, named_tokenizers
 from sigmascope.stages.text_validation import TextEncodingThresholds, validate
 
 __all__ = [

@@ -11,7 +11,13 @@ from typing import Any
 
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.stages.baseline import check_of
-from sigmascope.stages.conditioning import tensors_of
+from sigmascope.stages.conditioning import (
+    UNKNOWN_FAMILY,
+    EncoderFacts,
+    is_one_of_several,
+    joined_layers,
+    tensors_of,
+)
 from sigmascope.stages.schema import (
     Check,
     ConditioningDict,
@@ -20,12 +26,6 @@ from sigmascope.stages.schema import (
     TensorDict,
     TextProcessing,
     Validation,
-)
-from sigmascope.stages.text_encoders import (
-    UNKNOWN_FAMILY,
-    EncoderFacts,
-    is_one_of_several,
-    joined_layers,
 )
 
 Conditionings = Mapping[str, ConditioningDict]

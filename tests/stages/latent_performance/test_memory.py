@@ -17,8 +17,10 @@ from sigmascope.stages.baseline import memory_now, snapshot_of
 from sigmascope.stages.latent_encoding import (
     _calculate_latent_generation_memory_change,
     capture_latent_generation_baseline,
+    gpu_changes,
+    memory_change,
+    memory_efficiency,
 )
-from sigmascope.stages.latent_performance import gpu_changes, memory_change, memory_efficiency
 from sigmascope.stages.latent_validation import memory_findings
 
 MIB = 2**20
