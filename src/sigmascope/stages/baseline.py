@@ -9,9 +9,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar, cast
+from uuid import UUID
 
+import torch
 from torch import nn
 
 from sigmascope.probes import Accelerator, memory_snapshot
@@ -20,7 +22,9 @@ from sigmascope.probes.reading import error_text, exception_details, lookup, rea
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
+    GpuPeak,
     MemoryImpact,
+    MemoryImpactDict,
     MemorySnapshot,
     PeakMemory,
     PeakMemoryDict,
@@ -56,6 +60,8 @@ COMPARED = (
 
 _ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 """What of an analysis its stage holds."""
+_FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
+"""What of a baseline is no fact."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Dict = TypeVar("_Dict")
 
@@ -66,6 +72,7 @@ class References:
 
     snapshot: MemorySnapshot
     accelerator: Accelerator | None
+    models: Mapping[str, Callable[[], Any] | None] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(…)"
@@ -86,11 +93,16 @@ def references_of(baseline: object, kind: type[_References]) -> _References | No
 
 
 def plain_baseline(baseline: object) -> dict[str, Any] | None:
-    """The baseline without what it keeps for the analysis."""
+    """The baseline as plain values, without what it keeps for the analysis."""
     if not isinstance(baseline, Mapping):
         return None
-    entries = read_host(lambda: dict(baseline)).value or {}
-    return {name: value for name, value in entries.items() if name != "references"}
+    return read_host(lambda: _plain(baseline)).value or {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(held) for name, held in value.items() if name not in _FOR_THE_ANALYSIS}
+    return str(value) if isinstance(value, torch.device | UUID) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +131,15 @@ class Measurement:
             "error": problems or None if error is None else error_text(error),
             "exception_details": exception_dict(error) if isinstance(error, BaseException) else None,
             "elapsed_time": self.seconds,
-            "peak_memory": self.peak.as_dict() if isinstance(self.peak, PeakMemory) else self.peak,
+            "peak_memory": _peak_dict(self.peak),
             "baseline": plain_baseline(self.baseline),
             "current_memory": memory_now(self.snapshot),
             "unavailable": {**self._reasons(), **unavailable},
         }
+
+    def impact_dict(self) -> MemoryImpactDict | None:
+        """`memory_impact`, the same for all stages; None without a baseline."""
+        return None if self.impact is None else self.impact.as_dict()
 
     def _reasons(self) -> dict[str, str]:
         reasons = {} if self.impact is not None else {"memory_impact": NO_BASELINE}
@@ -132,6 +148,23 @@ class Measurement:
         if self.why_no_time is not None:
             reasons["elapsed_time"] = self.why_no_time
         return reasons
+
+
+def _peak_dict(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
+    """The peaks as analyses hold them, none reserved below the allocated one: that was read at another moment."""
+    if peak is None or isinstance(peak, PeakMemory):
+        return None if peak is None else peak.as_dict()
+    gpus = read_host(lambda: {device: _true_reserved(gpu) for device, gpu in peak["gpus"].items()}).value
+    gpu = read_host(lambda: _true_reserved(peak["gpu"])).value
+    return peak if gpus is None or gpu is None else {**peak, "gpu": gpu, "gpus": gpus}
+
+
+def _true_reserved(gpu: GpuPeak) -> GpuPeak:
+    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
+    if allocated is None or reserved is None or reserved >= allocated:
+        return gpu
+    at_seconds = gpu["peak_allocated_at_seconds"]
+    return {**gpu, "peak_reserved_mb": allocated, "peak_reserved_at_seconds": at_seconds}
 
 
 def measure(
@@ -212,6 +245,16 @@ def exception_dict(error: BaseException) -> dict[str, str]:
     return asdict(exception_details(error)) | {"type": type(error).__qualname__}
 
 
+def device_before_and_after(
+    impact: MemoryImpact | None,
+) -> tuple[str | None, AcceleratorMemory, AcceleratorMemory]:
+    """The device in use and its memory at both moments; all unknown where there is none."""
+    device = None if impact is None else impact.current.device_in_use()
+    if impact is None or device is None:
+        return None, AcceleratorMemory(""), AcceleratorMemory("")
+    return device, impact.baseline.accelerator(device), impact.current.accelerator(device)
+
+
 def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
     """The share of the growth to the peak that was given back, or None and why it is not known.
 
@@ -271,11 +314,13 @@ def model_state(model: object) -> ModelStateDict:
     return _unknown_state(reading.reason or "unknown") if reading.value is None else reading.value
 
 
-def state_now(baseline: object, name: str, reference: Callable[[], Any] | None) -> ModelStateDict:
-    """A model's state now, with what changed since the baseline."""
-    if references_of(baseline, References) is None:
+def state_now(baseline: object, name: str) -> ModelStateDict:
+    """The state of a model of the baseline as it is now, with what changed since."""
+    references = references_of(baseline, References)
+    if references is None:
         return _unknown_state(NO_BASELINE)
     before: ModelStateDict = lookup(baseline, name)
+    reference = references.models.get(name)
     model = None if reference is None else reference()
     if model is None and before["model_id"] is not None:
         return _unknown_state("the model is gone, or takes no weak reference")

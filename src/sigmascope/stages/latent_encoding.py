@@ -1,6 +1,6 @@
 """Latent encoding and decoding: what the VAE made of a video or a latent, by which strategy, at what cost.
 
-baseline = capture_latent_generation_baseline(vae, frames)
+    baseline = capture_latent_generation_baseline(vae, frames)
     latent, record = encode_latents(vae, frames)
     analysis = analyze_latent_generation_results(baseline, latent, None, None, record=record)
     print_latent_generation_analysis_summary(analysis)
@@ -16,13 +16,11 @@ came out.
 The functions change nothing, move nothing, and keep no model and no tensor alive. What cannot be read is
 None, with the reason in the `unavailable` beside it. The three whose names begin with `_` give single parts
 of the analysis.
-
-Memory before and after is read from snapshots, or from the dicts that callers hold.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,7 +31,6 @@ from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import lookup, read_host
 from sigmascope.records.latents import (
     STRATEGIES,
-    VAE_STAGES,
     Direction,
     EncodingEvent,
     EncodingRecord,
@@ -51,7 +48,6 @@ from sigmascope.records.latents import (
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
-    GpuPeak,
     MemoryImpact,
     MemoryImpactDict,
     MemorySnapshot,
@@ -69,6 +65,7 @@ from sigmascope.stages.baseline import (
     baseline_of,
     checked_seconds,
     cleanup_effectiveness,
+    device_before_and_after,
     device_memory,
     measure,
     memory_before,
@@ -176,9 +173,9 @@ def _baseline(
 ) -> LatentBaseline:
     inner = read_host(lambda: inner_vae(vae)).value or vae
     state = model_state(inner)
-    references = LatentReferences(memory_snapshot(accelerator), accelerator, reference_to(inner), reading)
+    models = {"model_state": reference_to(inner)}
     return {
-        **baseline_of(references),
+        **baseline_of(LatentReferences(memory_snapshot(accelerator), accelerator, models, reading)),
         "direction": direction,
         "vae": vae_dict(facts),
         "model_state": state,
@@ -191,8 +188,7 @@ def _baseline(
 class LatentReferences(References):
     """What a latent stage's baseline keeps: the VAE weakly, of a latent only facts."""
 
-    vae: Callable[[], Any] | None
-    latent: LatentReading | None
+    latent: LatentReading | None = None
 
 
 def analyze_latent_generation_results(
@@ -234,23 +230,18 @@ def analyze_latent_generation_results(
         statistics: As for the baseline; NaN and Inf in the latent are counted whatever it says.
         may_wait: False leaves an accelerator's latent uncounted, for a caller in the middle of the host's work.
     """
+    video = video_of(video_length, video_height, video_width)
     return _analysis(
+        "encoding",
         baseline,
-        CodingResult(
-            "encoding",
-            init_latent,
-            elapsed_time,
-            strategy_used,
-            immediate_gpu_changes,
-            video_of(video_length, video_height, video_width),
-            record,
-            tuple(attempts),
-            peak_memory,
-            error,
-            latent_layout,
-            statistics,
-            may_wait,
-        ),
+        lambda vae: _encoded(baseline, init_latent, vae, video, latent_layout, statistics, may_wait),
+        elapsed_time,
+        strategy_used,
+        immediate_gpu_changes,
+        record,
+        attempts,
+        peak_memory,
+        error,
     )
 
 
@@ -352,19 +343,16 @@ def analyze_latent_decoding_results(
         statistics: As for the baseline; NaN and Inf are known from `record` whatever it says.
     """
     return _analysis(
+        "decoding",
         baseline,
-        CodingResult(
-            "decoding",
-            decoded,
-            elapsed_time,
-            strategy_used,
-            immediate_gpu_changes,
-            record=record,
-            attempts=tuple(attempts),
-            peak_memory=peak_memory,
-            error=error,
-            statistics=statistics,
-        ),
+        lambda vae: _decoded(baseline, decoded, vae, record, statistics),
+        elapsed_time,
+        strategy_used,
+        immediate_gpu_changes,
+        record,
+        attempts,
+        peak_memory,
+        error,
     )
 
 
@@ -380,116 +368,96 @@ def print_latent_decoding_analysis_summary(
     print_analysis(DECODING_TITLE, analysis, latent_sections, console)
 
 
-@dataclass(frozen=True, slots=True)
-class CodingResult:
-    """What a caller hands over beside the baseline; see `analyze_latent_generation_results`."""
-
-    direction: Direction
-    output: object
-    elapsed_time: object = None
-    strategy_used: object = None
-    immediate_gpu_changes: object = None
-    video: Video = field(default_factory=Video)
-    record: EncodingRecord | None = None
-    attempts: tuple[StrategyAttempt, ...] = ()
-    peak_memory: PeakMemory | PeakMemoryDict | None = None
-    error: BaseException | str | None = None
-    latent_layout: Layout | None = None
-    statistics: bool | None = None
-    may_wait: bool = True
-
-
-def _analysis(baseline: Mapping[str, Any] | None, result: CodingResult) -> LatentEncodingAnalysis:
-    """The analysis of an encoding or a decoding."""
-    elapsed = result.elapsed_time
-    if elapsed is None and result.record is not None:
-        elapsed = result.record.seconds
-    used = used_strategy(result.strategy_used, result.record, result.direction, result.attempts)
-    attempts = attempts_of(result.record, result.attempts, used, checked_seconds(elapsed)[0])
-    measured = measure(baseline, elapsed, _peak(result.peak_memory, attempts), result.error)
-    vae = _vae_before(baseline) or (None if result.record is None else result.record.vae)
-    media = (_encoded if result.direction == "encoding" else _decoded)(baseline, result, vae)
-    dummy = used.strategy == "dummy" or (result.record is not None and result.record.dummy)
-    if dummy and result.direction == "encoding" and media.latent["status"] == "success":
+def _analysis(
+    direction: Direction,
+    baseline: object,
+    media_by: Callable[[VaeFacts | None], PicturesAndLatent],
+    elapsed_time: object,
+    strategy_used: object,
+    immediate_gpu_changes: object,
+    record: EncodingRecord | None,
+    attempts: Sequence[StrategyAttempt],
+    peak_memory: PeakMemory | PeakMemoryDict | None,
+    error: BaseException | str | None,
+) -> LatentEncodingAnalysis:
+    """The analysis of an encoding or a decoding. `media_by` reads the pictures and the latent by the VAE's facts."""
+    known = record or EncodingRecord(direction, attempts=tuple(attempts))
+    elapsed = known.seconds if elapsed_time is None else elapsed_time
+    used = used_strategy(strategy_used, record, direction, known.attempts)
+    tried = known.attempts if record or attempts else _named_attempt(used, checked_seconds(elapsed)[0])
+    measured = measure(baseline, elapsed, _peak_of(tried) if peak_memory is None else peak_memory, error)
+    vae = _vae_before(baseline) or known.vae
+    media = media_by(vae)
+    dummy = used.strategy == "dummy" or known.dummy
+    if dummy and direction == "encoding" and media.latent["status"] == "success":
         media.latent["status"] = "dummy"
-    known = references_of(baseline, LatentReferences)
+    vae_before, vae_now = lookup(baseline, "model_state"), state_now(baseline, "model_state")
+    if record is None:
+        tried = _failed_if_not_finite(tried, media, direction)
+    efficiency = memory_efficiency(measured.impact, measured.peak)
     facts = CodingFacts(
-        VAE_STAGES[result.direction],
-        result.direction,
-        media,
-        vae,
-        lookup(baseline, "model_state"),
-        state_now(baseline, "model_state", None if known is None else known.vae),
-        _failed_if_not_finite(attempts, media, result.direction) if result.record is None else attempts,
-        used.strategy,
-        memory_efficiency(measured.impact, measured.peak),
-        measured.impact,
-        dummy,
+        direction, media, vae, vae_before, vae_now, tried, used.strategy, efficiency, measured.impact, dummy
     )
-    findings = findings_of(facts, () if result.record is None else result.record.findings)
+    findings = findings_of(facts, known.findings)
     failures = failures_of([*findings["output"], *(findings["strategies"] if dummy else ())])
-    success = result.error is None and not failures
+    success = error is None and not failures
+    problems = " ".join(finding.message for finding in failures)
+    pictures = media.pictures
     return {
-        **measured.as_dict(
-            success, " ".join(finding.message for finding in failures), **_why_no_strategy(used)
-        ),
+        **measured.as_dict(success, problems, **_why_no_strategy(used)),
         "encoding_success": success,
-        "direction": result.direction,
+        "direction": direction,
         "strategy_used": used.name,
         "strategy_number": used.number,
-        "strategies": strategy_dicts(facts.attempts, result.direction),
+        "strategies": strategy_dicts(tried, direction),
         "dummy": dummy,
         "vae": vae_dict(vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
-        "pictures": media.pictures,
+        "pictures": pictures,
         "latent_analysis": media.latent,
         "vace_conditioning": media.vace,
         "performance_analysis": performance_analysis(
-            elapsed,
-            used.name,
-            media.video,
-            colours=media.pictures["channels"],
-            input_mb=media.pictures["size_mb"],
+            elapsed, used.name, media.video, colours=pictures["channels"], input_mb=pictures["size_mb"]
         ),
-        "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
-        "immediate_gpu_changes": gpu_changes(result.immediate_gpu_changes, measured.impact),
-        "efficiency": facts.efficiency,
-        "model_state": {"vae": facts.vae_now},
+        "memory_impact": measured.impact_dict(),
+        "immediate_gpu_changes": gpu_changes(immediate_gpu_changes, measured.impact),
+        "efficiency": efficiency,
+        "model_state": {"vae": vae_now},
         "validation": validation_of(facts, findings),
         "findings": [asdict(finding) for of_subject in findings.values() for finding in of_subject],
     }
 
 
-def _peak(
-    peak: PeakMemory | PeakMemoryDict | None, attempts: tuple[StrategyAttempt, ...]
-) -> PeakMemory | PeakMemoryDict | None:
-    """The stage's peak; without one the highest of its attempts, one after the other."""
-    if isinstance(peak, Mapping):
-        return _with_true_reserved(peak)
-    if peak is not None:
-        return peak
+class UsedStrategy(NamedTuple):
+    """The strategy that gave the latent: what it is called, and which one it is, if that is known."""
+
+    name: str | None
+    strategy: Strategy | None
+
+    @property
+    def number(self) -> int | None:
+        """1 to 4; None for words of the caller's own."""
+        return None if self.strategy is None else strategy_number(self.strategy)
+
+
+def _named_attempt(used: UsedStrategy, seconds: float | None) -> tuple[StrategyAttempt, ...]:
+    """The strategy that the caller names, where nobody saw what was tried."""
+    if used.strategy is None:
+        return ()
+    reasons = {
+        "measured_peak_bytes": "it was not watched apart",
+        "predicted_peak_bytes": "nothing was predicted",
+    }
+    return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
+
+
+def _peak_of(attempts: Sequence[StrategyAttempt]) -> PeakMemory | None:
+    """The highest peak of attempts, one after the other."""
     began, peaks = 0.0, []
     for attempt in attempts:
         if attempt.peak is not None:
             peaks.append((began, attempt.peak))
         began += attempt.seconds or 0.0
     return highest(peaks) if peaks else None
-
-
-def _with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
-    """The peaks with no reserved one below the allocated one, which was read at another moment."""
-    gpus = {device: _true_reserved(gpu) for device, gpu in peak.get("gpus", {}).items()}
-    return {**peak, "gpu": _true_reserved(peak["gpu"]), "gpus": gpus}
-
-
-def _true_reserved(gpu: GpuPeak) -> GpuPeak:
-    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
-    if allocated is None or reserved is None or reserved >= allocated:
-        return gpu
-    return {
-        **gpu,
-        "peak_reserved_mb": allocated,
-        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
-    }
 
 
 def _vae_before(baseline: object) -> VaeFacts | None:
@@ -514,33 +482,28 @@ def _failed_if_not_finite(
     return (*attempts[:-1], last)
 
 
-class UsedStrategy(NamedTuple):
-    """The strategy that gave the latent: what it is called, and which one it is, if that is known."""
-
-    name: str | None
-    strategy: Strategy | None
-
-    @property
-    def number(self) -> int | None:
-        """1 to 4; None for words of the caller's own."""
-        return None if self.strategy is None else strategy_number(self.strategy)
-
-
 def _why_no_strategy(used: UsedStrategy) -> dict[str, str]:
     if used.name is None:
         return dict.fromkeys(("strategy_used", "strategy_number"), "no strategy was named")
     return {"strategy_number": "it is none of the four"} if used.number is None else {}
 
 
-def _encoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
+def _encoded(
+    baseline: object,
+    output: object,
+    vae: VaeFacts | None,
+    given: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    may_wait: bool,
+) -> PicturesAndLatent:
     """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
     pictures: PicturesDict | None = lookup(baseline, "pictures")
     if pictures is None:
         pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
-    video = result.video.or_else(_video_of_pictures(pictures))
-    search = find_latent(result.output)
-    vace = vace_analysis(result.output, result.statistics)
-    latent = _latent(search, result, vae, video)
+    video = given.or_else(_video_of_pictures(pictures))
+    vace = vace_analysis(output, statistics)
+    latent = _latent(output, vae, video, layout, statistics, may_wait=may_wait)
     frames, added = latent["frames"], reference_frames(latent, vace)
     if frames is not None and video.length is not None and 0 < added < frames:
         latent["temporal_compression"] = video.length / (frames - added)
@@ -551,28 +514,40 @@ def _video_of_pictures(pictures: PicturesDict) -> Video:
     return video_of(pictures["length"], pictures["height"], pictures["width"])
 
 
-def _latent(search: LatentSearch, result: CodingResult, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
+def _latent(
+    output: object,
+    vae: VaeFacts | None,
+    video: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    *,
+    may_wait: bool,
+) -> LatentAnalysis:
+    search = find_latent(output)
     if search.tensor is None:
         return no_latent(search)
-    reading = read_latent(search.tensor, vae, video, result.latent_layout, result.statistics)
-    if result.may_wait or search.tensor.device.type == "cpu":
+    reading = read_latent(search.tensor, vae, video, layout, statistics)
+    if may_wait or search.tensor.device.type == "cpu":
         reading = count_not_finite(reading, search.tensor)
     return latent_analysis(reading, search.structure, vae, video)
 
 
-def _decoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
+def _decoded(
+    baseline: object,
+    output: object,
+    vae: VaeFacts | None,
+    record: EncodingRecord | None,
+    statistics: bool | None,
+) -> PicturesAndLatent:
     """The latent from the baseline, pictures from the output."""
-    pictures = _with_counts(
-        pictures_dict(read_pictures(result.output, vae, result.statistics)), result.record
-    )
-    video = result.video.or_else(_video_of_pictures(pictures))
+    pictures = _with_counts(pictures_dict(read_pictures(output, vae, statistics)), record)
+    video = _video_of_pictures(pictures)
     known = references_of(baseline, LatentReferences)
     latent: LatentAnalysis | None = lookup(baseline, "latent")
     if known is not None and known.latent is not None and latent is not None:
         latent = latent_analysis(known.latent, latent["structure"], vae, video)
-    return PicturesAndLatent(
-        pictures, latent or no_latent(LatentSearch(None, "none", NO_BASELINE)), video, {}
-    )
+    latent = latent or no_latent(LatentSearch(None, "none", NO_BASELINE))
+    return PicturesAndLatent(pictures, latent, video, {})
 
 
 def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> PicturesDict:
@@ -607,11 +582,8 @@ def _analyze_latent_output(
         latent_layout: Such as "BFCHW".
         statistics: Whether to read the values.
     """
-    search, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
-    if search.tensor is None:
-        return no_latent(search)
-    reading = read_latent(search.tensor, vae, video, latent_layout, statistics)
-    return latent_analysis(count_not_finite(reading, search.tensor), search.structure, vae, video)
+    video = video_of(video_length, video_height, video_width)
+    return _latent(init_latent, vae, video, latent_layout, statistics, may_wait=True)
 
 
 def _analyze_vae_encoding_performance(
@@ -710,24 +682,6 @@ def strategy_of(words: str) -> Strategy | None:
     return next(
         (strategy for strategy, typical in _TYPICAL_WORDS.items() if set(typical) & set(lowered)), None
     )
-
-
-def attempts_of(
-    record: EncodingRecord | None,
-    seen: tuple[StrategyAttempt, ...],
-    used: UsedStrategy,
-    seconds: float | None,
-) -> tuple[StrategyAttempt, ...]:
-    """What is known of each attempt: the record's, else those that a monitor saw, else the one that was named."""
-    if record is not None:
-        return record.attempts
-    if seen or used.strategy is None:
-        return seen
-    reasons = {
-        "measured_peak_bytes": "it was not watched apart",
-        "predicted_peak_bytes": "nothing was predicted",
-    }
-    return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
 
 
 def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) -> list[dict[str, Any]]:
@@ -832,32 +786,31 @@ def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
     by = "analysis"
     if isinstance(measured, MemoryImpact):
         by, impact = "stage", measured
+    _, before, after = device_before_and_after(impact)
+    allocated = change(before.allocated_bytes, after.allocated_bytes)
+    reserved = change(before.reserved_bytes, after.reserved_bytes)
+    reason = _why_not_told(impact)
     if isinstance(measured, Mapping):
-        changes = (mib(nbytes_in(measured, "allocated_change")), mib(nbytes_in(measured, "reserved_change")))
-        return _changes_dict(changes, "caller", "the caller's measurement lacks it")
-    device = None if impact is None else impact.current.device_in_use()
-    if impact is None or device is None:
-        return _changes_dict((None, None), by, NO_BASELINE if impact is None else NO_ACCELERATOR)
-    before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
-    changes = (
-        mib(change(before.allocated_bytes, after.allocated_bytes)),
-        mib(change(before.reserved_bytes, after.reserved_bytes)),
-    )
-    return _changes_dict(changes, by, "the device does not tell")
-
-
-def _changes_dict(changes: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
-    readings = {"allocated_change_mb": (changes[0], reason), "reserved_change_mb": (changes[1], reason)}
+        by, reason = "caller", "the caller's measurement lacks it"
+        allocated, reserved = (nbytes_in(measured, f"{name}_change") for name in ("allocated", "reserved"))
+    readings = {
+        "allocated_change_mb": (mib(allocated), reason),
+        "reserved_change_mb": (mib(reserved), reason),
+    }
     return with_reasons(GpuChanges, readings, measured_by=by)
+
+
+def _why_not_told(impact: MemoryImpact | None) -> str:
+    """Why a figure of the device in use is not known."""
+    if impact is None:
+        return NO_BASELINE
+    return "the device does not tell" if impact.current.accelerators else NO_ACCELERATOR
 
 
 def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
     """How the device's allocator stands after the encoding, and the share of the growth that was given back."""
-    device = None if impact is None else impact.current.device_in_use()
-    before = after = AcceleratorMemory("")
-    if impact is not None and device is not None:
-        before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
-    reason = NO_BASELINE if impact is None else "the device does not tell" if device else NO_ACCELERATOR
+    _, before, after = device_before_and_after(impact)
+    reason = _why_not_told(impact)
     return with_reasons(
         MemoryEfficiency,
         {

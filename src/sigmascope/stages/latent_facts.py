@@ -433,16 +433,13 @@ def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
     return int(is_empty and len(expected or ()) == 4 and latent["frames"] == (expected or [0, 0])[1] + 1)
 
 
-def vace_findings(
-    vace: Mapping[str, Any], latent: LatentAnalysis, vae: VaeFacts | None, stage: str
-) -> Iterator[Finding]:
+def vace_findings(vace: Mapping[str, Any], latent: LatentAnalysis, vae: VaeFacts | None) -> Iterator[Finding]:
     """Parts of the conditioning that do not fit the latent, or hold NaN.
 
     Args:
         vace: What `vace_analysis` gave.
         latent: The latent beside it.
         vae: What encoded; where it is unknown, a factor of 8 is taken, which is WAN's.
-        stage: The stage's name.
     """
     channels, side = latent["channels"], (None if vae is None else vae.spatial_factor) or 8
     wanted = {
@@ -459,13 +456,13 @@ def vace_findings(
         if None not in expected and shape[1:] != expected:
             message = f"{name} is {shape[1:]} where the latent asks for {expected} (channels, frames, height, width)."
             evidence = {"found": "x".join(map(str, shape)), "expected": "x".join(map(str, expected))}
-            yield Finding("vace_shape_unexpected", "error", message, evidence, stage=stage)
+            yield Finding("vace_shape_unexpected", "error", message, evidence)
         broken = {
             key: facts["statistics"][key] for key in ("nan_count", "inf_count") if facts["statistics"][key]
         }
         if broken:
             message = f"{name} is not finite: {broken}."
-            yield Finding("vace_not_finite", "error", message, broken, stage=stage)
+            yield Finding("vace_not_finite", "error", message, broken)
 
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")

@@ -12,7 +12,7 @@ is None, with the reason in the `unavailable` beside it; so it is where reading 
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from rich.console import Console
@@ -30,7 +30,6 @@ from sigmascope.stages.baseline import (
     baseline_of,
     beside_the_stage,
     measure,
-    plain_baseline,
     references_of,
     with_reasons,
 )
@@ -143,7 +142,7 @@ def capture_lora_baseline(
     ]
     memory = memory_snapshot(accelerator)
     return {
-        **baseline_of(LoraReferences(memory, accelerator, lora_path, verdict)),
+        **baseline_of(LoraReferences(memory, accelerator, {}, lora_path, verdict)),
         "unet": _unet_baseline(before[0], memory),
         "clip": _clip_baseline(before[1], memory),
         "lora_file": lora_file_facts(lora_path),
@@ -154,8 +153,8 @@ def capture_lora_baseline(
 class LoraReferences(References):
     """What a LoRA application's baseline keeps; `unet` and `clip` of the baseline keep their models' snapshots."""
 
-    lora_path: object
-    verdict: Reading[LoraVerdict]
+    lora_path: object = None
+    verdict: Reading[LoraVerdict] = field(default_factory=lambda: Reading(None))
 
 
 def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -> Collection[str] | None:
@@ -236,11 +235,10 @@ def analyze_lora_application_results(
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
-    known = references_of(baseline, LoraReferences)
+    known = references_of(baseline, LoraReferences) or LoraReferences(measured.snapshot, None)
     unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot)
     clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot)
-    path = None if known is None else known.lora_path
-    verdict: Reading[LoraVerdict] = Reading(None) if known is None else known.verdict
+    path, verdict = known.lora_path, known.verdict
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     applied = node_outputs(lora_result) is not None
@@ -290,7 +288,6 @@ def analyze_lora_application_results(
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
         "applied_verdict": None if on_model.value is None else on_model.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
-        "baseline": _plain_lora_baseline(baseline),
     }
 
 
@@ -414,19 +411,6 @@ def _count_models(lora_result: object) -> int:
         return 0
     count = read_host(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)
     return 1 if count.value is None else count.value
-
-
-def _plain_lora_baseline(baseline: object) -> dict[str, Any] | None:
-    """The baseline as JSON values, without what it keeps for the analysis."""
-    plain = plain_baseline(baseline)
-    for name in ("unet", "clip"):
-        if plain is None or not isinstance(plain.get(name), Mapping):
-            continue
-        plain[name] = {entry: value for entry, value in plain[name].items() if entry != "captured"}
-        for entry in ("device", "patches_uuid", "patcher_patches_uuid"):
-            if plain[name].get(entry) is not None:
-                plain[name][entry] = str(plain[name][entry])
-    return plain
 
 
 def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,16 +113,11 @@ def capture_text_encoding_baseline(
     encoders = tuple(read_host(lambda: find_encoders(clip_model)).value or ())
     tokenizers = read_host(lambda: _tokenizers(clip_model, tokenizer)).value or {}
     clip_state, unet_state = model_state(clip_model), model_state(unet_model)
-    references = TextReferences(
-        memory_snapshot(accelerator),
-        accelerator,
-        reference_to(clip_model),
-        reference_to(unet_model),
-        tokenizers,
-        encoders,
-    )
+    models = {"clip": reference_to(clip_model), "unet": reference_to(unet_model)}
     return {
-        **baseline_of(references),
+        **baseline_of(
+            TextReferences(memory_snapshot(accelerator), accelerator, models, tokenizers, encoders)
+        ),
         "clip": clip_state,
         "unet": unet_state,
         "tokenizers": {name: type(held).__name__ for name, held in tokenizers.items()},
@@ -134,8 +129,6 @@ def capture_text_encoding_baseline(
 class TextReferences(References):
     """What a text encoding's baseline keeps. Models are referred to weakly; tokenizers are held."""
 
-    clip: Callable[[], Any] | None = None
-    unet: Callable[[], Any] | None = None
     tokenizers: Mapping[str, Any] = field(default_factory=dict)
     encoders: tuple[EncoderFacts, ...] = ()
 
@@ -204,7 +197,7 @@ def analyze_text_encoding_results(
         }
         positive = _conditioning_facts("positive", positive_cond, positive_prompt, known, quotes, options)
         negative = _conditioning_facts("negative", negative_cond, negative_prompt, known, quotes, options)
-        clip = state_now(baseline, "clip", known.clip)
+        clip = state_now(baseline, "clip")
         validation = validate(
             prompts,
             {"positive": positive, "negative": negative},
@@ -228,8 +221,8 @@ def analyze_text_encoding_results(
                 (positive, negative),
                 cleanup_effectiveness(peak_memory, measured.impact),
             ),
-            "model_state": {"clip": clip, "unet": state_now(baseline, "unet", known.unet)},
-            "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
+            "model_state": {"clip": clip, "unet": state_now(baseline, "unet")},
+            "memory_impact": measured.impact_dict(),
             "validation": validation,
         }
 

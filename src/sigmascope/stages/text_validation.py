@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sigmascope.records.memory import MemoryImpact, change, mib
-from sigmascope.stages.baseline import check_of
+from sigmascope.stages.baseline import check_of, device_before_and_after
 from sigmascope.stages.conditioning import (
     UNKNOWN_FAMILY,
     EncoderFacts,
@@ -299,8 +299,7 @@ def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) ->
 
 def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
     before, after = memory.baseline, memory.current
-    device = after.device_in_use()
-    gpu_before, gpu_after = before.accelerator(device or ""), after.accelerator(device or "")
+    device, gpu_before, gpu_after = device_before_and_after(memory)
     rss_growth = mib(change(before.process_rss_bytes, after.process_rss_bytes))
     gpu_growth = mib(change(gpu_before.allocated_bytes, gpu_after.allocated_bytes))
     figures = (

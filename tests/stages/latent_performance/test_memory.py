@@ -110,7 +110,7 @@ def test_efficiency_of_the_allocator() -> None:
 
 def ids(fragmentation: float, cleanup: float, reserved_mb: float, growth_mb: float) -> list[str]:
     found: Any = {"fragmentation": fragmentation, "cleanup_effectiveness": cleanup}
-    return [one.id for one in memory_findings(found, reserved_mb, growth_mb, "latent_encoding")]
+    return [one.id for one in memory_findings(found, reserved_mb, growth_mb)]
 
 
 def test_memory_that_is_held_and_unused_or_kept_is_told() -> None:
