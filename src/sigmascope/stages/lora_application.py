@@ -35,7 +35,7 @@ from sigmascope.stages.baseline import (
 )
 from sigmascope.stages.lora_on_model import (
     FUSED,
-    FileFindings,
+    file_findings,
     findings_of,
     host_of,
     lora_file_facts,
@@ -248,7 +248,7 @@ def analyze_lora_application_results(
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = findings_of(
         [("UNet", unet.weights, unet.patches), ("CLIP", clip.weights, clip.patches)],
-        FileFindings(verdict.value, on_model.value, host_of(modified_unet, modified_clip)),
+        [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
         effective,
         applied=applied,
         left_off=left_off,
