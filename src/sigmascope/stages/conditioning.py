@@ -452,7 +452,6 @@ _SIZES = {
 """The usual name of a family's sizes; another width goes by the family's own name, and so do T5-Large, T5-3B and
 T5-11B, which are all 1024 wide."""
 _MODEL_TYPES = (
-    ("clip", "CLIP"),
     ("umt5", "UMT5"),
     ("mt5", "mT5"),
     ("t5gemma", "T5Gemma"),
@@ -473,26 +472,14 @@ _MODEL_TYPES = (
     ("chatglm", "ChatGLM"),
     ("glm", "GLM"),
     ("phi3", "Phi 3"),
+    ("clip", "CLIP"),
 )
 """transformers' `model_type`, by its beginning."""
 _CLASS_NAMES = (
     ("byt5", "ByT5"),
-    ("umt5", "UMT5"),
-    ("mt5", "mT5"),
-    ("t5", "T5"),
-    ("bert", "BERT"),
     ("qwen25", "Qwen2.5-VL"),
-    ("qwen2_5_vl", "Qwen2.5-VL"),
     ("qwen2vl", "Qwen2-VL"),
-    ("qwen3", "Qwen3"),
-    ("gemma3", "Gemma 3"),
-    ("gemma2", "Gemma 2"),
-    ("gemma", "Gemma"),
-    ("mistral", "Mistral"),
-    ("llama", "Llama"),
-    ("llava", "Llama"),
-    ("chatglm", "ChatGLM"),
-    ("clip", "CLIP"),
+    *_MODEL_TYPES,
 )
 """What a class or attribute name holds, where there is no config: ComfyUI's `t5xxl`, `Gemma2_2BModel`, `clip_l`.
 

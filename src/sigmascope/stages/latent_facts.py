@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
-from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
+from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
 from sigmascope.stages.baseline import facts_as, tensor_dict, unknown, with_reasons
@@ -146,22 +146,13 @@ class Unpacked:
         return (self.batch, self.channels, *frames, self.height, self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentReading:
+class LatentReading(NamedTuple):
     """A latent's tensor facts with the axes that they were read by."""
 
     tensor: TensorFacts
     axes: Axes | None
     sizes: Sizes
     unpacked: Unpacked | None = None
-
-    def sample(self, form: str) -> SampleFacts:
-        """The same as a record keeps it."""
-        sizes = self.sizes
-        layout = None if self.axes is None else self.axes.layout
-        return SampleFacts(
-            self.tensor, layout, sizes.batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form
-        )
 
 
 def read_latent(
@@ -176,7 +167,7 @@ def read_latent(
             words = f"{facts.shape[1]} tokens of {whole.patch}x{whole.patch} latent pixels"
             return LatentReading(facts, Axes("packed", words), sizes, whole)
     channels = None if vae is None else vae.latent_channels
-    axes = latent_layout(facts.shape, channels, expected_latent(vae, video).frames, layout)
+    axes = latent_layout(facts.shape, channels, _expected_frames(vae, video), layout)
     return LatentReading(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
 
 
@@ -264,51 +255,36 @@ def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
     return None if length is None else vae.latent_frames(length)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedLatent:
-    """What a VAE should give for a video. `frames` is None for pictures, all else where it is unknown."""
+def expected_shape(vae: VaeFacts | None, video: Video) -> list[int] | None:
+    """[channels, frames, height, width] that a VAE should give, without the frames of pictures.
 
-    channels: int | None
-    frames: int | None
-    height: int | None
-    width: int | None
-
-    @property
-    def shape(self) -> list[int] | None:
-        """[channels, frames, height, width] without the frames of pictures; None unless all is known."""
-        if self.channels is None or self.height is None or self.width is None:
-            return None
-        return [self.channels, *([] if self.frames is None else [self.frames]), self.height, self.width]
+    None unless all is known. A side that the factor does not divide is cut off.
+    """
+    if vae is None or vae.latent_channels is None or vae.spatial_factor is None:
+        return None
+    if video.height is None or video.width is None:
+        return None
+    frames = _expected_frames(vae, video)
+    sides = [side // vae.spatial_factor for side in (video.height, video.width)]
+    return [vae.latent_channels, *([] if frames is None else [frames]), *sides]
 
 
-def expected_latent(vae: VaeFacts | None, video: Video) -> ExpectedLatent:
-    """From the VAE's channels and factors; a side that the factor does not divide is cut off."""
-    if vae is None:
-        return ExpectedLatent(None, None, None, None)
-    factor = vae.spatial_factor
-    frames = vae.latent_frames(video.length) if vae.is_video and video.length is not None else None
-    return ExpectedLatent(
-        vae.latent_channels, frames, _divided(video.height, factor), _divided(video.width, factor)
-    )
-
-
-def _divided(side: int | None, factor: int | None) -> int | None:
-    return None if side is None or factor is None else side // factor
+def _expected_frames(vae: VaeFacts | None, video: Video) -> int | None:
+    if vae is None or not vae.is_video or video.length is None:
+        return None
+    return vae.latent_frames(video.length)
 
 
 def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
-    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small."""
+    """With NaN and Inf counted in any case, which waits for the latent's device: it is small."""
     facts = reading.tensor
     if facts.nan_count is not None:
         return reading
-    read = tensor_facts(latent, statistics=True)
-    reasons = dict(facts.unavailable)
-    for name in ("nan_count", "inf_count"):
-        reasons.pop(name, None)
-        if name in read.unavailable:
-            reasons[name] = read.unavailable[name]
+    read, names = tensor_facts(latent, statistics=True), ("nan_count", "inf_count")
+    reasons = {name: why for name, why in facts.unavailable.items() if name not in names}
+    reasons |= {name: why for name, why in read.unavailable.items() if name in names}
     counts = replace(facts, nan_count=read.nan_count, inf_count=read.inf_count, unavailable=reasons)
-    return replace(reading, tensor=counts)
+    return reading._replace(tensor=counts)
 
 
 def latent_analysis(
@@ -319,7 +295,6 @@ def latent_analysis(
     rank = len(tensor["shape"])
     layout, evidence = (None, None) if axes is None else axes
     no_axis = f"no layout is known for a latent of {rank} axes" if axes is None else f"{layout} has none"
-    expected = expected_latent(vae, video).shape
     analysis = with_reasons(
         LatentAnalysis,
         {
@@ -336,7 +311,7 @@ def latent_analysis(
                 "it is not packed",
             ),
             "expected_shape": (
-                expected,
+                expected_shape(vae, video),
                 "it takes the VAE's channels and factor, and the size of the pictures",
             ),
         },
@@ -362,36 +337,25 @@ def no_latent(search: LatentSearch) -> LatentAnalysis:
 def _compression(
     sizes: Sizes, vae: VaeFacts | None, video: Video
 ) -> dict[str, tuple[float | None, str | None]]:
+    """(H·W) / (h·w), and frames by latent frames; of pictures encoded one by one, those by latents."""
+    area = None if video.height is None or video.width is None else video.height * video.width
+    latent_area = (sizes.height or 0) * (sizes.width or 0)
+    length, frames = video.length, sizes.frames
+    if frames is None and length:
+        frames = length if sizes.batch == length else None
     factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
-    sides = video.height is not None and video.width is not None
     return {
         "spatial_compression": (
-            spatial_compression(video, sizes),
-            "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
+            area / latent_area if area is not None and latent_area else None,
+            "the size of the pictures is unknown" if area is None else "the latent's sides are unknown",
         ),
         "temporal_compression": (
-            temporal_compression(video, sizes),
-            "the latent has no frames" if video.length is not None else "the number of frames is unknown",
+            length / frames if length is not None and frames else None,
+            "the number of frames is unknown" if length is None else "the latent has no frames",
         ),
         "nominal_spatial_compression": (None if factor is None else float(factor**2), _NO_FACTOR),
         "nominal_temporal_compression": (None if time is None else float(time), _NO_FACTOR),
     }
-
-
-def spatial_compression(video: Video, sizes: Sizes) -> float | None:
-    """(H·W) / (h·w): pixels of a picture by those of its latent."""
-    if video.height is None or video.width is None or not sizes.height or not sizes.width:
-        return None
-    return video.height * video.width / (sizes.height * sizes.width)
-
-
-def temporal_compression(video: Video, sizes: Sizes) -> float | None:
-    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
-    if video.length is None:
-        return None
-    if sizes.frames is None:
-        return 1.0 if sizes.batch and sizes.batch == video.length else None
-    return video.length / sizes.frames if sizes.frames else None
 
 
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:

@@ -140,13 +140,10 @@ def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterat
         yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0})
     if len(pictures["sizes"]) > 1:
         sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
-        yield Finding(
-            "pictures_of_mixed_sizes",
-            "error",
-            f"The pictures are of different sizes: {sizes}.",
-            {"sizes": len(pictures["sizes"])},
-            "Resize or crop them to one size: a video has one.",
-        )
+        message = f"The pictures are of different sizes: {sizes}."
+        advice = "Resize or crop them to one size: a video has one."
+        evidence = {"sizes": len(pictures["sizes"])}
+        yield Finding("pictures_of_mixed_sizes", "error", message, evidence, advice)
     not_finite, words = not_finite_in(pictures)
     if not_finite:
         yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite)
@@ -174,13 +171,9 @@ def _pictures_out_of_range(pictures: PicturesDict, limit: float) -> Iterator[Fin
         return
     expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"
     by_255 = is_float and low >= 0 and high > _BYTE_LIMIT / 5
-    yield Finding(
-        "pictures_out_of_range",
-        "warning",
-        f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}.",
-        {"min": low, "max": high},
-        "They look like bytes: divide by 255." if by_255 else "Check how they were normalised.",
-    )
+    message = f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}."
+    advice = "They look like bytes: divide by 255." if by_255 else "Check how they were normalised."
+    yield Finding("pictures_out_of_range", "warning", message, {"min": low, "max": high}, advice)
 
 
 def latent_findings(latent: LatentAnalysis, vace: Mapping[str, Any], frames_over: int) -> Iterator[Finding]:
@@ -197,38 +190,23 @@ def latent_findings(latent: LatentAnalysis, vace: Mapping[str, Any], frames_over
         return
     if latent["num_elements"] == 0:
         yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.")
-    yield from _latent_not_finite(latent)
-    if not vace:
-        yield from _latent_constant(latent)
+    values: Mapping[str, Any] = latent["statistics"] or {}
+    not_finite, words = not_finite_in(values)
+    if not_finite:
+        message = f"{words} among the {latent['num_elements']:,} elements of the latent."
+        half = latent["dtype"] == "float16"
+        advice = "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None
+        evidence = {**not_finite, "elements": latent["num_elements"]}
+        yield Finding("latent_not_finite", "error", message, evidence, advice)
+    low, several = values.get("min"), (latent["num_elements"] or 0) > 1
+    if not vace and several and low is not None and low == values["max"]:
+        message = f"Every element of the latent is {low:.4g}."
+        advice = (
+            "An empty latent to begin from is so, and that of WanVaceToVideo, "
+            "whose content is in its conditioning."
+        )
+        yield Finding("latent_constant", "warning", message, {"value": low}, advice)
     yield from _latent_shape_unexpected(latent, reference_frames(latent, vace), frames_over)
-
-
-def _latent_not_finite(latent: LatentAnalysis) -> Iterator[Finding]:
-    not_finite, words = not_finite_in(latent["statistics"] or {})
-    if not not_finite:
-        return
-    half = latent["dtype"] == "float16"
-    yield Finding(
-        "latent_not_finite",
-        "error",
-        f"{words} among the {latent['num_elements']:,} elements of the latent.",
-        {**not_finite, "elements": latent["num_elements"]},
-        "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None,
-    )
-
-
-def _latent_constant(latent: LatentAnalysis) -> Iterator[Finding]:
-    values = latent["statistics"]
-    low, high = (None, None) if values is None else (values["min"], values["max"])
-    if low is None or low != high or (latent["num_elements"] or 0) < 2:
-        return
-    yield Finding(
-        "latent_constant",
-        "warning",
-        f"Every element of the latent is {low:.4g}.",
-        {"value": low},
-        "An empty latent to begin from is so, and that of WanVaceToVideo, whose content is in its conditioning.",
-    )
 
 
 def _latent_shape_unexpected(
@@ -243,15 +221,12 @@ def _latent_shape_unexpected(
         possible = [[channels, frames + added_frames + over, *sides] for over in {0, bool(frames_over)}]
     if any(_shapes_agree(own, shape) for shape in possible):
         return
-    expected = possible[0]
-    yield Finding(
-        "latent_shape_unexpected",
-        "error",
-        f"The latent is {_shape_words(own)} where the VAE and the pictures give {_shape_words(expected)} "
-        f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width).",
-        {"found": _shape_words(own), "expected": _shape_words(expected)},
-        "Check that the latent is of these pictures and this VAE.",
-    )
+    found, wanted = ("x".join(map(str, sizes)) for sizes in (own, possible[0]))
+    axes = f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width)"
+    message = f"The latent is {found} where the VAE and the pictures give {wanted} {axes}."
+    advice = "Check that the latent is of these pictures and this VAE."
+    evidence = {"found": found, "expected": wanted}
+    yield Finding("latent_shape_unexpected", "error", message, evidence, advice)
 
 
 def _own_shape(latent: LatentAnalysis) -> list[int] | None:
@@ -272,10 +247,6 @@ def _shapes_agree(own: list[int], expected: list[int]) -> bool:
     return own[:-2] == expected[:-2] and sides
 
 
-def _shape_words(shape: list[int]) -> str:
-    return "x".join(map(str, shape))
-
-
 def cut_findings(video: Video, vae: VaeFacts | None) -> Iterator[Finding]:
     """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
     if vae is None:
@@ -283,10 +254,8 @@ def cut_findings(video: Video, vae: VaeFacts | None) -> Iterator[Finding]:
     factor = vae.spatial_factor or 1
     rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
     if any(rest.values()):
-        sizes = f"{video.width}x{video.height}"
-        message = (
-            f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
-        )
+        size = f"{video.width}x{video.height}"
+        message = f"{size} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
         yield Finding("pictures_cut", "info", message, {"factor": factor, **rest})
     time, over = vae.temporal_factor or 1, frames_over(video, vae)
     if over:
@@ -310,13 +279,8 @@ def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict) -> It
         return
     evidence = {name: f"{before.get(name)} → {now.get(name)}" for name in changed}
     words = ", ".join(f"{name} {values}" for name, values in evidence.items())
-    yield Finding(
-        "vae_changed",
-        "warning",
-        f"The VAE is not as it was: {words}.",
-        evidence,
-        "Put it back, or the next stage runs on another device or in another type.",
-    )
+    advice = "Put it back, or the next stage runs on another device or in another type."
+    yield Finding("vae_changed", "warning", f"The VAE is not as it was: {words}.", evidence, advice)
 
 
 def memory_findings(
@@ -325,19 +289,15 @@ def memory_findings(
     """Memory of the device that is reserved and not used, or that the stage kept."""
     share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
     if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
-        yield Finding(
-            "memory_fragmented",
-            "info",
-            f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use.",
-            {"fragmentation": share, "reserved_mb": reserved_mb},
+        message = f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use."
+        advice = (
             "torch.cuda.empty_cache() gives it to the stages after, PYTORCH_CUDA_ALLOC_CONF="
-            "expandable_segments:True keeps it whole.",
+            "expandable_segments:True keeps it whole."
         )
+        evidence = {"fragmentation": share, "reserved_mb": reserved_mb}
+        yield Finding("memory_fragmented", "info", message, evidence, advice)
     if cleanup is not None and cleanup < _KEPT_BELOW and (growth_mb or 0) > _WORTH_TELLING_MB:
-        yield Finding(
-            "memory_kept",
-            "info",
-            f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept.",
-            {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb},
-            "Move the VAE off the device when it has done its work.",
-        )
+        message = f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept."
+        evidence = {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb}
+        advice = "Move the VAE off the device when it has done its work."
+        yield Finding("memory_kept", "info", message, evidence, advice)
