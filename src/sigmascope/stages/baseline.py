@@ -428,9 +428,13 @@ def tensor_dict(facts: TensorFacts) -> TensorDict:
 
 
 def facts_as(kind: type[_Dict], facts: object, **others: object) -> _Dict:
-    """A dict of `schema` with the attributes of an object that have its names, and with the others."""
+    """A dict of `schema` with what an object or a mapping has under its names, and with the others."""
+
+    def fact(name: str) -> object:
+        return facts[name] if isinstance(facts, Mapping) else getattr(facts, name)
+
     names = kind.__annotations__
-    return cast(_Dict, {name: others[name] if name in others else getattr(facts, name) for name in names})
+    return cast(_Dict, {name: others[name] if name in others else fact(name) for name in names})
 
 
 def with_reasons(

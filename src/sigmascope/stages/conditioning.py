@@ -291,44 +291,33 @@ def conditioning_facts(
     assert main is not None
     shape = main["shape"]
     encoder = identify(shape, encoders)
-    return {
-        "status": "success",
-        "structure": conditioning.structure,
-        "shape": shape,
-        "dtype": main["dtype"],
-        "device": main["device"],
-        "size_mb": main["size_mb"],
-        "num_elements": main["num_elements"],
-        "sequence_length": shape[-2] if len(shape) >= 2 else None,
-        "clip_variant": encoder["clip_variant"],
-        "encoder_family": encoder["family"],
-        "encoder": encoder,
-        "pooled": entry["pooled"],
-        "attention_mask": entry["attention_mask"],
-        "metadata": entry["metadata"],
-        "entries": entries,
-        "total_size_mb": sum(tensor["size_mb"] for facts in entries for tensor in tensors_of(facts)),
-        "statistics": main["statistics"],
-        "tensor_dump": None,
-        "unavailable": dict(main["unavailable"]),
-    }
+    return facts_as(
+        ConditioningDict,
+        {**entry, **main},
+        status="success",
+        structure=conditioning.structure,
+        sequence_length=shape[-2] if len(shape) >= 2 else None,
+        clip_variant=encoder["clip_variant"],
+        encoder_family=encoder["family"],
+        encoder=encoder,
+        entries=entries,
+        total_size_mb=sum(tensor["size_mb"] for facts in entries for tensor in tensors_of(facts)),
+        tensor_dump=None,
+        unavailable=dict(main["unavailable"]),
+    )
 
 
 def _entry_dict(entry: Entry, statistics: bool | None) -> EntryDict:
+    def facts(tensor: Tensor) -> TensorDict:
+        return tensor_dict(tensor_facts(tensor, statistics=statistics))
+
     return {
-        "tensor": _tensor_or_none(entry.tensor, statistics),
-        "pooled": _tensor_or_none(entry.pooled, statistics),
-        "attention_mask": _tensor_or_none(entry.attention_mask, statistics),
-        "others": {
-            name: tensor_dict(tensor_facts(tensor, statistics=statistics))
-            for name, tensor in entry.others.items()
-        },
+        "tensor": None if entry.tensor is None else facts(entry.tensor),
+        "pooled": None if entry.pooled is None else facts(entry.pooled),
+        "attention_mask": None if entry.attention_mask is None else facts(entry.attention_mask),
+        "others": {name: facts(tensor) for name, tensor in entry.others.items()},
         "metadata": dict(entry.metadata),
     }
-
-
-def _tensor_or_none(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
-    return None if tensor is None else tensor_dict(tensor_facts(tensor, statistics=statistics))
 
 
 def _without_tensor(
@@ -340,15 +329,8 @@ def _without_tensor(
         status, why = "missing", "no conditioning was given"
     else:
         status, why = "no_tensor", _why_none(conditioning, entries)
-    return unknown(
-        ConditioningDict,
-        why,
-        status=status,
-        structure=conditioning.structure,
-        metadata={},
-        entries=entries,
-        tensor_dump=None,
-    )
+    known: dict[str, Any] = {"metadata": {}, "entries": entries, "tensor_dump": None}
+    return unknown(ConditioningDict, why, status=status, structure=conditioning.structure, **known)
 
 
 def _why_none(conditioning: Conditioning, entries: list[EntryDict]) -> str:
@@ -403,20 +385,12 @@ def tensors_by_name(conditioning: Conditioning) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for number, entry in enumerate(conditioning.entries, 1):
         prefix = "" if number == 1 else f"entry_{number}."
+        known = {"embeddings": entry.tensor, "pooled": entry.pooled, "attention_mask": entry.attention_mask}
+        others = {f"other.{name}": tensor for name, tensor in entry.others.items()}
         named |= {
-            f"{prefix}{name}": tensor for name, tensor in _named_tensors(entry).items() if tensor is not None
+            f"{prefix}{name}": tensor for name, tensor in {**known, **others}.items() if tensor is not None
         }
     return named
-
-
-def _named_tensors(entry: Entry) -> Mapping[str, Tensor | None]:
-    others = {f"other.{name}": tensor for name, tensor in entry.others.items()}
-    known = {
-        "embeddings": entry.tensor,
-        "pooled": entry.pooled,
-        "attention_mask": entry.attention_mask,
-    }
-    return {**known, **others}
 
 
 UNKNOWN_FAMILY = "unknown"
@@ -444,7 +418,7 @@ _VARIANT_BY_FAMILY = {
     SDXL_PAIR: "SDXL CLIP",
 }
 _SIZES = {
-    "CLIP": {768: "CLIP-L", 1024: "OpenCLIP-H", 1280: "OpenCLIP-G"},
+    "CLIP": {width: name for width, name in _CLIP_BY_WIDTH.items() if name != SDXL_PAIR},
     "T5": {512: "T5-Small", 768: "T5-Base", 2048: "T5-XL", 4096: "T5-XXL"},
     "UMT5": {512: "UMT5-Small", 768: "UMT5-Base", 2048: "UMT5-XL", 4096: "UMT5-XXL"},
     "mT5": {512: "mT5-Small", 768: "mT5-Base", 1024: "mT5-Large", 2048: "mT5-XL", 4096: "mT5-XXL"},

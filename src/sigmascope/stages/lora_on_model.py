@@ -40,7 +40,7 @@ from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
-from sigmascope.records.run import Finding
+from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
@@ -486,6 +486,7 @@ _LEFT_OFF: Final = Finding(
 )
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _MUCH_OVERLAP: Final = 0.5
+_Evidence = dict[str, JsonScalar]
 _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
 
 
@@ -565,7 +566,7 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     if failed:
         key, reason = next(iter(failed.items()))
         message = f"{name}: {len(failed)} weights cannot take their change, such as {key}: {reason}."
-        evidence = {"keys": len(failed), "example": key, "reason": reason}
+        evidence: _Evidence = {"keys": len(failed), "example": key, "reason": reason}
         advice = "The LoRA is for a model of other sizes."
         yield Finding("lora_changes_failed", "error", message, evidence, advice)
     if not_finite:
@@ -618,7 +619,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
             f"{name}: {len(drift['keys'])} weights differ from before by rounding{size}, "
             "as after fusing and unfusing or in another dtype."
         )
-        evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
+        evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
         advice = "This is no change. Reload the weights if results must be the same bit for bit."
         yield Finding("lora_drift", "info", message, evidence, advice)
     if unexplained:
@@ -636,12 +637,15 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         message = (
             f"{name}: {len(odd)} merged weights did not change by what their changes say, such as {key}."
         )
-        seen = "delta_norm" if change["measured_from"] == "contents" else "sampled_delta_norm"
-        figures = {"predicted": change["predicted_delta_norm"], "found": change[seen]}
+        by_contents = change["measured_from"] == "contents"
+        evidence = {
+            "keys": len(odd),
+            "example": key,
+            "predicted": change["predicted_delta_norm"],
+            "found": change["delta_norm"] if by_contents else change["sampled_delta_norm"],
+        }
         advice = (
             "The strength was set after merging, the change was merged twice, "
             "or the dtype is too coarse for it."
         )
-        yield Finding(
-            "lora_not_as_predicted", "warning", message, {"keys": len(odd), "example": key, **figures}, advice
-        )
+        yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)

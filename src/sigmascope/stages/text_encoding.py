@@ -22,6 +22,7 @@ from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
 from sigmascope.stages.baseline import (
     TEXT_NOT_KEPT,
+    Measurement,
     References,
     baseline_of,
     checked_seconds,
@@ -91,6 +92,8 @@ __all__ = [
 TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
 """Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
 TEXT_TITLE = "TEXT ENCODING ANALYSIS SUMMARY"
+_Counts = Mapping[str, int | None]
+"""Of both prompts together: "character" and "token"."""
 _NOT_APART = "the prompts' times were not measured apart"
 
 
@@ -207,6 +210,7 @@ def analyze_text_encoding_results(
             measured.seconds,
             thresholds or TextEncodingThresholds(),
         )
+        counts = _count_both(prompts)
         success = error is None and validation["output"]["passed"] is True
         return {
             **measured.as_dict(success, "; ".join(validation["output"]["messages"])),
@@ -214,13 +218,8 @@ def analyze_text_encoding_results(
             "positive_conditioning": positive,
             "negative_conditioning": negative,
             "text_processing": prompts,
-            "performance": performance(measured.seconds, positive_seconds, negative_seconds, prompts),
-            "efficiency": efficiency(
-                measured.seconds,
-                prompts,
-                (positive, negative),
-                cleanup_effectiveness(peak_memory, measured.impact),
-            ),
+            "performance": performance(measured, positive_seconds, negative_seconds, counts),
+            "efficiency": efficiency(measured, counts, (positive, negative)),
             "model_state": {"clip": clip, "unet": state_now(baseline, "unet")},
             "memory_impact": measured.impact_dict(),
             "validation": validation,
@@ -294,77 +293,74 @@ def _named(items: Mapping[str, Any], quotes: Callable[[str], bool]) -> Iterator[
 
 
 def performance(
-    elapsed: object, positive_seconds: object, negative_seconds: object, prompts: TextProcessing
+    measured: Measurement, positive_seconds: object, negative_seconds: object, counts: _Counts
 ) -> Performance:
     """Seconds in all, for each prompt, and by character and token of both prompts together."""
-    total, why = checked_seconds(elapsed)
-    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
+    total, why = measured.seconds, measured.why_no_time
     return with_reasons(
         Performance,
         {
             "total_execution_time": (total, why),
             "positive_encoding_time": (checked_seconds(positive_seconds)[0], _NOT_APART),
             "negative_encoding_time": (checked_seconds(negative_seconds)[0], _NOT_APART),
-            "time_per_character": (_ratio(total, characters), why or _why_no_rate("characters", characters)),
-            "time_per_token": (_ratio(total, tokens), why or _why_no_rate("tokens", tokens)),
+            **{
+                f"time_per_{what}": (_ratio(total, count), why or _why_no_rate(what, count))
+                for what, count in counts.items()
+            },
         },
     )
 
 
-def _sum_of_prompts(prompts: TextProcessing, name: str) -> int | None:
-    """The figure of both prompts together; of one, where only one was given; None if one is unknown."""
-    given = [facts for facts in (prompts["positive"], prompts["negative"]) if _is_given(facts)]
-    values = [facts[name] for facts in given]  # type: ignore[literal-required]
-    return None if not values or None in values else sum(values)
+def _count_both(prompts: TextProcessing) -> _Counts:
+    """Characters and tokens of both prompts together; of one, where only one was given; None if one is unknown."""
+    both = (prompts["positive"], prompts["negative"])
+    given = [facts for facts in both if facts["character_length"] is not None]
+    characters = [facts["character_length"] for facts in given]
+    tokens = [facts["token_count"] for facts in given]
+    return {"character": _sum_of(characters), "token": _sum_of(tokens)}
 
 
-def _is_given(facts: object) -> bool:
-    return isinstance(facts, dict) and facts["character_length"] is not None
+def _sum_of(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
 
 
-def _ratio(amount: float | None, count: int | None) -> float | None:
-    return None if amount is None or not count else amount / count
+def _ratio(amount: int | float | None, by: int | float | None) -> float | None:
+    return None if amount is None or not by else amount / by
 
 
 def _why_no_rate(what: str, count: int | None) -> str:
-    return f"the number of {what} is unknown" if count is None else f"there are no {what}"
+    return f"the number of {what}s is unknown" if count is None else f"there are no {what}s"
 
 
 def efficiency(
-    elapsed: object,
-    prompts: TextProcessing,
-    conditionings: tuple[ConditioningDict, ...],
-    cleanup: tuple[float | None, str | None],
+    measured: Measurement, counts: _Counts, conditionings: tuple[ConditioningDict, ...]
 ) -> Efficiency:
-    """Rates, memory by character, how busy the device is now, and the share of memory given back (`cleanup`).
+    """Rates, memory by character, how busy the device is now, and the share of memory given back.
 
     `gpu_utilization` is NVML's mean over its last sample period (1/6 to 1 s) for the device of the
     conditioning.
     """
-    total, why = checked_seconds(elapsed)
-    if total == 0:
-        total, why = None, "it took no measurable time"
-    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
+    total = measured.seconds
+    why = "it took no measurable time" if total == 0 else measured.why_no_time
     sizes = [facts["total_size_mb"] for facts in conditionings if facts["total_size_mb"] is not None]
     device = next((facts["device"] for facts in conditionings if facts["device"]), None)
-    no_characters = _why_no_rate("characters", characters)
+    characters = counts["character"]
     return with_reasons(
         Efficiency,
         {
-            "characters_per_second": (_rate(characters, total), why or no_characters),
-            "tokens_per_second": (_rate(tokens, total), why or _why_no_rate("tokens", tokens)),
+            **{
+                f"{what}s_per_second": (_ratio(count, total), why or _why_no_rate(what, count))
+                for what, count in counts.items()
+            },
             "memory_per_character_mb": (
                 _ratio(sum(sizes), characters) if sizes else None,
-                no_characters if sizes else "there is no conditioning",
+                _why_no_rate("character", characters) if sizes else "there is no conditioning",
             ),
             "gpu_utilization": _gpu_utilization(device),
-            "cleanup_effectiveness": cleanup,
+            "cleanup_effectiveness": cleanup_effectiveness(measured.peak, measured.impact),
         },
     )
-
-
-def _rate(count: int | None, seconds: float | None) -> float | None:
-    return None if count is None or seconds is None else count / seconds
 
 
 def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:
