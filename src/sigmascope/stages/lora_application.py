@@ -13,7 +13,7 @@ is None, with the reason in the `unavailable` beside it; so it is where reading 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
 
@@ -108,6 +108,7 @@ __all__ = [
 
 Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
+_Baseline = TypeVar("_Baseline")
 _IN_DETAIL = frozenset(
     {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
 )
@@ -143,8 +144,8 @@ def capture_lora_baseline(
     memory = memory_snapshot(accelerator)
     return {
         **baseline_of(LoraReferences(memory, accelerator, {}, lora_path, verdict)),
-        "unet": _unet_baseline(before[0], memory),
-        "clip": _clip_baseline(before[1], memory),
+        "unet": _model_baseline(UnetBaseline, before[0], memory),
+        "clip": _model_baseline(ClipBaseline, before[1], memory, "patcher_"),
         "lora_file": lora_file_facts(lora_path),
     }
 
@@ -173,42 +174,36 @@ def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -
     return frozenset((*names, *(f"{name}.weight" for name in names)))
 
 
-def _unet_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> UnetBaseline:
+def _model_baseline(
+    kind: type[_Baseline], captured: ModelSnapshot, snapshot: MemorySnapshot, prefix: str = ""
+) -> _Baseline:
+    """One model's part of a baseline. `prefix` stands before the names of what ComfyUI's patcher tells."""
     device = snapshot.accelerator(snapshot.device_in_use() or "")
     seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
-    unavailable = dict(captured.unavailable)
-    if device.allocated_bytes is None:
-        unavailable["memory_allocated"] = NO_ACCELERATOR
-    if device.reserved_bytes is None:
-        unavailable["memory_reserved"] = NO_ACCELERATOR
-    if seconds is None:
-        unavailable |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
-    elif not nbytes:
-        unavailable["fingerprint_gb_per_second"] = "there was nothing to look at"
-    return {
-        "model_id": captured.model_id,
-        "class": captured.class_name,
-        "device": captured.placement.device,
-        "patches_count": captured.patch_count,
-        "patches_uuid": captured.patches_uuid,
-        "memory_allocated": device.allocated_bytes,
-        "memory_reserved": device.reserved_bytes,
-        "keys": len(captured.keys),
-        "fingerprinted_keys": len(captured.fingerprints),
-        "fingerprint_seconds": seconds,
-        "fingerprint_gb_per_second": nbytes / seconds / 1e9 if seconds and nbytes else None,
-        "captured": captured,
-        "unavailable": unavailable,
-    }
-
-
-def _clip_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> ClipBaseline:
-    entries: dict[str, Any] = dict(_unet_baseline(captured, snapshot))
-    for name in ("patches_count", "patches_uuid"):
-        entries[f"patcher_{name}"] = entries.pop(name)
-        if name in entries["unavailable"]:
-            entries["unavailable"][f"patcher_{name}"] = entries["unavailable"].pop(name)
-    return cast(ClipBaseline, entries)
+    why_no_speed = "not asked for" if seconds is None else "there was nothing to look at"
+    patcher = {"patches_count": captured.patch_count, "patches_uuid": captured.patches_uuid}
+    names = {name: f"{prefix}{name}" for name in patcher}
+    baseline: Any = with_reasons(
+        kind,
+        {
+            "memory_allocated": (device.allocated_bytes, NO_ACCELERATOR),
+            "memory_reserved": (device.reserved_bytes, NO_ACCELERATOR),
+            "fingerprint_seconds": (seconds, "not asked for"),
+            "fingerprint_gb_per_second": (
+                nbytes / seconds / 1e9 if seconds and nbytes else None,
+                why_no_speed,
+            ),
+        },
+        **{"class": captured.class_name},
+        **{names[name]: value for name, value in patcher.items()},
+        model_id=captured.model_id,
+        device=captured.placement.device,
+        keys=len(captured.keys),
+        fingerprinted_keys=len(captured.fingerprints),
+        captured=captured,
+    )
+    baseline["unavailable"] |= {names.get(name, name): why for name, why in captured.unavailable.items()}
+    return cast(_Baseline, baseline)
 
 
 def analyze_lora_application_results(

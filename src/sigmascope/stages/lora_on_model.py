@@ -41,7 +41,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.baseline import facts_as, unknown
+from sigmascope.stages.baseline import facts_as, unknown, with_reasons
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
@@ -100,28 +100,23 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
         read_alphas = (read_host(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
-        facts: LoraFileFacts = {
-            "filename": path.name,
-            "file_exists": True,
-            "file_size": size,
-            "format": lora.format,
-            "rank": next((rank for rank, _ in ranks.most_common(1)), None),
-            "ranks": dict(sorted(ranks.items())),
-            "alpha": next((alpha for alpha, _ in alphas.most_common(1)), None),
-            "alphas": dict(sorted(alphas.items())),
-            "modules": len(lora.names),
-            "base_hint": family_in(lora.metadata)
-            or training.get("base model")
-            or training.get("base version"),
-            "unavailable": {},
-        }
-    reasons = {
-        "rank": "none of its changes has one",
-        "alpha": "none of its changes has one",
-        "base_hint": "its header names no base model",
-    }
-    facts["unavailable"] = {name: why for name, why in reasons.items() if facts[name] is None}  # type: ignore[literal-required]
-    return facts
+        no_rank = "none of its changes has one"
+        base_hint = family_in(lora.metadata) or training.get("base model") or training.get("base version")
+        return with_reasons(
+            LoraFileFacts,
+            {
+                "rank": (next((rank for rank, _ in ranks.most_common(1)), None), no_rank),
+                "alpha": (next((alpha for alpha, _ in alphas.most_common(1)), None), no_rank),
+                "base_hint": (base_hint, "its header names no base model"),
+            },
+            filename=path.name,
+            file_exists=True,
+            file_size=size,
+            format=lora.format,
+            ranks=dict(sorted(ranks.items())),
+            alphas=dict(sorted(alphas.items())),
+            modules=len(lora.names),
+        )
 
 
 def _bytes_of(path: Path) -> int:

@@ -28,6 +28,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, attribute, read_host
+from sigmascope.stages.baseline import with_reasons
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
 NOT_GIVEN = "no model was given"
@@ -298,33 +299,29 @@ def _look_at_contents(
 
 def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
     """Compare two moments."""
-    unavailable = {
-        f"{which}_{name}": snapshot.unavailable[read]
-        for which, snapshot in (("original", before), ("modified", after))
-        for read, name in (("class", "class"), ("patches_count", "patch_count"))
-        if read in snapshot.unavailable
-    }
-    counts = before.patch_count, after.patch_count
     known = before.kind is not None and after.kind is not None
-    if not known:
-        reason = unavailable.get("original_class") or unavailable.get("modified_class") or "unknown"
-        unavailable |= dict.fromkeys(("model_cloned", "class_changed"), reason)
-    if None in counts:
-        unavailable["patches_added"] = "the changes of one of the two could not be counted"
+    why = before.unavailable.get("class") or after.unavailable.get("class")
+    old, new = before.patch_count, after.patch_count
     uuids = before.patches_uuid, after.patches_uuid
-    if None in uuids:
-        unavailable["uuid_changed"] = after.unavailable.get("patches_uuid", "there is none to compare with")
-    return {
-        "model_cloned": None if same is None else not same,
-        "class_changed": before.kind != after.kind if known else None,
-        "patches_added": None if counts[0] is None or counts[1] is None else counts[1] - counts[0],
-        "uuid_changed": None if None in uuids else bool(uuids[0] != uuids[1]),
-        "original_patch_count": counts[0],
-        "modified_patch_count": counts[1],
-        "original_class": before.class_name,
-        "modified_class": after.class_name,
-        "unavailable": unavailable,
-    }
+    return with_reasons(
+        IdentityChanges,
+        {
+            "model_cloned": (None if same is None else not same, why),
+            "class_changed": (before.kind != after.kind if known else None, why),
+            "patches_added": (
+                None if old is None or new is None else new - old,
+                "the changes of one of the two could not be counted",
+            ),
+            "uuid_changed": (
+                None if None in uuids else bool(uuids[0] != uuids[1]),
+                after.unavailable.get("patches_uuid", "there is none to compare with"),
+            ),
+            "original_patch_count": (old, before.unavailable.get("patches_count")),
+            "modified_patch_count": (new, after.unavailable.get("patches_count")),
+            "original_class": (before.class_name, before.unavailable.get("class")),
+            "modified_class": (after.class_name, after.unavailable.get("class")),
+        },
+    )
 
 
 def is_same(before: ModelSnapshot, modified: object) -> bool | None:

@@ -21,6 +21,7 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.reading import attempt, read_host
 from sigmascope.probes.tensors import place_of
+from sigmascope.stages.baseline import with_reasons
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -359,28 +360,24 @@ def _value_change(
     predicted: Effect | None,
     sampled: Effect | None,
 ) -> ValueChange:
-    unavailable = dict(effect.unavailable)
-    if weight.content_changed is None:
-        unavailable["content_changed"] = NOT_LOOKED_AT
-    if predicted is None:
-        unavailable["predicted_delta_norm"] = "no new change acts on it"
-    elif predicted.delta_norm is None:
-        unavailable["predicted_delta_norm"] = predicted.unavailable.get("delta_norm", "unknown")
-    if sampled is None:
-        unavailable["sampled_delta_norm"] = "no sample of both contents was taken"
-    if source is None:
-        unavailable["measured_from"] = effect.unavailable.get("delta_norm", "unknown")
-    return {
-        "content_changed": weight.content_changed,
-        "delta_norm": effect.delta_norm,
-        "relative_change": effect.relative_change,
-        "weight_norm": effect.weight_norm,
-        "predicted": source == "patches",
-        "measured_from": source,
-        "predicted_delta_norm": None if predicted is None else predicted.delta_norm,
-        "sampled_delta_norm": None if sampled is None else sampled.delta_norm,
-        "unavailable": unavailable,
-    }
+    why, by_patches, by_sample = effect.unavailable, predicted or _NO_EFFECT, sampled or _NO_EFFECT
+    why_no_prediction = "no new change acts on it" if predicted is None else "unknown"
+    return with_reasons(
+        ValueChange,
+        {
+            "content_changed": (weight.content_changed, NOT_LOOKED_AT),
+            "delta_norm": (effect.delta_norm, why.get("delta_norm")),
+            "relative_change": (effect.relative_change, why.get("relative_change")),
+            "weight_norm": (effect.weight_norm, why.get("weight_norm")),
+            "measured_from": (source, why.get("delta_norm")),
+            "predicted_delta_norm": (
+                by_patches.delta_norm,
+                by_patches.unavailable.get("delta_norm", why_no_prediction),
+            ),
+            "sampled_delta_norm": (by_sample.delta_norm, "no sample of both contents was taken"),
+        },
+        predicted=source == "patches",
+    )
 
 
 def _as_predicted(
