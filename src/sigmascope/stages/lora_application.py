@@ -1,6 +1,6 @@
 """LoRA application: what a LoRA did to a model, and whether it did anything.
 
-baseline = capture_lora_baseline(unet, clip, "style.safetensors")
+    baseline = capture_lora_baseline(unet, clip, "style.safetensors")
     result = apply_lora(...)
     analysis = analyze_lora_application_results(baseline, unet, clip, result)
     print_lora_analysis_summary(analysis)
