@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from sigmascope.files import without_home
-from sigmascope.probes.models import modules_in
+from sigmascope.probes.models import components_of, modules_in, unwrap
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
 from sigmascope.stages.baseline import facts_as, tensor_dict, unknown
@@ -191,7 +191,7 @@ def entry_of(leaves: list[Leaf], metadata: Mapping[str, Any], *, named_only: boo
         if main is not None:
             pooled = pooled or _take(rest, lambda leaf: _is_pooled(leaf, main.tensor))
             mask = mask or _take(rest, lambda leaf: _is_mask(leaf, main.tensor))
-    others = {_name_or_number(".".join(leaf.path), index): leaf.tensor for index, leaf in enumerate(rest)}
+    others = {".".join(leaf.path) or f"tensor_{index}": leaf.tensor for index, leaf in enumerate(rest)}
     return Entry(_tensor_of(main), _tensor_of(pooled), _tensor_of(mask), others, metadata)
 
 
@@ -237,10 +237,6 @@ def _is_mask(leaf: Leaf, main: Tensor) -> bool:
     if main.ndim < 2 or shape[-1:] != main.shape[-2:-1]:
         return False
     return not leaf.tensor.is_floating_point() or (len(shape) == 2 and shape[-1] != main.shape[-1])
-
-
-def _name_or_number(name: str, index: int) -> str:
-    return name or f"tensor_{index}"
 
 
 def _tensor_of(leaf: Leaf | None) -> Tensor | None:
@@ -529,7 +525,7 @@ def from_encoders(
     joined = width is not None and len(clips) > 1 and sum(clip.width or 0 for clip in clips) == width
     if joined and not any(maker.is_clip for maker in makers):
         makers = clips if tokens is None or tokens % CLIP_TOKENS == 0 else makers or clips
-    elif len(clips) > 1 and makers and not makers[0].is_clip and _holds_clip_tokens(tokens):
+    elif len(clips) > 1 and makers and not makers[0].is_clip and (tokens or 0) > CLIP_TOKENS:
         makers = [*clips, *makers]  # SD 3: CLIP's tokens, filled up to T5's width, come before T5's
     chosen = makers or known
     family = " + ".join(dict.fromkeys(encoder.family for encoder in chosen))
@@ -558,10 +554,6 @@ def joined_layers(width: int, encoder: EncoderFacts) -> int | None:
     count = width // encoder.width
     every = None if encoder.layers is None else encoder.layers + 1  # the embeddings are one more
     return count if count in _JOINED_LAYERS or count == every else None
-
-
-def _holds_clip_tokens(tokens: int | None) -> bool:
-    return tokens is not None and tokens > CLIP_TOKENS
 
 
 def from_shape(width: int | None, tokens: int | None) -> EncoderVerdict:
@@ -656,39 +648,23 @@ def _encoders(clip: object) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of each encoder."""
     parts = _named_parts(clip)
     if parts:
+        wanted = _PIPELINE_ENCODERS if hasattr(clip, "components") else parts
         for name, part in parts.items():
-            if isinstance(part, nn.Module) and (
-                not hasattr(clip, "components") or name in _PIPELINE_ENCODERS
-            ):
-                yield str(name), _unwrapped(part)
+            module = unwrap(part) if isinstance(part, nn.Module) and name in wanted else None
+            if module is not None:
+                yield str(name), module
         return
     holder = "" if isinstance(clip, nn.Module) else "cond_stage_model"
-    root = getattr(clip, holder, None) if holder else clip
-    if not isinstance(root, nn.Module):
+    held = getattr(clip, holder, None) if holder else clip
+    root = unwrap(held) if isinstance(held, nn.Module) else None
+    if root is None:
         return
-    root = _unwrapped(root)
     inner = [(name, child) for name, child in root.named_children() if _is_comfyui_encoder(child)]
-    if inner:
-        yield from inner
-    else:
-        yield holder, root
+    yield from inner or [(holder, root)]
 
 
 def _named_parts(thing: object) -> Mapping[str, object]:
-    if isinstance(thing, Mapping):
-        return thing
-    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
-    return components if isinstance(components, Mapping) else {}
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """What torch.compile, DataParallel or DistributedDataParallel wrap."""
-    while True:
-        wraps = isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = getattr(module, "module" if wraps else "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
+    return thing if isinstance(thing, Mapping) else components_of(thing)
 
 
 def find_tokenizers(clip: object) -> dict[str, Any]:

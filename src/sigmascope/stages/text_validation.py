@@ -78,6 +78,8 @@ def validate(
     """All checks: of the prompts, the conditionings, the time, and of what fits together."""
     given = {"positive": prompts["positive"], "negative": prompts["negative"]}
     known = given["positive"]["character_length"] is not None
+    ram_known = memory is not None and memory.current.ram_percent_used() is not None
+    shaped = {which: facts for which, facts in conditionings.items() if facts["shape"]}
     validation: Validation = {
         "success": True,
         "input": check_of(_prompt_problems(given, limits), known=known),
@@ -85,9 +87,9 @@ def validate(
         "performance": check_of(_time_problems(seconds, limits), known=seconds is not None),
         "compatibility": {
             "clip_model": _check_clip_model(clip, encoders),
-            "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
+            "tensor_dimensions": check_of(_dimension_problems(shaped, encoders, limits), known=bool(shaped)),
             "device_placement": _check_placement(conditionings, clip, limits),
-            "memory_threshold": check_memory(memory, limits),
+            "memory_threshold": check_of(_memory_problems(memory, limits), known=ram_known),
         },
         "notes": [
             *_prompt_notes(given),
@@ -207,14 +209,6 @@ def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
         yield f"positive and negative have different lengths: {', '.join(map(str, sorted(lengths)))} tokens"
 
 
-def check_dimensions(
-    conditionings: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
-) -> Check:
-    """Width, tokens and dtype of every embedding."""
-    known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
-    return check_of(_dimension_problems(known, encoders, limits), known=bool(known))
-
-
 def _dimension_problems(
     known: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
 ) -> Iterator[str]:
@@ -290,14 +284,10 @@ def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) 
             yield f"{which}: {words}"
 
 
-def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Check:
+def _memory_problems(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Iterator[str]:
     """Use of RAM and device now, and growth since the baseline, against the limits."""
     if memory is None:
-        return {"passed": None, "messages": []}
-    return check_of(_memory_problems(memory, limits), known=memory.current.ram_percent_used() is not None)
-
-
-def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
+        return
     before, after = memory.baseline, memory.current
     device, gpu_before, gpu_after = device_before_and_after(memory)
     rss_growth = mib(change(before.process_rss_bytes, after.process_rss_bytes))
