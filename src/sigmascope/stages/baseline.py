@@ -1,7 +1,8 @@
-"""What every stage's baseline and analysis hold: memory, time, peaks, what was raised, and models' states.
+"""The skeleton of every stage: a baseline before it, a measurement after it, and models' states at both moments.
 
-A baseline keeps what its analysis needs in `references`, and no model and no tensor alive. An analysis begins with
-`measure`, and `Measurement.as_dict` gives the entries that all analyses have; a stage adds what is its own.
+A stage's `capture_…_baseline` gives `baseline_of` with entries of its own. Its `references` keep what the analysis
+needs, and no model and no tensor alive. `analyze_…_results` begins with `measure`, which reads memory and checks
+time and peaks, and ends with `Measurement.as_dict`: what all analyses hold, failures too. `summary` prints them.
 """
 
 import math
@@ -81,8 +82,19 @@ class References:
 _References = TypeVar("_References", bound=References)
 
 
-def baseline_of(references: References) -> StageBaseline:
-    """The entries that all baselines have."""
+def baseline_of(
+    kind: type[References], accelerator: Accelerator | None, models: Mapping[str, object], **own: Any
+) -> StageBaseline:
+    """The entries that all baselines have: memory is read, and models are referred to weakly.
+
+    Args:
+        kind: What the stage keeps for its analysis.
+        accelerator: What to ask about devices; None finds out.
+        models: By the name of the baseline's entry with their state, for `state_now`.
+        own: What `kind` has beside all stages' entries.
+    """
+    weakly = {name: reference_to(model) for name, model in models.items()}
+    references = kind(memory_snapshot(accelerator), accelerator, weakly, **own)
     return {"timestamp": time.time(), "memory": memory_now(references.snapshot), "references": references}
 
 
@@ -174,9 +186,7 @@ def measure(
     error: BaseException | str | None,
 ) -> Measurement:
     """Read memory, before the analysis takes any itself, and check what the caller handed over."""
-    references = references_of(baseline, References)
-    now = memory_snapshot(None if references is None else references.accelerator)
-    before = memory_before(baseline)
+    now, before = memory_of_now(baseline), memory_before(baseline)
     impact = None if before is None else MemoryImpact(before, now)
     return Measurement(baseline, now, impact, *checked_seconds(elapsed_time), peak_memory, error)
 
@@ -184,6 +194,12 @@ def measure(
 def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
     """What of an analysis the stage itself does not hold already."""
     return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
+
+
+def memory_of_now(baseline: object) -> MemorySnapshot:
+    """Memory now, of the devices that the baseline was taken of."""
+    references = references_of(baseline, References)
+    return memory_snapshot(None if references is None else references.accelerator)
 
 
 def memory_before(baseline: object) -> MemorySnapshot | None:

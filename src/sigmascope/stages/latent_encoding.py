@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.probes import Accelerator, memory_snapshot
+from sigmascope.probes import Accelerator
 from sigmascope.probes.reading import lookup, read_host
 from sigmascope.records.latents import (
     STRATEGIES,
@@ -69,9 +69,9 @@ from sigmascope.stages.baseline import (
     device_memory,
     measure,
     memory_before,
+    memory_of_now,
     model_state,
     nbytes_in,
-    reference_to,
     references_of,
     state_now,
     with_reasons,
@@ -173,9 +173,8 @@ def _baseline(
 ) -> LatentBaseline:
     inner = read_host(lambda: inner_vae(vae)).value or vae
     state = model_state(inner)
-    models = {"model_state": reference_to(inner)}
     return {
-        **baseline_of(LatentReferences(memory_snapshot(accelerator), accelerator, models, reading)),
+        **baseline_of(LatentReferences, accelerator, {"model_state": inner}, latent=reading),
         "direction": direction,
         "vae": vae_dict(facts),
         "model_state": state,
@@ -617,9 +616,8 @@ def _calculate_latent_generation_memory_change(
             `virtual_memory()`; None: read now.
         current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
     """
-    known = references_of(baseline, LatentReferences)
-    now = memory_snapshot(None if known is None else known.accelerator)
-    return memory_change(memory_before(baseline) or MemorySnapshot(), current_ram, current_gpu, now)
+    before, now = memory_before(baseline) or MemorySnapshot(), memory_of_now(baseline)
+    return memory_change(before, current_ram, current_gpu, now)
 
 
 _NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)

@@ -141,9 +141,10 @@ def capture_lora_baseline(
         take_snapshot(model, name, keys=_keys_to_look_at(keys, verdict.value, name), contents=keys != "none")
         for model, name in ((unet_model, "UNet"), (clip_model, "CLIP"))
     ]
-    memory = memory_snapshot(accelerator)
+    shared = baseline_of(LoraReferences, accelerator, {}, lora_path=lora_path, verdict=verdict)
+    memory = shared["references"].snapshot
     return {
-        **baseline_of(LoraReferences(memory, accelerator, {}, lora_path, verdict)),
+        **shared,
         "unet": _model_baseline(UnetBaseline, before[0], memory),
         "clip": _model_baseline(ClipBaseline, before[1], memory, "patcher_"),
         "lora_file": lora_file_facts(lora_path),

@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -46,8 +46,7 @@ _TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
 _DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightOutline:
+class WeightOutline(NamedTuple):
     """One weight at one moment."""
 
     shape: torch.Size
@@ -200,11 +199,6 @@ class Weights:
     kept: Mapping[str, KeptWeight] = field(default_factory=dict)
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """All names, the model's own first."""
-        return (*self.base, *self.adapters)
-
-    @property
     def unpatched(self) -> dict[str, Tensor]:
         """As `base`, without what ComfyUI merged: clones share one model, and it holds the changes of only one."""
         return {name: self.kept[name].weight if name in self.kept else w for name, w in self.base.items()}
@@ -224,17 +218,18 @@ class ModelPatches:
 
     def by_key(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each weight."""
-        by_key: dict[str, list[AppliedPatch]] = {}
-        for patch in self.patches:
-            by_key.setdefault(patch.key, []).append(patch)
-        return by_key
+        return _grouped((patch.key, patch) for patch in self.patches)
 
     def by_source(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each LoRA."""
-        by_source: dict[str, list[AppliedPatch]] = {}
-        for patch in self.patches:
-            by_source.setdefault(patch.source or UNNAMED, []).append(patch)
-        return by_source
+        return _grouped((patch.source or UNNAMED, patch) for patch in self.patches)
+
+
+def _grouped(named: Iterable[tuple[str, AppliedPatch]]) -> dict[str, list[AppliedPatch]]:
+    groups: dict[str, list[AppliedPatch]] = {}
+    for name, patch in named:
+        groups.setdefault(name, []).append(patch)
+    return groups
 
 
 def _patch_count_and_uuid(
@@ -268,13 +263,12 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
         for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
             elements[weight.device] += weight.numel()
         device = next((place for place, _ in elements.most_common(1)), None)
-    load, offload = (_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
-    if device is None:
-        unavailable["device"] = "it has no weights"
-    for name, device_of_kind in (("load_device", load), ("offload_device", offload)):
-        if device_of_kind is None:
-            unavailable[name] = NO_PATCHER
-    return Placement(device, load, offload)
+    placement = Placement(
+        device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    )
+    reasons = {"device": "it has no weights", "load_device": NO_PATCHER, "offload_device": NO_PATCHER}
+    unavailable |= {name: why for name, why in reasons.items() if getattr(placement, name) is None}
+    return placement
 
 
 def _device(value: object) -> torch.device | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sigmascope.probes import Accelerator, memory_snapshot, read_nvml
+from sigmascope.probes import Accelerator, read_nvml
 from sigmascope.probes.reading import keeping_words, keeps_words, read_host
 from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
@@ -29,7 +29,6 @@ from sigmascope.stages.baseline import (
     cleanup_effectiveness,
     measure,
     model_state,
-    reference_to,
     references_of,
     state_now,
     with_reasons,
@@ -116,11 +115,9 @@ def capture_text_encoding_baseline(
     encoders = tuple(read_host(lambda: find_encoders(clip_model)).value or ())
     tokenizers = read_host(lambda: _tokenizers(clip_model, tokenizer)).value or {}
     clip_state, unet_state = model_state(clip_model), model_state(unet_model)
-    models = {"clip": reference_to(clip_model), "unet": reference_to(unet_model)}
+    models = {"clip": clip_model, "unet": unet_model}
     return {
-        **baseline_of(
-            TextReferences(memory_snapshot(accelerator), accelerator, models, tokenizers, encoders)
-        ),
+        **baseline_of(TextReferences, accelerator, models, tokenizers=tokenizers, encoders=encoders),
         "clip": clip_state,
         "unet": unet_state,
         "tokenizers": {name: type(held).__name__ for name, held in tokenizers.items()},
