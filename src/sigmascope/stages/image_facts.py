@@ -79,7 +79,7 @@ def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str
         return _read_list(data, vae, statistics) if apart is data else _read(apart[0], vae, statistics)
     if _is_picture(data):
         return _read_list([data], vae, statistics)
-    inner = _held_by_name(data)
+    inner = held_by_name(data, NAMES)
     if inner is None:
         return Pictures(None, reason=f"{type(data).__name__} holds no pictures that are known how to find")
     return _read(inner, vae, statistics, type(data).__name__)
@@ -185,9 +185,9 @@ def _fold(combine: Any, values: Sequence[Any]) -> Any:
     return None if any(value is None for value in values) else combine(values)
 
 
-def _held_by_name(data: object) -> Any:
-    """What a mapping or a pipeline's output holds under one of the names."""
-    held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
+def held_by_name(thing: object, names: Sequence[str]) -> Any:
+    """What a mapping or a pipeline's output holds under the first of these names that it has."""
+    held = (thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None) for name in names)
     return next((value for value in held if value is not None and not callable(value)), None)
 
 

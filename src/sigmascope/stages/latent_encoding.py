@@ -136,6 +136,14 @@ __all__ = [
 ]
 
 
+_NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
+_TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
+    "dummy": ("dummy", "emergency"),
+    "cpu": ("cpu",),
+    "tiled": ("tiled", "tile"),
+    "direct": ("direct", "standard", "normal"),
+}
+COLOURS = 3
 _VAE_FIELDS = tuple(entry.name for entry in fields(VaeFacts) if entry.name != "nbytes")
 
 
@@ -560,76 +568,6 @@ def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> Pictu
     return {**pictures, **known, "unavailable": reasons}  # type: ignore[typeddict-item]
 
 
-def _analyze_latent_output(
-    init_latent: object,
-    video_length: object,
-    video_height: object,
-    video_width: object,
-    *,
-    vae: VaeFacts | None = None,
-    latent_layout: Layout | None = None,
-    statistics: bool | None = None,
-) -> LatentAnalysis:
-    """`latent_analysis` alone: shape, type, size, axes and compression of a latent.
-
-    Args:
-        init_latent: As for `analyze_latent_generation_results`.
-        video_length: Frames.
-        video_height: Pixels.
-        video_width: Pixels.
-        vae: What is known of the VAE.
-        latent_layout: Such as "BFCHW".
-        statistics: Whether to read the values.
-    """
-    video = video_of(video_length, video_height, video_width)
-    return _latent(init_latent, vae, video, latent_layout, statistics, may_wait=True)
-
-
-def _analyze_vae_encoding_performance(
-    elapsed_time: object,
-    strategy_used: object,
-    video_length: object,
-    video_height: object,
-    video_width: object,
-) -> PerformanceAnalysis:
-    """`performance_analysis` alone: pixels, bytes and frames a second.
-
-    Args:
-        elapsed_time: Seconds.
-        strategy_used: As for `analyze_latent_generation_results`.
-        video_length: Frames.
-        video_height: Pixels.
-        video_width: Pixels.
-    """
-    used = used_strategy(strategy_used, None, "encoding")
-    return performance_analysis(elapsed_time, used.name, video_of(video_length, video_height, video_width))
-
-
-def _calculate_latent_generation_memory_change(
-    baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
-) -> MemoryImpactDict:
-    """`memory_impact` alone: memory now beside that of a baseline.
-
-    Args:
-        baseline: What `capture_latent_generation_baseline` gave.
-        current_ram: Its `used`, `available` and `total`: in MB in a mapping, in bytes as psutil's
-            `virtual_memory()`; None: read now.
-        current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
-    """
-    before, now = memory_before(baseline) or MemorySnapshot(), memory_of_now(baseline)
-    return memory_change(before, current_ram, current_gpu, now)
-
-
-_NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
-_TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
-    "dummy": ("dummy", "emergency"),
-    "cpu": ("cpu",),
-    "tiled": ("tiled", "tile"),
-    "direct": ("direct", "standard", "normal"),
-}
-COLOURS = 3
-
-
 def used_strategy(
     named: object,
     record: EncodingRecord | None,
@@ -818,3 +756,63 @@ def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEffici
             "cleanup_effectiveness": cleanup_effectiveness(peak, impact),
         },
     )
+
+
+def _analyze_latent_output(
+    init_latent: object,
+    video_length: object,
+    video_height: object,
+    video_width: object,
+    *,
+    vae: VaeFacts | None = None,
+    latent_layout: Layout | None = None,
+    statistics: bool | None = None,
+) -> LatentAnalysis:
+    """`latent_analysis` alone: shape, type, size, axes and compression of a latent.
+
+    Args:
+        init_latent: As for `analyze_latent_generation_results`.
+        video_length: Frames.
+        video_height: Pixels.
+        video_width: Pixels.
+        vae: What is known of the VAE.
+        latent_layout: Such as "BFCHW".
+        statistics: Whether to read the values.
+    """
+    video = video_of(video_length, video_height, video_width)
+    return _latent(init_latent, vae, video, latent_layout, statistics, may_wait=True)
+
+
+def _analyze_vae_encoding_performance(
+    elapsed_time: object,
+    strategy_used: object,
+    video_length: object,
+    video_height: object,
+    video_width: object,
+) -> PerformanceAnalysis:
+    """`performance_analysis` alone: pixels, bytes and frames a second.
+
+    Args:
+        elapsed_time: Seconds.
+        strategy_used: As for `analyze_latent_generation_results`.
+        video_length: Frames.
+        video_height: Pixels.
+        video_width: Pixels.
+    """
+    used = used_strategy(strategy_used, None, "encoding")
+    return performance_analysis(elapsed_time, used.name, video_of(video_length, video_height, video_width))
+
+
+def _calculate_latent_generation_memory_change(
+    baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
+) -> MemoryImpactDict:
+    """`memory_impact` alone: memory now beside that of a baseline.
+
+    Args:
+        baseline: What `capture_latent_generation_baseline` gave.
+        current_ram: Its `used`, `available` and `total`: in MB in a mapping, in bytes as psutil's
+            `virtual_memory()`; None: read now.
+        current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
+    """
+    before, now = memory_before(baseline) or MemorySnapshot(), memory_of_now(baseline)
+    return memory_change(before, current_ram, current_gpu, now)

@@ -29,7 +29,7 @@ from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
 from sigmascope.stages.baseline import facts_as, tensor_dict, unknown, with_reasons
-from sigmascope.stages.image_facts import Sizes, Video, sizes_of
+from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of
 from sigmascope.stages.schema import LatentAnalysis, VaeDict
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
@@ -96,15 +96,11 @@ def _held_by_name(output: Any) -> Any:
     """What a distribution has as its mean, or a mapping or an output under one of the names."""
     if isinstance(output, list) or type(output) is tuple:
         return None
-    distribution = _value(output, "latent_dist") or output
+    distribution = held_by_name(output, ("latent_dist",))
+    distribution = output if distribution is None else distribution
     if callable(getattr(distribution, "mode", None)):
         return getattr(distribution, "mean", None)
-    held = (_value(output, name) for name in _LATENT_NAMES)
-    return next((value for value in held if value is not None and not callable(value)), None)
-
-
-def _value(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return held_by_name(output, _LATENT_NAMES)
 
 
 def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | None:
@@ -221,10 +217,12 @@ def unpacked(
     if len(shape) != 3 or height is None or width is None:
         return None
     batch, tokens, values = shape
+    known = None if vae is None else vae.latent_channels
     for patch in _PATCHES:
         channels = values // patch**2
         factor = _packed_factor(tokens, patch, vae, height, width)
-        if factor is None or channels * patch**2 != values or not _channels_fit(channels, patch, vae):
+        fits = patch == _USUAL_PATCH if known is None else channels == known
+        if factor is None or channels * patch**2 != values or not fits:
             continue
         high, wide = height // (factor * patch), width // (factor * patch)
         frames = _packed_frames(vae, length)
@@ -241,11 +239,6 @@ def _packed_factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, w
         return None
     factor = math.isqrt(height * width // (tokens * patch**2))
     return factor or None
-
-
-def _channels_fit(channels: int, patch: int, vae: VaeFacts | None) -> bool:
-    known = None if vae is None else vae.latent_channels
-    return patch == _USUAL_PATCH if known is None else channels == known
 
 
 def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:

@@ -257,7 +257,7 @@ def analyze_lora_application_results(
         unavailable["effective"] = (
             "contents of before and now could not be compared, and no change is registered"
         )
-    impact: Mapping[str, Any] = {} if measured.impact is None else measured.impact.as_dict()
+    impact: Mapping[str, Any] = measured.impact_dict() or {}
     lora_file = lookup(baseline, "lora_file")
     return {
         **measured.as_dict(error is None and effective is True and not failed, **unavailable),

@@ -51,7 +51,6 @@ from sigmascope.stages.schema import (
     PromptFacts,
     TextEncodingAnalysis,
     TextEncodingBaseline,
-    TextProcessing,
 )
 from sigmascope.stages.summary import (
     BAD,
@@ -191,7 +190,7 @@ def analyze_text_encoding_results(
         measured = measure(baseline, elapsed_time, peak_memory, error)
         known = references_of(baseline, TextReferences) or TextReferences(measured.snapshot, None)
         quotes = quoting(private_texts(positive_prompt, negative_prompt), prompt_privacy)
-        prompts: TextProcessing = {
+        prompts: dict[str, PromptFacts] = {
             "positive": _prompt_facts(positive_prompt, known, options),
             "negative": _prompt_facts(negative_prompt, known, options),
         }
@@ -308,10 +307,9 @@ def performance(
     )
 
 
-def _count_both(prompts: TextProcessing) -> _Counts:
+def _count_both(prompts: Mapping[str, PromptFacts]) -> _Counts:
     """Characters and tokens of both prompts together; of one, where only one was given; None if one is unknown."""
-    both = (prompts["positive"], prompts["negative"])
-    given = [facts for facts in both if facts["character_length"] is not None]
+    given = [facts for facts in prompts.values() if facts["character_length"] is not None]
     characters = [facts["character_length"] for facts in given]
     tokens = [facts["token_count"] for facts in given]
     return {"character": _sum_of(characters), "token": _sum_of(tokens)}

@@ -24,7 +24,6 @@ from sigmascope.stages.schema import (
     ModelStateDict,
     PromptFacts,
     TensorDict,
-    TextProcessing,
     Validation,
 )
 
@@ -67,7 +66,7 @@ class TextEncodingThresholds:
 
 
 def validate(
-    prompts: TextProcessing,
+    prompts: Mapping[str, PromptFacts],
     conditionings: Conditionings,
     clip: ModelStateDict,
     encoders: list[EncoderFacts],
@@ -76,13 +75,12 @@ def validate(
     limits: TextEncodingThresholds,
 ) -> Validation:
     """All checks: of the prompts, the conditionings, the time, and of what fits together."""
-    given = {"positive": prompts["positive"], "negative": prompts["negative"]}
-    known = given["positive"]["character_length"] is not None
+    known = prompts["positive"]["character_length"] is not None
     ram_known = memory is not None and memory.current.ram_percent_used() is not None
     shaped = {which: facts for which, facts in conditionings.items() if facts["shape"]}
     validation: Validation = {
         "success": True,
-        "input": check_of(_prompt_problems(given, limits), known=known),
+        "input": check_of(_prompt_problems(prompts, limits), known=known),
         "output": check_of(_conditioning_problems(conditionings, limits), known=True),
         "performance": check_of(_time_problems(seconds, limits), known=seconds is not None),
         "compatibility": {
@@ -92,7 +90,7 @@ def validate(
             "memory_threshold": check_of(_memory_problems(memory, limits), known=ram_known),
         },
         "notes": [
-            *_prompt_notes(given),
+            *_prompt_notes(prompts),
             *_conditioning_notes(conditionings),
             *width_notes(conditionings, encoders),
         ],
