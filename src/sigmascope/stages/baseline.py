@@ -8,7 +8,6 @@ time and peaks, and ends with `Measurement.as_dict`: what all analyses hold, fai
 import math
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar, cast
@@ -65,6 +64,7 @@ _FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
 """What of a baseline is no fact."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Dict = TypeVar("_Dict")
+_Counted = TypeVar("_Counted")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -357,8 +357,8 @@ def _state_of(model: object) -> ModelStateDict:
     patches = getattr(patcher, "patches", None)
     if not isinstance(patches, Mapping):
         unavailable |= dict.fromkeys(("patches_count", "patches_uuid"), NO_PATCHER)
-    device = _most_common(facts.devices)
-    dtype = _most_common(facts.dtypes)
+    device = most_common(facts.devices)
+    dtype = most_common(facts.dtypes)
     if device is None:
         unavailable.setdefault("device", "it has no weights")
         unavailable.setdefault("dtype", "it has no weights")
@@ -377,9 +377,9 @@ def _state_of(model: object) -> ModelStateDict:
     }
 
 
-def _most_common(counts: Mapping[str, int]) -> str | None:
-    """Where most elements are, or of which type most are."""
-    return next((name for name, _ in Counter(counts).most_common(1)), None)
+def most_common(counts: Mapping[_Counted, int]) -> _Counted | None:
+    """What was counted most often, the first of several; None where nothing was."""
+    return max(counts, key=lambda counted: counts[counted], default=None)
 
 
 def identity(model: object) -> int:

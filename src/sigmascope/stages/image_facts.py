@@ -5,6 +5,7 @@ arrays or tensors, a list of such lists, and a mapping that holds one of these. 
 converted. `pictures_dict` gives the facts as baselines and analyses hold them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -294,15 +295,11 @@ class Video:
 
 def video_of(length: object, height: object, width: object) -> Video:
     """The dimensions that a caller names, without those that are none."""
-    return Video(_size_or_none(length, least=0), _size_or_none(height), _size_or_none(width))
+    return Video(whole(length, least=0), whole(height), whole(width))
 
 
-def _size_or_none(size: object, least: int = 1) -> int | None:
-    if (
-        isinstance(size, bool)
-        or not isinstance(size, int | float)
-        or size != size
-        or abs(size) == float("inf")
-    ):
+def whole(number: object, least: int = 1) -> int | None:
+    """A whole number of whatever type, from `least` on; None for anything else."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         return None
-    return int(size) if size == int(size) and size >= least else None
+    return int(number) if number == int(number) and number >= least else None

@@ -28,8 +28,8 @@ from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_
 from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
-from sigmascope.stages.baseline import facts_as, tensor_dict, unknown, with_reasons
-from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of
+from sigmascope.stages.baseline import facts_as, most_common, tensor_dict, unknown, with_reasons
+from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of, whole
 from sigmascope.stages.schema import LatentAnalysis, VaeDict
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
@@ -466,8 +466,8 @@ def _unknown(class_name: str, reason: str, module: ModuleFacts) -> VaeFacts:
 def _weight_facts(module: ModuleFacts) -> dict[str, Any]:
     """Where most of the weights are, of which type, and their bytes."""
     return {
-        "dtype": max(module.dtypes, key=lambda name: module.dtypes[name], default=None),
-        "device": max(module.devices, key=lambda name: module.devices[name], default=None),
+        "dtype": most_common(module.dtypes),
+        "device": most_common(module.devices),
         "nbytes": module.nbytes,
     }
 
@@ -605,14 +605,6 @@ def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
     if causal is not None:
         return bool(causal)
     return any("Causal" in type(part).__name__ for part in _encoder_parts(vae))
-
-
-def whole(number: object) -> int | None:
-    """A positive whole number, of whatever type; None for anything else."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
-        return None
-    integer = int(number)
-    return integer if integer == number else None
 
 
 def vae_dict(facts: VaeFacts) -> VaeDict:

@@ -41,7 +41,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.baseline import facts_as, unknown, with_reasons
+from sigmascope.stages.baseline import facts_as, most_common, unknown, with_reasons
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
@@ -100,13 +100,14 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
         read_alphas = (read_host(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
+        rank, alpha = most_common(ranks), most_common(alphas)
         no_rank = "none of its changes has one"
         base_hint = family_in(lora.metadata) or training.get("base model") or training.get("base version")
         return with_reasons(
             LoraFileFacts,
             {
-                "rank": (next((rank for rank, _ in ranks.most_common(1)), None), no_rank),
-                "alpha": (next((alpha for alpha, _ in alphas.most_common(1)), None), no_rank),
+                "rank": (rank, no_rank),
+                "alpha": (alpha, no_rank),
                 "base_hint": (base_hint, "its header names no base model"),
             },
             filename=path.name,

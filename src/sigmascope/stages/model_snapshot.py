@@ -28,7 +28,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, attribute, read_host
-from sigmascope.stages.baseline import with_reasons
+from sigmascope.stages.baseline import most_common, with_reasons
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
 NOT_GIVEN = "no model was given"
@@ -262,7 +262,7 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
         elements: Counter[torch.device] = Counter()
         for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
             elements[weight.device] += weight.numel()
-        device = next((place for place, _ in elements.most_common(1)), None)
+        device = most_common(elements)
     placement = Placement(
         device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
     )
