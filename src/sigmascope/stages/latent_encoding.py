@@ -58,6 +58,7 @@ from sigmascope.records.memory import (
     mib,
 )
 from sigmascope.records.run import Stage
+from sigmascope.stages import latent_summary
 from sigmascope.stages.baseline import (
     NO_ACCELERATOR,
     NO_BASELINE,
@@ -90,14 +91,6 @@ from sigmascope.stages.latent_facts import (
     vace_analysis,
     vae_dict,
     vae_facts,
-)
-from sigmascope.stages.latent_summary import (
-    DECODING_TITLE,
-    ENCODING_TITLE,
-    event_lines,
-    latent_sections,
-    print_lines,
-    start_lines,
 )
 from sigmascope.stages.latent_validation import (
     CodingFacts,
@@ -261,7 +254,7 @@ def print_latent_generation_analysis_summary(
         analysis: What `analyze_latent_generation_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_analysis(ENCODING_TITLE, analysis, latent_sections, console)
+    print_analysis(latent_summary.ENCODING_TITLE, analysis, latent_summary.latent_sections, console)
 
 
 def print_latent_generation_start(
@@ -274,7 +267,7 @@ def print_latent_generation_start(
         step: What the step is called.
         console: Where to; standard output by default.
     """
-    print_lines(start_lines(baseline, step), console)
+    latent_summary.print_lines(latent_summary.start_lines(baseline, step), console)
 
 
 def print_encoding_event(event: EncodingEvent, console: Console | None = None) -> None:
@@ -284,7 +277,7 @@ def print_encoding_event(event: EncodingEvent, console: Console | None = None) -
         event: A strategy that begins or ends.
         console: Where to; standard output by default.
     """
-    print_lines(event_lines(event), console)
+    latent_summary.print_lines(latent_summary.event_lines(event), console)
 
 
 def capture_latent_decoding_baseline(
@@ -372,7 +365,7 @@ def print_latent_decoding_analysis_summary(
         analysis: What `analyze_latent_decoding_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_analysis(DECODING_TITLE, analysis, latent_sections, console)
+    print_analysis(latent_summary.DECODING_TITLE, analysis, latent_summary.latent_sections, console)
 
 
 def _analysis(
