@@ -65,6 +65,7 @@ _FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Dict = TypeVar("_Dict")
 _Counted = TypeVar("_Counted")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -326,8 +327,13 @@ def model_state(model: object) -> ModelStateDict:
     """
     if model is None:
         return _unknown_state("no model was given")
-    reading = read_host(lambda: _state_of(model))
-    return _unknown_state(reading.reason or "unknown") if reading.value is None else reading.value
+    return read_or(lambda: _state_of(model), _unknown_state)
+
+
+def read_or(read: Callable[[], _Read], otherwise: Callable[[str], _Read]) -> _Read:
+    """What is read off the host's objects; where that fails, what stands for it, by the reason."""
+    reading = read_host(read)
+    return otherwise(reading.reason or "unknown") if reading.value is None else reading.value
 
 
 def state_now(baseline: object, name: str) -> ModelStateDict:

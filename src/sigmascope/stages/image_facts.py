@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes.reading import node_outputs, read_host
+from sigmascope.probes.reading import node_outputs
 from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import TensorFacts
-from sigmascope.stages.baseline import facts_as, unknown
+from sigmascope.stages.baseline import facts_as, read_or, unknown
 from sigmascope.stages.schema import PicturesDict
 
 NAMES = (
@@ -64,8 +64,9 @@ class Pictures:
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
     """Facts about pictures or a video. Never raises."""
-    reading = read_host(lambda: _read(node_outputs(data), vae, statistics))
-    return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
+    return read_or(
+        lambda: _read(node_outputs(data), vae, statistics), lambda reason: Pictures(None, reason=reason)
+    )
 
 
 def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str = "") -> Pictures:

@@ -28,7 +28,7 @@ from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_
 from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
-from sigmascope.stages.baseline import facts_as, most_common, tensor_dict, unknown, with_reasons
+from sigmascope.stages.baseline import facts_as, most_common, read_or, tensor_dict, unknown, with_reasons
 from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of, whole
 from sigmascope.stages.schema import LatentAnalysis, VaeDict
 
@@ -439,11 +439,10 @@ def vae_facts(vae: object) -> VaeFacts:
 
     What neither config nor layers tell is None, with the reason in `unavailable`.
     """
-    reading = read_host(lambda: _facts(inner_vae(vae)))
-    if reading.value is not None:
-        return reading.value
-    reason = reading.reason or "it could not be read"
-    return VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason))
+    return read_or(
+        lambda: _facts(inner_vae(vae)),
+        lambda reason: VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason)),
+    )
 
 
 def _facts(vae: object) -> VaeFacts:

@@ -30,6 +30,7 @@ from sigmascope.stages.baseline import (
     baseline_of,
     beside_the_stage,
     measure,
+    read_or,
     references_of,
     with_reasons,
 )
@@ -323,19 +324,20 @@ def _analyze_model(
 
 def _safe_weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     """`weight_changes`, or its structure with the reason why there is nothing in it."""
-    reading = read_host(lambda: weight_changes(looks))
-    if reading.value is not None:
-        return reading.value
-    nothing = ModelSnapshot(looks.after.model_type, unavailable={"weights": reading.reason or "unknown"})
-    return weight_changes(BeforeAndAfter(nothing, nothing, None, ModelPatches()))
+
+    def nothing(reason: str) -> WeightChanges:
+        snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": reason})
+        return weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()))
+
+    return read_or(lambda: weight_changes(looks), nothing)
 
 
 def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     """`patch_analysis`, or its structure with the reason why there is nothing in it."""
-    reading = read_host(lambda: patch_analysis(patches))
-    if reading.value is not None:
-        return reading.value
-    return patch_analysis(ModelPatches(unavailable={"model": reading.reason or "unknown"}))
+    return read_or(
+        lambda: patch_analysis(patches),
+        lambda reason: patch_analysis(ModelPatches(unavailable={"model": reason})),
+    )
 
 
 def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:

@@ -41,7 +41,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.baseline import facts_as, most_common, unknown, with_reasons
+from sigmascope.stages.baseline import facts_as, most_common, read_or, unknown, with_reasons
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
@@ -84,10 +84,10 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
     size = mib(read_host(lambda: _bytes_of(place)).value)
-    inside = read_host(lambda: _read_inside(place, size))
-    if inside.value is not None:
-        return inside.value
-    return _unknown_file(inside.reason or "unknown", filename=place.name, file_exists=True, file_size=size)
+    return read_or(
+        lambda: _read_inside(place, size),
+        lambda reason: _unknown_file(reason, filename=place.name, file_exists=True, file_size=size),
+    )
 
 
 def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
