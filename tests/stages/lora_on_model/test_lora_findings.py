@@ -100,7 +100,9 @@ def analysed(made_for: str, into: str, edit: Edit, folder: Path) -> dict[str, An
 
 def test_analysis_calls_nothing_loaded_no_success(tmp_path: Path) -> None:
     analysis = analysed("flux", "sd15", dict, tmp_path)
-    assert (analysis["success"], analysis["effective"]) == (False, False)
+    told = (analysis["lora_application_success"], analysis["effective"], analysis["success"])
+    assert told == (True, False, False)
+    assert analysis["verdict"]["matched_modules"] == 0
     assert analysis["unet_lora_patches"]["total_patched_keys"] == 0
     assert "lora_not_loaded" in {finding["id"] for finding in analysis["findings"]}
 
