@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sigmascope.stages.vae_facts import vae_facts
+from sigmascope.stages.latent_facts import vae_facts
 
 if TYPE_CHECKING:
     from tests.stages.vaes import ComfyVae, MakeVae

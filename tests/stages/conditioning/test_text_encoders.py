@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sigmascope.stages.text_encoders import (
+from sigmascope.stages.conditioning import (
     EncoderFacts,
     find_encoders,
     find_tokenizers,

@@ -17,8 +17,10 @@ from sigmascope.stages.baseline import memory_now, snapshot_of
 from sigmascope.stages.latent_encoding import (
     _calculate_latent_generation_memory_change,
     capture_latent_generation_baseline,
+    gpu_changes,
+    memory_change,
+    memory_efficiency,
 )
-from sigmascope.stages.latent_performance import gpu_changes, memory_change, memory_efficiency
 from sigmascope.stages.latent_validation import memory_findings
 
 MIB = 2**20
@@ -108,7 +110,7 @@ def test_efficiency_of_the_allocator() -> None:
 
 def ids(fragmentation: float, cleanup: float, reserved_mb: float, growth_mb: float) -> list[str]:
     found: Any = {"fragmentation": fragmentation, "cleanup_effectiveness": cleanup}
-    return [one.id for one in memory_findings(found, reserved_mb, growth_mb, "latent_encoding")]
+    return [one.id for one in memory_findings(found, reserved_mb, growth_mb)]
 
 
 def test_memory_that_is_held_and_unused_or_kept_is_told() -> None:
