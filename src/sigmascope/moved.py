@@ -77,7 +77,7 @@ MOVED: Final = {
     "lora.spectrum": "lora.linalg",
     "lora.svd": "lora.decompose",
     "lora.validation.reconstruction": "lora.validate",
-    "lora.validation.validation_picture": "lora.validation_report",
+    "lora.validation.validation_picture": "lora.validate",
     "lora.verdict": "lora.compatibility lora.load_check",
     "monitor.context": "monitor.recorder",
     "monitor.hooks": "monitor.recorder",

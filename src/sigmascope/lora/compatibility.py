@@ -32,8 +32,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import ALPHA
-from sigmascope.lora.layer_names import UNET_FAMILIES
-from sigmascope.lora.layers import WEIGHT, block_of_module, is_layer
+from sigmascope.lora.layer_names import UNET_FAMILIES, WEIGHT, block_of_module, is_layer
 from sigmascope.lora.linalg import root_sum_square, same_matrix
 from sigmascope.lora.module_names import (
     FileFamily,
@@ -66,15 +65,6 @@ _MATRIX: Final = 2  # axes
 # How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
 _COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
-_FURTHER_PARTS: Final[tuple[tuple[Part, str], ...]] = (
-    ("text_encoder", "text_encoders.clip_l.transformer."),
-    ("text_encoder", "text_encoders.clip_h.transformer."),
-    ("text_encoder", "text_encoders.qwen25_7b.transformer."),
-    ("text_encoder", "text_encoders.umt5xxl.transformer."),
-    ("text_encoder_2", "text_encoders.clip_g.transformer."),
-    ("text_encoder_2", "text_encoders.t5xxl.transformer."),
-    ("text_encoder_3", "text_encoders.t5xxl.transformer."),
-)
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -385,7 +375,7 @@ def place(lora: LoraFile, shapes: Shapes) -> Placement:
         lora: In any format.
         shapes: Of all the model's weights, by key.
     """
-    layout = layout_for(shapes)
+    layout = layout_of(shapes)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
     index = LayerIndex.of(layers, layout)
     own = tuple(key.removesuffix(WEIGHT) for key, shape in shapes.items() if is_layer(key, shape))
@@ -500,18 +490,6 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     }
     for key, tensor in base_weights(model):
         yield key, packed.get(key, tuple(tensor.shape))
-
-
-def layout_for(shapes: Shapes) -> ModelLayout:
-    """The layout of a model, with the text encoders that ComfyUI keeps apart from the denoiser."""
-    layout = layout_of(shapes)
-    prefixes = dict(layout.prefixes)
-    taken = set(prefixes.values())
-    for part, prefix in _FURTHER_PARTS:
-        if prefix not in taken and part not in prefixes and any(key.startswith(prefix) for key in shapes):
-            prefixes[part] = prefix
-            taken.add(prefix)
-    return ModelLayout(layout.family, layout.naming, prefixes)
 
 
 def relative_strengths(

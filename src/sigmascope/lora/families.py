@@ -90,7 +90,7 @@ _COMPONENTS: Final[tuple[tuple[Part, str], ...]] = (
     ("text_encoder_2", "text_encoder_2."),
     ("text_encoder_3", "text_encoder_3."),
 )
-_SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
+SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
     ("denoiser", "model.diffusion_model."),
     ("vae", "first_stage_model."),
     ("vae", "vae."),
@@ -100,6 +100,7 @@ _SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
     ("text_encoder_2", "conditioner.embedders.0.model."),  # SDXL's refiner has this encoder alone
     ("text_encoder_2", "conditioner.embedders.1.model."),
     ("text_encoder", "text_encoders.clip_l.transformer."),
+    ("text_encoder", "text_encoders.clip_h.transformer."),
     ("text_encoder", "text_encoders.qwen25_7b.transformer."),
     ("text_encoder", "text_encoders.umt5xxl.transformer."),
     ("text_encoder_2", "text_encoders.clip_g.transformer."),
@@ -271,7 +272,7 @@ def misfit(family: str, shapes: Shapes) -> str | None:
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
     if denoiser in {"unet.", "transformer."}:
         return _present(infos, _COMPONENTS) | {"denoiser": denoiser}
-    prefixes = _present(infos, _SINGLE_FILE)
+    prefixes = _present(infos, SINGLE_FILE)
     if family == "sd3" and prefixes.get("text_encoder_2") == _T5:
         del prefixes["text_encoder_2"]
     if family == "sd3" and _starts(infos, _T5):
@@ -286,7 +287,7 @@ def _without_denoiser(infos: Shapes) -> ModelLayout:
     # One name alone proves nothing: language models begin all their keys with `transformer.`.
     if len(components) > 1:
         return ModelLayout("unknown", "diffusers", components)
-    if single := _present(infos, _SINGLE_FILE):
+    if single := _present(infos, SINGLE_FILE):
         return ModelLayout("unknown", "unknown", single)
     for part, naming, key in _BARE_PARTS:
         if key in infos:

@@ -22,7 +22,7 @@ from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind

@@ -21,7 +21,7 @@ from sigmascope.lora.compatibility import Model, Placement, place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import Shapes
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layers import WEIGHT
+from sigmascope.lora.layer_names import WEIGHT
 from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import OpaqueChange, open_any_kind
 from sigmascope.lora.verdict import unreadable

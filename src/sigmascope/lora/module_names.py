@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
-from sigmascope.lora.families import CONTEXT_WIDTHS, ModelLayout, Part, attends_to_itself, misfit
+from sigmascope.lora.families import CONTEXT_WIDTHS, SINGLE_FILE, ModelLayout, Part, attends_to_itself, misfit
 from sigmascope.lora.file import FAMILIES, LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -32,7 +32,6 @@ from sigmascope.lora.layer_names import (
     blocks_of,
     families_with,
     is_unet_layer,
-    likely_blocks,
     row_of_diffusers,
     row_of_original,
     to_diffusers,
@@ -78,7 +77,6 @@ _FLAT_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
     ("lora_te_", ("text_encoder", "text_encoder_2")),
 )
 _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("model.diffusion_model.", ("denoiser",)),
     ("diffusion_model.", ("denoiser",)),
     ("denoiser.", ("denoiser",)),
     ("unet.", ("denoiser",)),
@@ -86,20 +84,10 @@ _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
     ("text_encoder.", ("text_encoder",)),
     ("text_encoder_2.", ("text_encoder_2",)),
     ("text_encoder_3.", ("text_encoder_3",)),
-    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
-    ("text_encoders.clip_h.transformer.", ("text_encoder",)),
     ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
     ("text_encoders.t5xxl.transformer.", _TEXT_3),
-    ("text_encoders.umt5xxl.transformer.", ("text_encoder",)),
-    ("text_encoders.qwen25_7b.transformer.", ("text_encoder",)),
-    ("cond_stage_model.transformer.", ("text_encoder",)),
-    ("cond_stage_model.model.", ("text_encoder",)),
-    ("conditioner.embedders.0.transformer.", ("text_encoder",)),
-    ("conditioner.embedders.0.model.", ("text_encoder_2",)),
-    ("conditioner.embedders.1.model.", ("text_encoder_2",)),
     ("vae.vae_model.", ("vae",)),
-    ("vae.", ("vae",)),
-    ("first_stage_model.", ("vae",)),
+    *((prefix, (part,)) for part, prefix in SINGLE_FILE),
 )
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
@@ -425,7 +413,7 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             hint="Give the model that it is for (--model).",
         )
     family = family or _family(lora, placed, paths, shapes)
-    naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
+    naming, blocks = _naming(lora, family, paths), blocks_of(paths, usual_blocks(family), complete=False)
     layers = {
         name: _OWN_PREFIXES.get(part, "")
         + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)

@@ -51,6 +51,7 @@ from sigmascope.lora.adapters import (
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, exists
 from sigmascope.lora.formats import (
+    COMFYUI_STARTS,
     EMBEDDING_DOWN,
     EMBEDDING_UP,
     FLAT_PREFIXES,
@@ -81,7 +82,6 @@ _BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
 _GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
 _UNREAD_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
 _BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
-_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
 UNKNOWN_SHAPE: Final = ()
 """Of a weight of which only the number of rows is known."""
 
@@ -305,10 +305,8 @@ class EntryReader:
             )
         else:
             up, down = (self._tensor(entry.roles[role]).flatten(1) for role in (UP, DOWN))
-        try:
+        with self._named(entry):
             return LoraFactors(up, down, self._alpha(entry, rank, shape), shape)
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def change(self, entry: Entry) -> WeightChange:
         """Read an entry that is more than plain factors; raises what `factors` does."""
@@ -317,18 +315,14 @@ class EntryReader:
         plain = entry.kind in {"lora", "embedding"}
         direction = self.factors(entry) if plain else self._adapter(entry)
         magnitude = self._tensor(entry.magnitude)
-        try:
+        with self._named(entry):
             return DoraChange(direction, magnitude, self._per_output(entry, direction.weight_shape))
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def _adapter(self, entry: Entry) -> Adapter:
         _, rank = self._shape_and_rank(entry)
         parts = {role: self._tensor(key) for role, key in entry.roles.items() if _is_value(entry, role)}
-        try:
+        with self._named(entry):
             return _ADAPTERS[entry.kind](parts, self._scale(entry, rank))
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
         """Alpha such that alpha / rank is the scale of plain factors; raises LoraFormatError for one that is no number."""
@@ -362,7 +356,7 @@ class EntryReader:
     def _shape_and_rank(self, entry: Entry) -> AdapterFacts:
         """Raises LoraFormatError for tensors that do not fit together."""
         shapes = {role: self.checkpoint.info(key).shape for role, key in entry.roles.items()}
-        try:
+        with self._named(entry):
             if entry.kind == "lora":
                 facts = AdapterFacts(_plain_shape(shapes[UP], shapes[DOWN]), shapes[DOWN][0])
             elif entry.kind == "embedding":
@@ -376,8 +370,6 @@ class EntryReader:
                 count = prod(self.checkpoint.info(entry.magnitude).shape)
                 per_output = self._per_output(entry, facts.weight_shape)
                 require_magnitudes(count, facts.weight_shape, per_output=per_output)
-        except (SigmascopeError, IndexError) as error:
-            raise self._named(entry, error) from error
         return facts
 
     def _per_output(self, entry: Entry, shape: tuple[int, ...]) -> bool:
@@ -402,12 +394,16 @@ class EntryReader:
                 hint="Convert the file to bf16, fp16 or float with the tool that made it.",
             )
 
-    def _named(self, entry: Entry, error: Exception) -> SigmascopeError:
-        """The error with the file and the module before it."""
+    @contextmanager
+    def _named(self, entry: Entry) -> Iterator[None]:
+        """Errors with the file and the module before them."""
         where = f"{self.checkpoint.path}: {entry.module}"
-        if isinstance(error, SigmascopeError):
-            return type(error)(f"{where}: {error.message}", hint=error.hint)
-        return LoraFormatError(f"{where}: a tensor of it has too few axes.")
+        try:
+            yield
+        except SigmascopeError as error:
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+        except IndexError as error:
+            raise LoraFormatError(f"{where}: a tensor of it has too few axes.") from error
 
 
 def _is_value(entry: Entry, role: str) -> bool:
@@ -496,7 +492,7 @@ def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFact
 def _unread_format(name: str) -> str:
     if name.startswith(FLAT_PREFIXES) and "." not in name:
         return "kohya"
-    return "comfyui" if name.startswith(_COMFYUI_STARTS) else "native"
+    return "comfyui" if name.startswith(COMFYUI_STARTS) else "native"
 
 
 def _read_unread(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:

@@ -34,8 +34,7 @@ from sigmascope.units import printable
 
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageErrors, ImageReport, OutputError
-    from sigmascope.lora.validate import ValidationReport
-    from sigmascope.lora.validation_report import Band, BlockError, ModuleError
+    from sigmascope.lora.validate import Band, BlockError, ModuleError, ValidationReport
 
 EPILOG = """Examples:
 
@@ -442,7 +441,7 @@ def _cells(error: "OutputError") -> tuple[str, str, str]:
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
     if path is None:
         return
-    from sigmascope.lora.validation_report import save_validation_picture
+    from sigmascope.lora.validate import save_validation_picture
 
     save_validation_picture(path, report)
     if not quiet:
