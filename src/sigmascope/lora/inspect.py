@@ -6,7 +6,7 @@ of a block together (`BlockStrength`). Plain factors are measured from r×r matr
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod, sqrt
 from os import PathLike
@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.layer_names import block_of_module, block_position
@@ -217,7 +216,7 @@ class LoraInspection:
         ordered = sorted(self.modules, key=lambda module: block_position(module.block))
         total = self.norm
         return tuple(
-            block_strength(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block)
+            _block_strength(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block)
         )
 
     def as_dict(self, *, spectra: bool = False) -> dict[str, Any]:
@@ -273,46 +272,29 @@ def inspect_lora(
 
 
 def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
+    facts = lora.facts[name]
+    module = ModuleStrength(name, facts.kind, facts.weight_shape, facts.rank, facts.parameters)
     try:
-        return _strength(name, lora.change(name), full_spectrum)
+        change = lora.change(name)
+        if isinstance(change, LoraFactors):
+            return _with_spectrum(module, change, full_spectrum)
+        if getattr(change, "needs_base", False):
+            return replace(module, problem="needs_base")
+        return replace(module, norm=change.frobenius_norm())
     except NonFiniteError:
-        facts = lora.facts[name]
-        return ModuleStrength(
-            name, facts.kind, facts.weight_shape, facts.rank, facts.parameters, problem="not_finite"
-        )
+        return replace(module, problem="not_finite")
 
 
-def _strength(name: str, change: LoraFactors | WeightChange, full_spectrum: bool) -> ModuleStrength:
-    if isinstance(change, LoraFactors):
-        quick = min(change.rank, max_rank(change.weight_shape)) <= _SPECTRUM_UP_TO
-        return strength_of_factors(name, change, spectrum=full_spectrum or quick)
-    rank = getattr(change, "rank", None)
-    if getattr(change, "needs_base", False):
-        shape = change.weight_shape
-        return ModuleStrength(name, change.kind, shape, rank, change.parameters, problem="needs_base")
-    norm = change.frobenius_norm()
-    return ModuleStrength(name, change.kind, change.weight_shape, rank, change.parameters, norm=norm)
-
-
-def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = True) -> ModuleStrength:
-    """Measure plain factors from r×r matrices, without forming ΔW.
-
-    Args:
-        name: Of the module.
-        factors: Its factors.
-        spectrum: Also the singular values, which at a rank above a thousand take a second.
-    """
-    values = factors.singular_values().tolist() if spectrum else []
-    return ModuleStrength(
-        name=name,
-        kind="lora",
-        shape=factors.weight_shape,
-        rank=factors.rank,
-        parameters=factors.parameters,
+def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
+    """From r×r matrices, without forming ΔW; at a rank above a thousand the spectrum takes a second."""
+    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _SPECTRUM_UP_TO
+    values = factors.singular_values().tolist() if full else []
+    return replace(
+        module,
         alpha=factors.alpha,
         scale=factors.scale,
         dtype=str(factors.up.dtype).removeprefix("torch."),
-        norm=root_sum_square(values) if spectrum else factors.frobenius_norm(),
+        norm=root_sum_square(values) if full else factors.frobenius_norm(),
         singular_values=tuple(values),
         dead_columns=_dead_columns(factors),
     )
@@ -324,7 +306,7 @@ def _dead_columns(factors: LoraFactors) -> int:
     return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 
-def block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
+def _block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
     """Put the modules of one block together; `total` is the whole LoRA's norm."""
     norm = norm_of(modules)
     ranks = [module.rank for module in modules if module.rank is not None]

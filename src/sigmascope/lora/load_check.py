@@ -28,11 +28,10 @@ from sigmascope.lora.verdict import unreadable
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.reading import describe
 from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.units import first_few
 
 _Patches = Mapping[str, Sequence[AppliedPatch]]
 Change = LoraFactors | WeightChange
-
-_NAMED: Final = 3  # modules that a message names
 
 _SAME: Final = 0.999
 """Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
@@ -440,5 +439,4 @@ def _without_weight(detail: str) -> str:
 
 
 def _first_names(modules: Sequence[AppliedModule]) -> str:
-    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
-    return ", ".join(module.name for module in modules[:_NAMED]) + more
+    return first_few([module.name for module in modules], most=3)

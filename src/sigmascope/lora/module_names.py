@@ -102,18 +102,6 @@ _BLOCKS: Final = re.compile(
 )
 _TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
 
-FAMILY_TITLES: Final = {
-    "lbm": "LBM",
-    "sd15": "Stable Diffusion 1.5",
-    "sd2": "Stable Diffusion 2",
-    "sdxl": "SDXL",
-    "sd3": "Stable Diffusion 3",
-    "flux": "FLUX",
-    "wan": "WAN",
-    "qwen_image": "Qwen-Image",
-}
-"""Families by what their users call them."""
-
 # The family that a file is for.
 _MARKS_OF_SDXL: Final = {
     "transformer_blocks_9_": "ten transformer blocks in a row",
@@ -404,7 +392,6 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             unknown.append(name)
         else:
             placed[name] = place
-    paths = [path for part, path in placed.values() if part == "denoiser"]
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     otherwise = None if family is None else misfit(family, shapes)
     if otherwise is not None:
@@ -412,8 +399,8 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             f"{lora} is not for the family {family}: {otherwise}.",
             hint="Give the model that it is for (--model).",
         )
-    family = family or _family(lora, placed, paths, shapes)
-    naming, blocks = _naming(lora, family, paths), blocks_of(paths, usual_blocks(family), complete=False)
+    family = family or _family(lora, placed, shapes)
+    naming, blocks = _naming(lora, family, shapes), blocks_of(shapes, usual_blocks(family), complete=False)
     layers = {
         name: _OWN_PREFIXES.get(part, "")
         + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)
@@ -434,44 +421,29 @@ def _placed(name: str) -> tuple[Part, str] | None:
     return None if path is None else (part, path)
 
 
-def _family(
-    lora: LoraFile,
-    placed: Mapping[str, tuple[Part, str]],
-    paths: list[str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> str:
+def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
     named = family_in(lora.metadata)
     if named is not None and misfit(named, shapes) is None:
         return named
-    if any(name.startswith("denoiser.") for name in placed):
+    if any(name.startswith("denoiser.") for name in names):
         return "lbm"
-    if any(_is_unet(path) for path in paths):
-        return _unet_family(lora, placed)
+    if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
+        return _unet_family(shapes)
     candidates = [
         family
-        for family in families_with(paths)
+        for family in families_with(shapes)
         if family not in {"open_clip", "t5"} and misfit(family, shapes) is None
     ]
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
-def _is_unet(path: str) -> bool:
-    return to_sgm(path) is not None or to_diffusers(path) is not None
-
-
-def _unet_family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]]) -> str:
+def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """By the width of what cross attention attends to; else by the number of blocks."""
-    layers = (
-        lora.shape_of(name)
-        for name, (part, path) in placed.items()
-        if part == "denoiser" and path.endswith(("attn2.to_k", "attn2.to_v"))
-    )
-    context = [shape for shape in layers if len(shape) == 2]
+    context = [shape for path, shape in shapes.items() if path.endswith(_CONTEXT_LAYERS) and len(shape) == 2]
     if context:
         return "lbm" if attends_to_itself(context) else _BY_CONTEXT_WIDTH.get(context[0][1], "sdxl")
     numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
-    deep = any(part == "denoiser" and path.startswith(numbered) for part, path in placed.values())
-    return "sd15" if deep else "sdxl"
+    return "sd15" if any(path.startswith(numbered) for path in shapes) else "sdxl"
 
 
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
@@ -620,4 +592,4 @@ def _context_width(lora: LoraFile) -> int | None:
 
 def title_of(family: str | None) -> str:
     """The family as its users call it."""
-    return FAMILY_TITLES.get(family or "", "an unknown family")
+    return FAMILIES[family].title if family in FAMILIES else "an unknown family"

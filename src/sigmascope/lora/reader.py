@@ -20,7 +20,7 @@ diffusers writes the configuration of each component as JSON into the header (`l
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -121,14 +121,7 @@ def load_lora(path: str | Path) -> LoraFile:
         NonFiniteError: A factor holds NaN or Inf.
     """
     with open_lora(path) as lora:
-        return LoraFile(
-            modules=dict(lora.modules),
-            metadata=lora.metadata,
-            path=lora.path,
-            format=lora.format,
-            unused_keys=lora.unused_keys,
-            changes=dict(lora.changes),
-        )
+        return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={})
 
 
 def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:

@@ -17,7 +17,7 @@ any browser shows, and in which each point names its layer under the mouse.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -33,9 +33,9 @@ from sigmascope import svg
 from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.files import atomic_path
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import align
+from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
+from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import (
     WEIGHT,
@@ -289,30 +289,6 @@ class ValidationReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedKeys:
-    """A LoRA sorted by what it changes in a model.
-
-    Attributes:
-        lora: The LoRA under the names of the model's layers, with fused matrices divided or put together.
-        names: The name in `lora` by key of the tensor that it changes.
-        unmatched: Names in the LoRA as it was given that no tensor of the model fits.
-    """
-
-    lora: LoraFile
-    names: Mapping[str, str]
-    unmatched: tuple[str, ...]
-
-    def change(self, key: str) -> Change:
-        """Read what is added to a tensor of the model.
-
-        Raises:
-            LoraFormatError: Its tensors do not fit together.
-            NonFiniteError: They hold NaN or Inf.
-        """
-        return self.lora.change(self.names[key])
-
-
 class Residual(NamedTuple):
     """The change of one tensor, and what a LoRA leaves of it.
 
@@ -408,25 +384,6 @@ def _open_with_changed_parts(
     more = replace(options, parts=tuple(part for part in PARTS if part in wanted))
     with open_pair(base, tuned, more) as pair:
         yield pair
-
-
-def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
-    """Find the tensor of each change by name alone; nothing is read.
-
-    Args:
-        lora: Of any format.
-        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
-        layout: How the model names them.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one tensor.
-    """
-    paths = {key.removesuffix(WEIGHT): key for key in keys}
-    aligned = align(lora, tuple(paths), layout)
-    names = {paths[path]: path for path in aligned.lora.names if path in paths}
-    # A change of the bias of a layer that has none is aligned all the same.
-    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
-    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
 
 
 def _measure_all(

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.alignment import ChangedKeys
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.validate import (
-    ChangedKeys,
     ModuleError,
     Residual,
     ResidualMeter,
