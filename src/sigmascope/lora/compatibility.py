@@ -55,6 +55,7 @@ Model = object
 
 # Why a module changes nothing.
 _NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
+_SPOKEN: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
 _LONGEST_PREFIX: Final = 4  # words
 _WORD: Final = re.compile(r"[^.]+\.")
@@ -271,11 +272,9 @@ class MismatchReasons:
         if not parsed.parts or any(part in there for part in parsed.parts):
             return None
         part = parsed.parts[0]
-        if part.startswith("text_encoder"):
-            return Mismatch(
-                "text_encoder_missing", f"it is for {_spoken(part)}, which the model given does not have"
-            )
-        return Mismatch("part_missing", f"it is for the {_spoken(part)}, which the model given does not have")
+        spoken = _SPOKEN.get(part, part.replace("_", " "))
+        reason: Reason = "text_encoder_missing" if part.startswith("text_encoder") else "part_missing"
+        return Mismatch(reason, f"it is for the {spoken}, which the model given does not have")
 
     def _of_family(self, parsed: ModuleName) -> Mismatch | None:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")
@@ -285,9 +284,7 @@ class MismatchReasons:
         path = _NUMBER.sub("#", flat(parsed.path))
         parts: tuple[Part, ...] = parsed.parts or ("denoiser", "other")
         for part in parts:
-            layers = self._other_numbers.get(
-                (part, path.removeprefix("text_model_"))
-            ) or self._other_numbers.get((part, path))
+            layers = self._other_numbers.get((part, path.removeprefix("text_model_")))
             if layers:
                 blocks = len({block_of_module(layer) for layer in layers})
                 return Mismatch(
@@ -337,7 +334,7 @@ def _module_verdict(
     lora: LoraFile, name: str, placing: Placement, shapes: Shapes, reasons: MismatchReasons
 ) -> ModuleVerdict:
     facts = lora.facts_of(name)
-    module = ModuleVerdict(name, facts.kind, facts.weight_shape, part_of(name), facts.rank)
+    module = ModuleVerdict(name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
     if keys and name not in placing.misfits:
         return replace(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
@@ -428,14 +425,7 @@ def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
     return same_matrix(own, model)
 
 
-def _spoken(part: Part) -> str:
-    numbered = {"text_encoder": "the text encoder", "text_encoder_2": "the second text encoder"}
-    return numbered.get(
-        part, "the third text encoder" if part == "text_encoder_3" else part.replace("_", " ")
-    )
-
-
-def part_of(name: str) -> Part:
+def _part_of(name: str) -> Part:
     """The part of a model that a module's name says; the denoiser where it says none."""
     parts = parse_name(name.removesuffix(_BIAS)).parts
     return parts[0] if parts else "denoiser"

@@ -193,6 +193,8 @@ def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
     if form is None:
         why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
         raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
+    if patch.adapter_type in {"oft", "boft"} and is_by_peft(patch):
+        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
     change = form(patch, weight)
     _require_size(patch, tuple(change.shape), weight)
     return change.reshape(weight.shape)
@@ -250,21 +252,13 @@ def _is_old_glora(patch: AppliedPatch, weight: Tensor) -> bool:
 
 
 def _oft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    _refuse_by_peft(patch)
     return oft_change(weight, _tensor(patch, "blocks", weight), patch.alpha or 0.0, strength_of(patch))
 
 
 def _boft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    _refuse_by_peft(patch)
+    blocks = _tensor(patch, "blocks", weight)
     rescale = _tensor(patch, "rescale", weight) if "rescale" in patch.tensors else None
-    return boft_change(
-        weight, _tensor(patch, "blocks", weight), rescale, patch.alpha or 0.0, strength_of(patch)
-    )
-
-
-def _refuse_by_peft(patch: AppliedPatch) -> None:
-    if is_by_peft(patch):
-        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
+    return boft_change(weight, blocks, rescale, patch.alpha or 0.0, strength_of(patch))
 
 
 _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {

@@ -168,24 +168,6 @@ class PeftConfig:
     source: str
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def alpha_of(self, module: str) -> float | None:
-        """The alpha of a module, by its path inside the component; None when nothing is said.
-
-        Raises:
-            LoraFormatError: It is no number.
-        """
-        given = self._pattern("alpha_pattern", module)
-        if given is None:
-            given = self.values.get("lora_alpha", self.values.get("alpha"))
-        return None if given is None else self._number("alpha", given)
-
-    def rank_of(self, module: str) -> int | None:
-        """The rank of a module, likewise."""
-        given = self._pattern("rank_pattern", module)
-        if given is None:
-            given = self.values.get("r")
-        return None if given is None else int(self._number("r", given))
-
     def scale_of(self, module: str, rank: int | None) -> float | None:
         """The scale of a module's product; None when nothing is said.
 
@@ -196,12 +178,22 @@ class PeftConfig:
         Raises:
             LoraFormatError: alpha or r is no number above 0.
         """
-        alpha, divisor = self.alpha_of(module), rank or self.rank_of(module)
+        alpha = self._number("alpha", module, "alpha_pattern", "lora_alpha", "alpha")
+        divisor = rank or self._number("r", module, "rank_pattern", "r")
         if alpha is None or divisor is None:
             return None
         if divisor < 1:
-            raise LoraFormatError(f"{self.source}: r is {divisor}.", hint="Expected a rank of 1 or more.")
-        return scale_of(alpha, divisor, rank_stabilised=self.values.get("use_rslora") is True)
+            raise LoraFormatError(f"{self.source}: r is {divisor:g}.", hint="Expected a rank of 1 or more.")
+        return scale_of(alpha, int(divisor), rank_stabilised=self.values.get("use_rslora") is True)
+
+    def _number(self, what: str, module: str, patterns: str, *fields: str) -> float | None:
+        given = [self._pattern(patterns, module), *map(self.values.get, fields)]
+        value = next((value for value in given if value is not None), None)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoraFormatError(f"{self.source}: {what} is {str(value)[:80]!r}, not a number.")
+        return float(value)
 
     def _pattern(self, name: str, module: str) -> Any:
         """The value of the first pattern that the module's path ends with, as PEFT matches them."""
@@ -223,11 +215,6 @@ class PeftConfig:
             if expression.match(module):
                 return value
         return None
-
-    def _number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
-        return float(value)
 
 
 @dataclass(frozen=True, slots=True)
