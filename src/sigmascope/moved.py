@@ -78,7 +78,7 @@ MOVED: Final = {
     "lora.svd": "lora.decompose",
     "lora.validation.reconstruction": "lora.validate",
     "lora.validation.validation_picture": "lora.validate",
-    "lora.verdict": "lora.compatibility lora.load_check",
+    "lora.verdict": "lora.compatibility",
     "monitor.context": "monitor.recorder",
     "monitor.hooks": "monitor.recorder",
     "monitor.live": "monitor.recorder",

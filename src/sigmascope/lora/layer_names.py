@@ -22,12 +22,17 @@ of one original layer, and the look-up gives the line of the table (`Row`).
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
+from math import log
 from os import PathLike
 from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.files import atomic_path
@@ -118,6 +123,7 @@ _EMBEDDINGS: Final = frozenset(
 )
 
 
+_WORDS: Final = re.compile(r"[^._]+")
 _NEAREST: Final = 3  # layers that are named where a pattern matches none
 
 
@@ -280,6 +286,36 @@ def require_matches(pattern: str, layers: Sequence[str], flag: str) -> None:
 def matches(pattern: str, layer: str) -> bool:
     """Whether a pattern is found anywhere in a layer's path."""
     return re.search(pattern, layer) is not None
+
+
+class NearestNames:
+    """Names compared by their words, dots and underscores alike, rare words counting for more.
+
+    Args:
+        names: Of the model's layers.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        counts = [Counter(_WORDS.findall(name)) for name in self._names]
+        self._times: dict[str, NDArray[np.float64]] = {}
+        for index, words in enumerate(counts):
+            for word, times in words.items():
+                self._times.setdefault(word, np.zeros(len(self._names)))[index] = times
+        # Of two names that share as much the shorter is nearer.
+        self._lengths = np.array([sum(words.values()) or 1 for words in counts], dtype=np.float64) ** 0.25
+
+    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
+        """Up to `count` names, the nearest first; none that shares no word."""
+        scores = np.zeros(len(self._names))
+        for word, times in Counter(_WORDS.findall(name)).items():
+            having = self._times.get(word)
+            if having is not None:
+                rarity = log(1.0 + len(self._names) / np.count_nonzero(having))
+                scores += rarity * np.minimum(having, times)
+        scores /= self._lengths
+        best = np.argsort(-scores, kind="stable")[:count]
+        return tuple(self._names[index] for index in best if scores[index] > 0.0)
 
 
 def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:

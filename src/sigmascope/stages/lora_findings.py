@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sigmascope.lora.load_check import AppliedVerdict
+from sigmascope.lora.compatibility import AppliedVerdict
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.records.run import Finding
 from sigmascope.stages.schema import PatchAnalysis, WeightChanges

@@ -164,7 +164,8 @@ class OnModel:
 def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
     """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
     from sigmascope.checkpoints import open_checkpoint
-    from sigmascope.lora.compatibility import judge_lora, relative_strengths
+    from sigmascope.lora.compatibility import judge_lora
+    from sigmascope.lora.inspect import relative_strengths
 
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(model))
