@@ -37,8 +37,6 @@ from sigmascope.lora.module_names import (
     flat,
     parse_name,
     parse_names,
-    unflattened_denoiser,
-    unflattened_text_encoder,
 )
 
 _BIAS: Final = ".bias"
@@ -187,11 +185,10 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
     """The parts that a module may be of, its dotted path there, and the table to look it up in."""
     parsed = parse_name(name)
     for part in parsed.parts or ("denoiser",):
-        is_text = part.startswith("text_encoder")
-        undo = unflattened_text_encoder if is_text else unflattened_denoiser
-        path = undo(parsed.path) if parsed.is_flat else parsed.path
+        path = parsed.dotted(part)
         if path is not None:
-            yield part, path.removeprefix(_TEXT_MODEL), "open_clip" if is_text else layout.family
+            family = "open_clip" if part.startswith("text_encoder") else layout.family
+            yield part, path.removeprefix(_TEXT_MODEL), family
 
 
 def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:

@@ -52,7 +52,6 @@ _BIAS: Final = ".bias"
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
-
 # Why a module changes nothing.
 _NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
 _SPOKEN: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
@@ -62,10 +61,27 @@ _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
 _MATRIX: Final = 2  # axes
 
-
 # How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
 _COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
+
+Change = LoraFactors | WeightChange
+_SAME: Final = 0.999
+"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+_PROBES: Final = 4
+_SAME_ON_PROBES: Final = 0.9
+# What patches call a file's tensors, once these starts are cut off.
+_PATCH_NAMES: Final = {
+    "lora_up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_mid.weight": "mid",
+    "diff_b": "diff",
+    "w_norm": "diff",
+    "b_norm": "diff",
+    "set_weight": "set",
+}
+_STARTS: Final = ("hada_", "lokr_")
+_NOTHING_ON: Final = "nothing is on the weights that it is for"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -91,10 +107,12 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
             path = str(lora)
         with _opened(lora) as (file, keys):
             return _module_verdicts(file, keys, shapes_of(model), path, values)
-    except SigmascopeError as error:
-        return LoraVerdict(path, error=str(error), findings=(unreadable(error),))
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return LoraVerdict(path, error=describe(error), findings=(unreadable(error),))
+        return LoraVerdict(path, error=_said(error), findings=(unreadable(error),))
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SigmascopeError) else describe(error)
 
 
 @contextmanager
@@ -452,27 +470,6 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield key, packed.get(key, tuple(tensor.shape))
 
 
-Change = LoraFactors | WeightChange
-
-
-_SAME: Final = 0.999
-"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
-_PROBES: Final = 4
-_SAME_ON_PROBES: Final = 0.9
-# What patches call a file's tensors, once these starts are cut off.
-_PATCH_NAMES: Final = {
-    "lora_up.weight": "up",
-    "lora_down.weight": "down",
-    "lora_mid.weight": "mid",
-    "diff_b": "diff",
-    "w_norm": "diff",
-    "b_norm": "diff",
-    "set_weight": "set",
-}
-_STARTS: Final = ("hada_", "lokr_")
-_NOTHING_ON: Final = "nothing is on the weights that it is for"
-
-
 @dataclass(frozen=True, slots=True)
 class AppliedModule:
     """One module of a LoRA file, and what of it is on the model.
@@ -606,10 +603,8 @@ def judge_applied(
         with opened as file:
             placing = place(file, shapes)
             modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
-    except SigmascopeError as error:
-        return AppliedVerdict(path, error=str(error), findings=(unreadable(error),))
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return AppliedVerdict(path, error=describe(error), findings=(unreadable(error),))
+        return AppliedVerdict(path, error=_said(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
 
 

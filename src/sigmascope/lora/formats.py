@@ -90,14 +90,8 @@ _PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".d
 _KOHYA_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
 _KOHYA_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
 _ATTENTION_PROJECTIONS: Final = (
-    "_to_q",
-    "_to_k",
-    "_to_v",
-    "_to_out_0",
-    "_q_proj",
-    "_k_proj",
-    "_v_proj",
-    "_out_proj",
+    *("_to_q", "_to_k", "_to_v", "_to_out_0"),
+    *("_q_proj", "_k_proj", "_v_proj", "_out_proj"),
 )
 
 # PEFT: how names of text encoders begin, those whose rank diffusers finds, and how a U-Net's layers begin.

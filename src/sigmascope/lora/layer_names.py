@@ -51,7 +51,6 @@ _AROUND_ATTENTION: Final = re.compile(
 )
 """Feed-forward layers, and the projections into and out of a block; not the model's own last `proj_out`."""
 
-
 # Blocks, in names with dots or underscores.
 _TEXT_ENCODER: Final = re.compile(r"(?:^|[._])(?:te(\d?)|text_encoder(?:[._](\d))?|text_model)(?=[._])")
 _COMFYUI_ENCODER: Final = re.compile(
@@ -78,7 +77,6 @@ _UNNUMBERED: Final = re.compile(
 )
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 
-
 # One name for what several formats name otherwise: diffusers', or the original's where that says more.
 _SAME: Final = {
     "double_blocks": "transformer_blocks",
@@ -104,7 +102,6 @@ _SAME: Final = {
 }
 _LAYERS_OF_A_LEVEL: Final = 3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
 
-
 # Blocks in the order in which a latent passes them, text encoders first.
 _FLOW: Final = (
     "text_encoder text_encoder_2 text_encoder_3 text_encoder_4 conv_in img_in patch_embedding vace_patch_embedding txt_in "
@@ -112,7 +109,6 @@ _FLOW: Final = (
     "up_blocks transformer_blocks single_transformer_blocks vace_blocks blocks norm_out conv_norm_out conv_out proj_out out"
 )
 _ORDER: Final = {name: index for index, name in enumerate(_FLOW.split())}
-
 
 # Weights of layers.
 WEIGHT: Final = ".weight"
@@ -122,9 +118,53 @@ _EMBEDDINGS: Final = frozenset(
     {"embed_tokens", "embed_positions", "shared", "wte", "wpe", "relative_attention_bias"}
 )
 
-
 _WORDS: Final = re.compile(r"[^._]+")
 _NEAREST: Final = 3  # layers that are named where a pattern matches none
+
+Naming = Literal["diffusers", "original"]
+UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
+# How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
+_CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
+_DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
+_UNET_STARTS: Final = (
+    *("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_norm_out", "conv_out"),
+    *("time_embedding.", "add_embedding.", "input_blocks.", "middle_block.", "output_blocks."),
+    *("time_embed.", "label_emb.", "out.0", "out.2"),
+)
+# A U-Net's layers, by diffusers' name: outside of the blocks, inside a residual layer, and the blocks' children.
+TOP: Final = {
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+RESNET: Final = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
+_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
+TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
+RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
+_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
+# The paths of a U-Net's layers, in diffusers' naming and in sgm's.
+_SIDE: Final = re.compile(
+    r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
+)
+_MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
+_SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
+_SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
+# A numbered block of a transformer, in any of `TABLES`.
+_BLOCK: Final = re.compile(
+    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
+)
 
 
 def is_layer(key: str, shape: Sequence[int]) -> bool:
@@ -337,60 +377,6 @@ def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:
 
 def _pieces(text: str) -> list[str]:
     return [piece for piece in re.split(r"[\W_]+", text) if piece]
-
-
-Naming = Literal["diffusers", "original"]
-UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
-
-
-# How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
-_CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
-_DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
-_UNET_STARTS: Final = (
-    *("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_norm_out", "conv_out"),
-    *("time_embedding.", "add_embedding.", "input_blocks.", "middle_block.", "output_blocks."),
-    *("time_embed.", "label_emb.", "out.0", "out.2"),
-)
-
-
-# A U-Net's layers, by diffusers' name: outside of the blocks, inside a residual layer, and the blocks' children.
-TOP: Final = {
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-}
-RESNET: Final = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
-_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
-TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
-RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
-_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
-
-
-# The paths of a U-Net's layers, in diffusers' naming and in sgm's.
-_SIDE: Final = re.compile(
-    r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
-)
-_MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
-_SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
-_SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
-
-
-# A numbered block of a transformer, in any of `TABLES`.
-_BLOCK: Final = re.compile(
-    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
-)
 
 
 @dataclass(frozen=True, slots=True)

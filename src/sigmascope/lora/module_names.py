@@ -135,6 +135,13 @@ class ModuleName:
     path: str
     is_flat: bool = False
 
+    def dotted(self, part: Part) -> str | None:
+        """The path in one of the parts with its dots; None for a flat one of no known architecture."""
+        if not self.is_flat:
+            return self.path
+        is_text = part.startswith("text_encoder")
+        return unflattened_text_encoder(self.path) if is_text else unflattened_denoiser(self.path)
+
 
 def parse_name(name: str) -> ModuleName:
     """Take the name of a LoRA's module apart, in any format."""
@@ -414,10 +421,7 @@ def _placed(name: str) -> tuple[Part, str] | None:
     """The part and dotted path of a module; None for a flat name of no known architecture."""
     parsed = parse_name(name.removesuffix(_BIAS))
     part: Part = parsed.parts[0] if parsed.parts else "denoiser"
-    if not parsed.is_flat:
-        return part, parsed.path
-    undo = unflattened_text_encoder if part.startswith("text_encoder") else unflattened_denoiser
-    path = undo(parsed.path)
+    path = parsed.dotted(part)
     return None if path is None else (part, path)
 
 
@@ -556,8 +560,8 @@ def _denoiser_path(name: str) -> str | None:
     parsed = parse_name(name.removesuffix(_BIAS))
     if parsed.parts and not parsed.parts[0].startswith("denoiser"):
         return None
-    path = parsed.path.removeprefix(_VACE)
-    return (unflattened_denoiser(path) if parsed.is_flat else None) or path
+    parsed = replace(parsed, path=parsed.path.removeprefix(_VACE))
+    return parsed.dotted("denoiser") or parsed.path
 
 
 def _is_in_table(family: str, path: str) -> bool:

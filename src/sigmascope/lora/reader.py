@@ -75,15 +75,13 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
 
 
 # Keys of OFT, BOFT and GLoRA.
-_UNREAD_KEY: Final = re.compile(
+_OPAQUE_KEY: Final = re.compile(
     r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
 )
 _BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
 _GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
-_UNREAD_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
+_OPAQUE_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
 _BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
-UNKNOWN_SHAPE: Final = ()
-"""Of a weight of which only the number of rows is known."""
 
 
 @contextmanager
@@ -405,62 +403,48 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
-    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA; raises what that does."""
-    unread = open_unread(path)
-    if unread is not None:
-        yield unread
-        return
-    with open_lora(path, check_finite=check_finite) as lora:
+    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA and nothing else; raises what that does."""
+    exists(path)
+    with open_checkpoint(path) as checkpoint:
+        lora = _opaque_file(checkpoint)
+        if lora is None:
+            lora = _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
         yield lora
 
 
-def open_unread(path: Path) -> LoraFile | None:
-    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else, by name; None for any other file.
-
-    Args:
-        path: The file. It is not kept open; a change that is read opens it again.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    with open_checkpoint(path) as checkpoint:
-        groups = _unread_groups(checkpoint)
-        if groups is None:
+def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:
+    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else; None for any other file."""
+    groups: dict[str, dict[str, str]] = {}
+    for key in checkpoint:
+        match = _OPAQUE_KEY.fullmatch(key)
+        if match is None:
             return None
-        facts = {name: _unread_facts(checkpoint, ends) for name, ends in groups.items()}
-        metadata = dict(checkpoint.metadata)
+        groups.setdefault(match["name"], {})[match["end"]] = key
+    facts = {name: _opaque_facts(checkpoint, ends) for name, ends in groups.items()}
     known = {name: module for name, module in facts.items() if module is not None}
-    if len(known) < len(groups):
+    if not groups or len(known) < len(groups):
         return None
+    first = next(iter(groups))
+    dotted = "comfyui" if first.startswith(COMFYUI_STARTS) else "native"
     return LoraFile(
         modules={},
-        metadata=metadata,
-        path=path,
-        format=_unread_format(next(iter(groups))),
+        metadata=dict(checkpoint.metadata),
+        path=checkpoint.path,
+        format="kohya" if first.startswith(FLAT_PREFIXES) and "." not in first else dotted,
         changes=LazyDict(
-            {name: name for name in groups}, lambda name: _read_unread(path, known[name], groups[name])
+            {name: name for name in groups},
+            lambda name: _opaque_change(checkpoint, known[name], groups[name]),
         ),
         facts=known,
     )
 
 
-def _unread_groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]] | None:
-    """Key by ending, for each module; None if a key is of another kind."""
-    groups: dict[str, dict[str, str]] = {}
-    for key in checkpoint:
-        match = _UNREAD_KEY.fullmatch(key)
-        if match is None:
-            return None
-        groups.setdefault(match["name"], {})[match["end"]] = key
-    return groups or None
-
-
-def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
+def _opaque_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
     shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
     parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
     blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
-    if blocks is not None:
-        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", UNKNOWN_SHAPE, None, parameters)
+    if blocks is not None:  # of the weight only the number of rows is known
+        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", (), None, parameters)
     if not all(end in shapes for end in _GLORA):
         return None
     b1, b2 = (shapes[end] for end in _GLORA[2:])
@@ -469,20 +453,13 @@ def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFact
     return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
 
 
-def _unread_format(name: str) -> str:
-    if name.startswith(FLAT_PREFIXES) and "." not in name:
-        return "kohya"
-    return "comfyui" if name.startswith(COMFYUI_STARTS) else "native"
-
-
-def _read_unread(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
+def _opaque_change(checkpoint: Checkpoint, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
     """Raises NonFiniteError for NaN or Inf."""
     parts: dict[str, Tensor] = {}
-    with open_checkpoint(path) as checkpoint:
-        for end, key in ends.items():
-            parts[_UNREAD_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
-            if not bool(torch.isfinite(tensor).all()):
-                raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
+    for end, key in ends.items():
+        parts[_OPAQUE_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"{checkpoint.path}: {key} holds NaN or Inf.")
     parts.pop("alpha", None)
     return OpaqueChange(facts.kind, facts.weight_shape, facts.parameters, parts)
 

@@ -53,12 +53,10 @@ from sigmascope.records.run import Finding
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
 
-
 Band = Literal["excellent", "good", "poor", "noise"]
 _MOST_OF: Final = 0.5
 _NEARLY_ALL: Final = 0.9
 Status = Literal["applied", "missing", "unmatched", "wrong_shape"]
-
 
 BANDS: Final[dict[Band, str]] = {
     "excellent": "< 5 %",
@@ -68,10 +66,8 @@ BANDS: Final[dict[Band, str]] = {
 }
 """The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
 
-
 _VAE: Final = ("vae.", "first_stage_model.")
 _WORST = 10  # modules that `ValidationReport.worst` gives
-
 
 # The picture: its colours, and its places and sizes in pixels.
 _COLOURS: Final[dict[Band, str]] = {
@@ -93,9 +89,7 @@ _LABEL_GAP: Final = 13  # between block names, which are as high as that
 _LONGEST: Final = 26  # characters of a block's name that fit before its bar
 _FLOOR: Final = 1e-4  # relative error at the foot of the axis; smaller ones lie on it
 
-
 Change = LoraFactors | WeightChange
-
 
 _BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
 _WORTH_TRUSTING: Final = 1e3
