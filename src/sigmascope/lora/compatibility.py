@@ -28,7 +28,6 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import ALPHA
 from sigmascope.lora.layer_names import UNET_FAMILIES, WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import (
@@ -348,7 +347,7 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
         norm = change.frobenius_norm()
     except NonFiniteError:
         return replace(module, finite=False)
-    has_alpha = f"{name}.{ALPHA}" in keys or (not keys and change.alpha != change.rank)
+    has_alpha = f"{name}.alpha" in keys or (not keys and change.alpha != change.rank)
     stated = change.alpha if has_alpha or change.scale != 1.0 else None
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 

@@ -16,10 +16,8 @@ from math import prod
 from typing import Final, Literal
 
 import torch
-from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
-from sigmascope.lora.linalg import at_least_float32
 
 Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -378,7 +376,7 @@ def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
     for key in _hashed_keys(checkpoint):
         tensor = checkpoint.tensor(key)
-        rounded = tensor if tensor.dtype == torch.bfloat16 else _rounded(tensor)
+        rounded = tensor if tensor.dtype == torch.bfloat16 else tensor.to(torch.float32).to(torch.bfloat16)
         digest.update(f"{key!r}\n{tensor_fingerprint(rounded)}\n".encode())
     return digest.hexdigest()
 
@@ -398,7 +396,3 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
             chosen.append(key)
             room -= sizes[key]
     return sorted(chosen)
-
-
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)

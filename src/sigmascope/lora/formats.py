@@ -28,7 +28,7 @@ file of a U-Net whose attention has modules of different rank has one alpha for 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
@@ -404,12 +403,13 @@ FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
 """In the order in which they are tried."""
 
 
-def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
-    """The format of an open file.
+def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat:
+    """The format of a file.
 
     Args:
-        checkpoint: The file, for the message.
-        groups: Its keys.
+        path: The file, for the message.
+        keys: All of its keys, for the message.
+        groups: The same, sorted.
 
     Raises:
         LoraFormatError: Its keys follow none.
@@ -418,15 +418,13 @@ def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
         if lora_format.recognises(groups):
             return lora_format
     known = ", ".join(lora_format.name for lora_format in FORMATS)
-    keys = checkpoint.keys()
     if not keys:
         raise LoraFormatError(
-            f"{checkpoint.path}: it holds no tensors, so it is no LoRA.",
+            f"{path}: it holds no tensors, so it is no LoRA.",
             hint="The tool that wrote it saved nothing: make the file again.",
         )
     raise LoraFormatError(
-        f"{checkpoint.path}: its {len(keys)} keys are those of no known LoRA format. "
-        f"First keys: {', '.join(keys[:3])}.",
+        f"{path}: its {len(keys)} keys are those of no known LoRA format. First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
 

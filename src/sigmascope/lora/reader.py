@@ -123,8 +123,9 @@ def load_lora(path: str | Path) -> LoraFile:
 
 
 def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
-    groups = group_keys(checkpoint.path, checkpoint.keys())
-    lora_format = recognised(checkpoint, groups)
+    keys = checkpoint.keys()
+    groups = group_keys(checkpoint.path, keys)
+    lora_format = recognised(checkpoint.path, keys, groups)
     configs = (
         read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
     )

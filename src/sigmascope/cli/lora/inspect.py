@@ -41,8 +41,6 @@ from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
