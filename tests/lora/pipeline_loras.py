@@ -74,7 +74,7 @@ def _write_lora(target: Path, pipeline: Any, parts: Sequence[str], format: str, 
         for key, tensor in getattr(pipeline, part).state_dict().items()
     }
     layout, lora = layout_of(shapes), LoraFile(modules)
-    if format in {"native", "peft"}:
+    if format in {"native", "peft"} or "VACE" not in type(pipeline).__name__:
         save_lora(target, lora, format=format, layout=layout, model_layers=list(shapes))
         return
     own, model = (target.with_name(f"{name}.safetensors") for name in ("own", "model"))
