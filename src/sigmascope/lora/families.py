@@ -25,57 +25,36 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WEIGHT: Final = ".weight"
 UNET: Final = "a U-Net, whose family its shapes tell"
 # Family, naming of the denoiser, and the keys by which they are told.
-_SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+_SIGNATURES: Final = (
     (
         "flux",
         "diffusers",
-        (
-            "x_embedder.weight",
-            "time_text_embed.text_embedder.linear_1.weight",
-            "single_transformer_blocks.0.proj_mlp.weight",
-        ),
+        "x_embedder.weight time_text_embed.text_embedder.linear_1.weight single_transformer_blocks.0.proj_mlp.weight",
     ),
     (
         "flux",
         "original",
-        (
-            "img_in.weight",
-            "vector_in.in_layer.weight",
-            "double_blocks.0.img_attn.qkv.weight",
-            "single_blocks.0.linear1.weight",
-        ),
+        "img_in.weight vector_in.in_layer.weight double_blocks.0.img_attn.qkv.weight single_blocks.0.linear1.weight",
     ),
     (
         "sd3",
         "diffusers",
-        (
-            "pos_embed.proj.weight",
-            "context_embedder.weight",
-            "transformer_blocks.0.norm1_context.linear.weight",
-        ),
+        "pos_embed.proj.weight context_embedder.weight transformer_blocks.0.norm1_context.linear.weight",
     ),
     (
         "sd3",
         "original",
-        ("x_embedder.proj.weight", "context_embedder.weight", "joint_blocks.0.x_block.attn.qkv.weight"),
+        "x_embedder.proj.weight context_embedder.weight joint_blocks.0.x_block.attn.qkv.weight",
     ),
     (
         "wan",
         "diffusers",
-        (
-            "patch_embedding.weight",
-            "condition_embedder.time_embedder.linear_1.weight",
-            "blocks.0.attn1.to_q.weight",
-        ),
+        "patch_embedding.weight condition_embedder.time_embedder.linear_1.weight blocks.0.attn1.to_q.weight",
     ),
-    ("wan", "original", ("patch_embedding.weight", "head.modulation", "blocks.0.self_attn.q.weight")),
-    (
-        "qwen_image",
-        "diffusers",
-        ("img_in.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
-    ),
-    (UNET, "diffusers", ("conv_in.weight", "conv_out.weight", "time_embedding.linear_1.weight")),
-    (UNET, "sgm", ("input_blocks.0.0.weight", "out.2.weight", "time_embed.0.weight")),
+    ("wan", "original", "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight"),
+    ("qwen_image", "diffusers", "img_in.weight txt_norm.weight transformer_blocks.0.img_mod.1.weight"),
+    (UNET, "diffusers", "conv_in.weight conv_out.weight time_embedding.linear_1.weight"),
+    (UNET, "sgm", "input_blocks.0.0.weight out.2.weight time_embed.0.weight"),
 )
 _DENOISER_PREFIXES: Final = ("", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.")
 # What stands before the keys of each part: in diffusers' folders, in single files, and in LBM's checkpoints.
@@ -213,7 +192,7 @@ def layout_of(infos: Shapes) -> ModelLayout:
         return ModelLayout("lbm", "lbm", _present(infos, _LBM))
     for prefix in _DENOISER_PREFIXES:
         for family, naming, keys in _SIGNATURES:
-            if all(prefix + key in infos for key in keys):
+            if all(prefix + key in infos for key in keys.split()):
                 if family == UNET:
                     family = unet_family(infos, prefix)
                 elif misfit(family, _layers_under(infos, prefix)) is not None:

@@ -5,7 +5,6 @@ With `--model` a LoRA is judged beside a checkpoint (`judge`), with `--picture` 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -165,13 +164,12 @@ def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
     from sigmascope.lora.compatibility import judge_lora
     from sigmascope.lora.inspect import relative_strengths
 
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(model))
+    with open_checkpoint(model) as checkpoint:
         verdict = judge_lora(lora, checkpoint)
         if not relative:
             return OnModel(model, verdict)
-        progress = stack.enter_context(progress_bar("Reading the model"))
-        return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
+        with progress_bar("Reading the model") as progress:
+            return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
