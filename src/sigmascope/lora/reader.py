@@ -14,7 +14,7 @@ four times too much. `true_alpha` tells such an alpha by the rank that the heade
 
 diffusers writes the configuration of each component as JSON into the header (`lora_adapter_metadata`:
 `unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`
-(`read_configs`).
+(`_read_configs`).
 """
 
 import re
@@ -126,9 +126,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     keys = checkpoint.keys()
     groups = group_keys(checkpoint.path, keys)
     lora_format = recognised(checkpoint.path, keys, groups)
-    configs = (
-        read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
-    )
+    configs = _read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = entries_of(checkpoint.path, groups)
     _refuse_twice(checkpoint.path, entries)
@@ -217,22 +215,6 @@ class PeftConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PeftConfigs:
-    """The configurations of all components by their prefix; "" is that of a file with one unnamed component."""
-
-    components: Mapping[str, PeftConfig] = field(default_factory=dict)
-
-    def scale_of(self, name: str, rank: int | None) -> float | None:
-        """The scale of a module by its name in the file; None when nothing is said."""
-        component, _, path = name.partition(".")
-        config = self.components.get(component)
-        if config is not None:
-            return config.scale_of(path, rank)
-        whole = self.components.get("")
-        return None if whole is None else whole.scale_of(name, rank)
-
-
-@dataclass(frozen=True, slots=True)
 class EntryReader:
     """Reads what the entries of one file say.
 
@@ -240,13 +222,13 @@ class EntryReader:
 
     Attributes:
         checkpoint: The open file.
-        configs: PEFT's configurations that belong to it.
+        configs: PEFT's configurations that belong to it, by component; "" is that of a file with one unnamed.
         check_finite: Whether NaN and Inf are refused.
         keep_float8: Whether float8 stays float8; else it comes as float32.
     """
 
     checkpoint: Checkpoint
-    configs: PeftConfigs
+    configs: Mapping[str, PeftConfig]
     check_finite: bool = True
     keep_float8: bool = False
 
@@ -307,7 +289,7 @@ class EntryReader:
         """Alpha such that alpha / rank is the scale of plain factors; raises LoraFormatError for one that is no number."""
         if entry.alpha is not None:
             return true_alpha(self._number(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
-        scale = self.configs.scale_of(entry.module, rank)
+        scale = self._stated_scale(entry.module, rank)
         return float(rank) if scale is None else scale * rank
 
     def _scale(self, entry: Entry, rank: int | None) -> float:
@@ -316,8 +298,16 @@ class EntryReader:
             return 1.0
         if entry.alpha is not None:  # LyCORIS stores an alpha beside whole LoKr factors too, and ignores it
             return 1.0 if rank is None else scale_of(self._number(entry.alpha), rank)
-        scale = self.configs.scale_of(entry.module, rank)
+        scale = self._stated_scale(entry.module, rank)
         return 1.0 if scale is None else scale
+
+    def _stated_scale(self, name: str, rank: int | None) -> float | None:
+        """What PEFT's configurations say of a module; None where they say nothing."""
+        component, _, path = name.partition(".")
+        if component in self.configs:
+            return self.configs[component].scale_of(path, rank)
+        whole = self.configs.get("")
+        return None if whole is None else whole.scale_of(name, rank)
 
     def _number(self, key: str) -> float:
         path, alpha = self.checkpoint.path, self.checkpoint.tensor(key)
@@ -559,7 +549,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
+def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """The configurations that belong to a file.
 
     Args:
@@ -572,17 +562,17 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
     """
     if PEFT_CONFIGS in metadata:
         values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
-        return PeftConfigs(_by_component(f"{path}: {PEFT_CONFIGS}", values))
+        return _by_component(f"{path}: {PEFT_CONFIGS}", values)
     beside = path.with_name(_CONFIG_NAME)
     if path.stem != "adapter_model" or not beside.is_file():
-        return PeftConfigs()
+        return {}
     try:
         if beside.stat().st_size > _MOST_BYTES:
             raise LoraFormatError(f"{beside} is too large for a configuration.")
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoraFormatError(f"{beside} cannot be read ({error}).") from error
-    return PeftConfigs({"": PeftConfig(str(beside), values)})
+    return {"": PeftConfig(str(beside), values)}
 
 
 def _parsed(source: str, text: str) -> dict[str, Any]:
