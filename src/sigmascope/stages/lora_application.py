@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
 
-from sigmascope.lora.load_check import AppliedVerdict
+from sigmascope.lora.compatibility import AppliedVerdict
 from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot

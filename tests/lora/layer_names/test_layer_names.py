@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import WriteError
-from sigmascope.lora.layers import block_of_module, in_coverage, layer_order, write_layer_names
+from sigmascope.lora.layer_names import block_of_module, in_coverage, layer_order, write_layer_names
 
 TRANSFORMER = "denoiser.up_blocks.0.attentions.1"
 

@@ -1,6 +1,6 @@
 """Files that diffusers loaded, or not, into the tiny pipelines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, make_pipeline
 
-from sigmascope.lora.load_check import judge_applied
+from sigmascope.lora.compatibility import judge_applied
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.peft import read_adapters
 
-Pipelines = Callable[[str], Any]
 Save = Callable[..., Path]
 
 pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def shared_sd15() -> Any:
+    return make_pipeline("sd15")
+
+
+@pytest.fixture
+def sd15(shared_sd15: Any) -> Iterator[Any]:
+    """A pipeline from which the test's adapters are taken off again."""
+    yield shared_sd15
+    shared_sd15.enable_lora()
+    shared_sd15.unload_lora_weights()
 
 
 def patches_of(model: Any) -> tuple[AppliedPatch, ...]:
@@ -47,65 +59,59 @@ def test_what_diffusers_loaded_is_found(save: Save, family: str, format: str) ->
     assert verdict.modules[0].sources == ("style",)
 
 
-def test_the_strength_is_the_adapters_weight(save: Save) -> None:
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="attn1.to_q")
-    pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")
-    pipeline.set_adapters("style", 0.25)
-    assert set(judge_applied(path, patches_of(pipeline), pipeline).strengths) == {0.25}
+def test_the_strength_is_the_adapters_weight(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")
+    sd15.set_adapters("style", 0.25)
+    assert set(judge_applied(path, patches_of(sd15), sd15).strengths) == {0.25}
 
 
-def test_a_file_that_loads_nothing_is_told(pipelines: Pipelines, save: Save) -> None:
+def test_a_file_that_loads_nothing_is_told(sd15: Any, save: Save) -> None:
     """With its default prefix, the adapter loader finds nothing of a U-Net's file, and returns normally."""
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="attn1.to_q")
-    pipeline.unet.load_lora_adapter(load_file(path))
-    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.unet.load_lora_adapter(load_file(path))
+    verdict = judge_applied(path, patches_of(sd15), sd15)
     assert verdict.there == ()
     assert [finding.id for finding in verdict.findings] == ["lora_not_loaded"]
     assert verdict.findings[0].severity == "critical"
 
 
-def test_half_a_file_is_told(save: Save) -> None:
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="to_q")
+def test_half_a_file_is_told(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="to_q")
     half = {key: tensor for key, tensor in load_file(path).items() if "attn1" in key}
-    pipeline.load_lora_weights(half)
-    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+    sd15.load_lora_weights(half)
+    verdict = judge_applied(path, patches_of(sd15), sd15)
     assert 0 < len(verdict.there) < len(verdict.modules)
     assert [finding.id for finding in verdict.findings] == ["lora_partly_loaded"]
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_two_adapters_of_one_file_are_told(save: Save) -> None:
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="attn1.to_q")
+def test_two_adapters_of_one_file_are_told(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
     for name in ("a", "b"):
-        pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
-    pipeline.set_adapters(["a", "b"], [1.0, 0.5])
-    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+        sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
+    sd15.set_adapters(["a", "b"], [1.0, 0.5])
+    verdict = judge_applied(path, patches_of(sd15), sd15)
     assert len(verdict.twice) == len(verdict.modules)
     assert set(verdict.strengths) == {1.5}
     assert [finding.id for finding in verdict.findings] == ["lora_applied_twice"]
 
 
-def test_switched_off_adapters_are_there_and_do_not_act(save: Save) -> None:
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="attn1.to_q")
-    pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
-    pipeline.disable_lora()
-    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+def test_switched_off_adapters_are_there_and_do_not_act(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name)
+    sd15.disable_lora()
+    verdict = judge_applied(path, patches_of(sd15), sd15)
     assert len(verdict.there) == len(verdict.modules)
     assert not verdict.complete
     assert [finding.id for finding in verdict.findings] == ["lora_not_acting"]
 
 
-def test_another_lora_is_not_taken_for_it(save: Save) -> None:
-    pipeline = make_pipeline("sd15")
-    path = save(pipeline, "unet", only="attn1.to_q")
+def test_another_lora_is_not_taken_for_it(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
     other = {key: torch.randn_like(tensor) for key, tensor in load_file(path).items()}
-    pipeline.load_lora_weights(other, adapter_name="other")
-    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+    sd15.load_lora_weights(other, adapter_name="other")
+    verdict = judge_applied(path, patches_of(sd15), sd15)
     assert verdict.there == ()
     assert (verdict.modules[0].detail or "").startswith("only other changes of other are on ")
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from sigmascope.lora.compatibility import is_same
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.load_check import is_same
 from sigmascope.probes.applied_patch import AppliedPatch
 
 _UP, _DOWN = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((40, 3), (3, 30)))

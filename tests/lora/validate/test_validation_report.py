@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sigmascope.lora.validation_report import (
+from sigmascope.lora.validate import (
     ModuleError,
     Status,
     ValidationReport,

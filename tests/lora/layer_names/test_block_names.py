@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 
 
 @pytest.mark.parametrize(

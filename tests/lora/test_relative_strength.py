@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lora.compatibility import judge_lora, relative_strengths
+from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.effect import Effect
+from sigmascope.lora.inspect import relative_strengths
 
 NAME = "denoiser.mid_block.attentions.0.proj_in"
 
