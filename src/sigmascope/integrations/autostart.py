@@ -123,6 +123,7 @@ class Settings(NamedTuple):
         sample_hz: How often memory is looked at, as text.
         step_memory: "0": do not look at it at the end of each step.
         quiet: "1": print no summary; "0" is no.
+        full: "1": print the summary in full.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.
     """
@@ -134,6 +135,7 @@ class Settings(NamedTuple):
     sample_hz: str | None = None
     step_memory: str | None = None
     quiet: str | None = None
+    full: str | None = None
     launched: str | None = None
     keep_generations: str | None = None
 

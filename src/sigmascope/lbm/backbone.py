@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.checkpoints.files import is_existing, is_folder
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder
 from sigmascope.checkpoints.reader import PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.config import LbmConfig
