@@ -438,6 +438,11 @@ def _refuse_limits(flags: RankFlags, what: str) -> None:
             )
 
 
+def flag(name: str, help_text: str, panel: str | None = None, **more: Any) -> Any:
+    """An option under its one name, in a panel of the help."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel, **more)
+
+
 def base_model_path(panel: str) -> Any:
     """`--base_model_path`: the LBM."""
     return typer.Option(

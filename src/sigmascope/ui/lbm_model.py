@@ -47,7 +47,6 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_to_json
-from sigmascope.ui.jobs import Report
 from sigmascope.ui.security import LORA_SCALES, Limits, Refusal
 from sigmascope.units import MIB
 
@@ -57,6 +56,8 @@ POCKET_RESOLUTION: Final = 256
 """At which the pocket model works on a picture of the user's. It knows 128, where a photograph has no detail."""
 SAMPLES_PER_SECOND: Final = 10.0
 """How often memory is looked at between the steps."""
+Report = Callable[[str, int, int], None]
+"""(what is made: "base" or "result", steps done, steps in all); may raise, which ends the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +163,7 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         device=resolve_device(options.device),
         progress=progress,
     ).requires_grad_(False)
-    keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
-    if keys:
+    if keys := model.config.conditioning_keys:
         raise ConfigError(
             f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
             hint="Run it with sigmascope lbm infer and --conditioning.",

@@ -10,10 +10,9 @@ where it first appeared.
 Losses and pictures are shown by trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
 """
 
-import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType
 from PIL import Image
 from torch import Tensor, nn
@@ -59,15 +59,6 @@ _ASKED_FOR: Final = {
 _NOT_IN_PARTS: Final = ("adafactor", "rprop")
 """Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
-_TRACKER_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "comet_ml": ("comet_ml",),
-    "aim": ("aim",),
-    "clearml": ("clearml",),
-}
-"""Of each tracker; one of them is enough."""
 LOGS: Final = "logs"
 """The folder of trackers that write files, in `save_ckpt_path`."""
 RUN: Final = "lbm"
@@ -631,13 +622,10 @@ def check_tracker(name: str | None) -> None:
     Raises:
         ConfigError: Names the package and how to install it.
     """
-    if name is None:
-        return
-    packages = _TRACKER_PACKAGES.get(name, (name,))
-    if not any(importlib.util.find_spec(package) for package in packages):
+    if name is not None and name not in {tracker.value for tracker in get_available_trackers()}:
         raise ConfigError(
-            f"report_to: {name} needs the package {packages[0]}, which is not installed.",
-            hint=f"Install it with: pip install {packages[0]}, or set report_to: none and wandb_project: null.",
+            f"report_to: {name} needs the package {name}, which is not installed.",
+            hint=f"Install it with: pip install {name}, or set report_to: none and wandb_project: null.",
         )
 
 

@@ -180,14 +180,17 @@ class Objective:
             ConfigError: The batch lacks one that the config names.
         """
         given = {**batch.conditioning_images, **batch.conditioning_masks}
-        image_keys, mask_keys = self.config.conditioning_images_keys, self.config.conditioning_masks_keys
-        if missing := [key for key in (*image_keys, *mask_keys) if key not in given]:
+        if missing := [key for key in self.config.conditioning_keys if key not in given]:
             raise ConfigError(
                 f"conditioning: the batch has no {', '.join(missing)}.",
                 hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
             )
-        images = [encoded(model, batch.conditioning_images[key], posterior) for key in image_keys]
-        return join_conditioning([batch.conditioning_masks[key] for key in mask_keys], images, like)
+        images, masks = batch.conditioning_images, batch.conditioning_masks
+        return join_conditioning(
+            [masks[key] for key in self.config.conditioning_masks_keys],
+            [encoded(model, images[key], posterior) for key in self.config.conditioning_images_keys],
+            like,
+        )
 
 
 def encoded(

@@ -2,19 +2,32 @@
 
 What users write is brought to what the settings hold. Settings that are each right and cannot be together are
 refused, with one line for each.
+
+Every optimizer of `torch.optim` is there, and every schedule of diffusers. Importing this loads no diffusers, so that
+settings are checked quickly.
 """
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, get_args
 
 import torch
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
+from torch import nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import TRAINING_NEEDS, LbmConfig, config_error, find_config, load_config, read_yaml
-from sigmascope.lbm.training.optimizers import SCHEDULES, check_optimizer, check_schedule
+from sigmascope.lbm.config import (
+    TRAINING_NEEDS,
+    LbmConfig,
+    config_error,
+    did_you_mean,
+    find_config,
+    load_config,
+    read_yaml,
+)
 from sigmascope.units import parse_size
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
@@ -23,11 +36,28 @@ SavePrecision = Literal["float32", "fp16", "bf16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "none"]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
+
 _OF_LBM: Final = {
     "learning_rate_scheduler": "lr_scheduler",
     "learning_rate_scheduler_kwargs": "lr_scheduler_kwargs",
 }
 """Keys of LBM's own YAMLs that have another name here."""
+NOT_FOR_THIS_LOOP = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
+"""The base class, the one that calls the model itself, and the one for sparse gradients."""
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("power",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "piecewise_constant": ("step_rules",),
+}
+"""diffusers' schedules and the arguments of each."""
+NO_WARMUP = frozenset({"constant", "piecewise_constant"})
+"""Schedules that take no `warmup_steps`."""
+STEADY = NO_WARMUP | {"constant_with_warmup"}
+"""Schedules that do not depend on the length of the run."""
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
@@ -386,3 +416,101 @@ def _is_number(model: type[BaseModel], key: str) -> bool:
     annotation: Any = model.model_fields[key].annotation
     kinds = set(get_args(annotation)) if isinstance(annotation, UnionType) else {annotation}
     return bool(kinds & {int, float}) and kinds <= {int, float, NoneType}
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of `torch.optim`.
+
+    Args:
+        name: Of its class, in any case.
+        parameters: What it changes.
+        learning_rate: At the schedule's full height.
+        kwargs: Its other arguments; lists (YAML has no tuples) become tuples.
+
+    Raises:
+        ConfigError: There is no such optimizer, or it refuses an argument or its value.
+    """
+    make: Any = optimizer_class(name)  # each class has arguments of its own
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    try:
+        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer: {name} refuses {dict(kwargs)} ({error}).",
+            hint="Correct optimizer_kwargs, or choose another optimizer.",
+        ) from error
+    return optimizer
+
+
+def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
+
+    Raises:
+        ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
+    """
+    kind = optimizer_class(name)
+    known = [argument for argument in inspect.signature(kind).parameters if argument not in ("params", "lr")]
+    for key in kwargs:
+        if key == "lr":
+            raise ConfigError("optimizer_kwargs.lr: is set by learning_rate.", hint="Leave it out here.")
+        _require_known("optimizer_kwargs", key, known, kind.__name__)
+    # Whether a fused kernel can be had depends on where the parameters will be.
+    anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
+    make_optimizer(name, [nn.Parameter(torch.zeros(1, 1))], 1e-3, anywhere)
+
+
+def _require_known(where: str, key: str, known: Sequence[str], owner: str) -> None:
+    if key in known:
+        return
+    raise ConfigError(
+        f"{where}.{key}: {owner} has no such argument{did_you_mean(key, known)}.",
+        hint=f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Find an optimizer of `torch.optim` by its name, in any case.
+
+    Raises:
+        ConfigError: There is none that the training loop can use; lists them.
+    """
+    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    known: dict[str, type[torch.optim.Optimizer]] = {
+        kind.__name__.lower(): kind
+        for kind in candidates
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    optimizer = known.get(name.lower())
+    if optimizer is None:
+        names = sorted(kind.__name__ for kind in known.values())
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
+        raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
+    return optimizer
+
+
+def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a schedule or arguments of it that do not exist.
+
+    Raises:
+        ConfigError: Names what is wrong, and the known schedules or arguments.
+    """
+    arguments = SCHEDULES.get(name)
+    if arguments is None:
+        raise ConfigError(
+            f"lr_scheduler: there is no {name!r}{did_you_mean(name, SCHEDULES)}.",
+            hint=f"Use one of {', '.join(SCHEDULES)}.",
+        )
+    if warmup_steps and name in NO_WARMUP:
+        raise ConfigError(
+            f"warmup_steps: lr_scheduler {name} has no warm-up.", hint="Use constant_with_warmup, or 0."
+        )
+    for key in kwargs:
+        _require_known("lr_scheduler_kwargs", key, arguments, name)
+    if name == "piecewise_constant" and "step_rules" not in kwargs:
+        raise ConfigError(
+            "lr_scheduler_kwargs: piecewise_constant needs step_rules.",
+            hint='Such as "1:10,0.1:20,0.01": a factor up to each step, and the last one.',
+        )
