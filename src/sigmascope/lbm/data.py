@@ -39,8 +39,8 @@ from sigmascope.lbm.images import (
     to_rgb,
 )
 from sigmascope.lbm.shards import (
-    EpochOrder,
     RawSample,
+    epoch_samples,
     expand_shards,
     find_member,
     wanted_members,
@@ -257,12 +257,13 @@ class TrainingData:
     def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
         epoch, options = start.epoch, self._options
         buckets = SizeBuckets(options.batch_size)
-        order = EpochOrder(
+        samples = epoch_samples(
             self.shards,
             self._decoder.keys,
-            options.seed,
-            options.shuffle,
-            options.shuffle_buffer,
+            epoch,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            buffer=options.shuffle_buffer,
             max_member=options.max_member,
         )
         good = broken = passed = 0
@@ -271,7 +272,7 @@ class TrainingData:
         def of_this_process() -> Iterator[tuple[int, RawSample]]:
             """The pending samples with their numbers, then those from the start on."""
             nonlocal passed
-            for number, raw in enumerate(order.samples(epoch)):
+            for number, raw in enumerate(samples):
                 passed = number + 1
                 mine = number % options.processes == options.process
                 if (mine and number >= start.samples) or number in waiting:

@@ -353,9 +353,9 @@ def compare_keys(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tupl
     return missing, sorted(key for key in checkpoint if key not in expected)
 
 
-def listed(names: Sequence[str], most: int = NAMED, separator: str = ", ") -> str:
+def listed(names: Sequence[str], most: int = NAMED) -> str:
     """The first few names, and how many there are beyond them."""
-    shown = separator.join(names[:most])
+    shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 

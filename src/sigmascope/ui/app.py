@@ -58,10 +58,7 @@ from sigmascope.ui.security import (
     Guard,
     Limits,
     Refusal,
-    answer_fault,
-    answer_http_error,
-    answer_refusal,
-    answer_sigmascope_error,
+    answer_error,
     as_error,
     is_loopback,
 )
@@ -250,12 +247,7 @@ def make_app(
             Route("/api/results/{result}/picture.png", page.result_picture),
             Route("/api/results/{result}/run.json", page.result_run),
         ],
-        exception_handlers={
-            Refusal: answer_refusal,
-            HTTPException: answer_http_error,
-            SigmascopeError: answer_sigmascope_error,
-            Exception: answer_fault,
-        },
+        exception_handlers=dict.fromkeys((Refusal, HTTPException, SigmascopeError, Exception), answer_error),
         lifespan=lifespan,
     )
     app.add_middleware(Guard, host=host)

@@ -13,7 +13,6 @@ import io
 import tempfile
 import threading
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ class ServedModel:
     resolution: int
     lora: AttachedLora | None = None
     lora_name: str | None = None
-    lora_ranks: dict[int, int] | None = None
+    lora_ranks: tuple[int, ...] = ()
     tile_size: int | None = None
     load_seconds: float = 0.0
     pocket: bool = False
@@ -136,7 +135,7 @@ class ServedModel:
             "load_seconds": self.load_seconds,
             "lora": self.lora_name,
             "lora_modules": 0 if self.lora is None else len(self.lora.applied),
-            "lora_ranks": sorted(self.lora_ranks or {}),
+            "lora_ranks": list(self.lora_ranks),
             "pocket": self.pocket,
         }
 
@@ -186,7 +185,7 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
         lora=None if lora is None else attach_lora(model, lora),
         lora_name=lora_name,
-        lora_ranks=None if lora is None else dict(lora.ranks),
+        lora_ranks=() if lora is None else tuple(sorted(lora.ranks)),
         tile_size=options.tile_size,
         load_seconds=time.perf_counter() - started,
         pocket=options.pocket,
@@ -279,9 +278,10 @@ class Wish(BaseModel):
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     size: str = Field(default="bucket", max_length=32)
 
-    def key(self, scale: float) -> str:
-        """What a result depends on, and so the name under which it is kept."""
-        return f"{self.picture}/{self.steps}/{self.seed}/{self.size}/{scale!r}"
+    def result_id(self, scale: float) -> str:
+        """The name under which a result is kept: of all that it depends on."""
+        key = f"{self.picture}/{self.steps}/{self.seed}/{self.size}/{scale!r}"
+        return hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,6 @@ class Translator:
     def __init__(self, served: ServedModel, kept: Recent[Made]) -> None:
         self._served = served
         self._kept = kept
-        self._by_key = Recent[str](limit_bytes=10_000)  # a thousand names of results, each counted as ten
 
     def translate(self, picture: Picture, wish: Wish, report: Report) -> dict[str, Any]:
         """Make what is asked for, and nothing that is still kept.
@@ -335,9 +334,7 @@ class Translator:
         }
 
     def _once(self, picture: Picture, wish: Wish, scale: float, what: str, report: Report) -> dict[str, Any]:
-        key = wish.key(scale)
-        made = self._kept.get(self._by_key.get(key) or "")
-        if made is not None:
+        if (made := self._kept.get(wish.result_id(scale))) is not None:
             return made.summary(kept=True)
         report(what, 0, wish.steps)
         try:
@@ -345,7 +342,6 @@ class Translator:
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _out_of_memory(error) from None  # the traceback would keep the tensors alive
         self._kept.put(made.id, made, len(made.png) + len(made.run_json))
-        self._by_key.put(key, made.id, size_bytes=10)
         return made.summary(kept=False)
 
     def _make(
@@ -373,7 +369,7 @@ class Translator:
                 progress=progress,
             )
         run = recorder.run()
-        return Made(uuid.uuid4().hex, scale, as_png(result), run_to_json(run), timings(run))
+        return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run), timings(run))
 
 
 def _out_of_memory(error: BaseException) -> SigmascopeError:
