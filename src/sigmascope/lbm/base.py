@@ -192,14 +192,14 @@ def create_base(
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     signature = config.backbone_signature if backbone is None else backbone
     with open_backbone(signature, config, variant) as source:
-        refuse_inputs(targets, source.files)
+        _refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
         specs = {
             key: TensorSpec(torch.float32 if key == ITERATIONS else dtype or source.weights[key].dtype, shape)
             for key, shape in shapes.items()
         }
         nbytes = sum(spec.nbytes for spec in specs.values())
-        require_space(targets, nbytes)
+        _require_space(targets, nbytes)
         _write_files(targets, text, specs, source, progress)
         dropped = {key: info.shape for key, info in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
@@ -487,12 +487,8 @@ def _describes(path: Path, config: LbmConfig) -> bool:
         return False
 
 
-def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
-    """Refuse to replace a file of the backbone by the base that is made from it.
-
-    Raises:
-        ConfigError: Names the file.
-    """
+def _refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
+    """Refuse to replace a file of the backbone by the base that is made from it."""
     read = {path.resolve() for path in inputs}
     for path in targets.weights:
         if path.resolve() in read:
@@ -502,16 +498,8 @@ def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
             )
 
 
-def require_space(targets: BaseFiles, nbytes: int) -> None:
-    """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole.
-
-    Args:
-        targets: Where the base goes.
-        nbytes: Bytes of all its tensors.
-
-    Raises:
-        WriteError: Says how much is needed and how much is free.
-    """
+def _require_space(targets: BaseFiles, nbytes: int) -> None:
+    """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole."""
     needed = len(targets.weights) * (nbytes + _HEADER_BYTES)
     free = free_bytes(targets.weights[0].resolve().parent)
     if free is not None and needed > free:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, patch_environment, send_to_device
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -50,7 +50,6 @@ from sigmascope.lbm.training.settings import TrainSettings
 Losses = tuple[Tensor, Tensor, Tensor]
 """The loss with its gradient, its latent and its pixel term."""
 
-_DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
 _ASKED_FOR: Final = {
     DistributedType.DEEPSPEED: ("DeepSpeed", "use_deepspeed"),
     DistributedType.FSDP: ("FSDP", "use_fsdp"),
@@ -80,7 +79,14 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """
     is_ours = not PartialState._shared_state
     plugin = deepspeed_plugin(settings)
-    with _device(settings.device) as device:
+    device = resolve_device(settings.device, "device")
+    # It takes a device only from its environment; a launcher has said it already.
+    told = (
+        {}
+        if settings.device in ("auto", "cpu") or "LOCAL_RANK" in os.environ
+        else {"ACCELERATE_TORCH_DEVICE": device}
+    )
+    with patch_environment(**told):
         try:
             accelerator = Accelerator(
                 # Without a GPU, auto is the CPU too: not told so, it would leave each process alone.
@@ -110,7 +116,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     kind = accelerator.distributed_type
     try:
         _check_kind(accelerator)
-        check_spreading(kind, settings, fsdp2=is_sharded(accelerator))
+        check_spreading(kind, settings, fsdp2=accelerator.is_fsdp2)
         # Set here: the launcher's environment would win over an argument.
         accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
         yield accelerator
@@ -119,24 +125,6 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
         if is_ours and accelerator.num_processes == 1 and kind != DistributedType.DEEPSPEED:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-
-
-@contextmanager
-def _device(name: str) -> Iterator[torch.device]:
-    """Tell Accelerate the device: it takes one only from its environment."""
-    device = resolve_device(name, "device")
-    if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
-        yield device
-        return
-    before = os.environ.get(_DEVICE_VARIABLE)
-    os.environ[_DEVICE_VARIABLE] = str(device)
-    try:
-        yield device
-    finally:
-        if before is None:
-            del os.environ[_DEVICE_VARIABLE]
-        else:
-            os.environ[_DEVICE_VARIABLE] = before
 
 
 def _check_kind(accelerator: Accelerator) -> None:
@@ -159,11 +147,6 @@ def _check_kind(accelerator: Accelerator) -> None:
             f"device: Accelerate leaves each of the {count} processes alone on {device}.",
             hint="Start them by torchrun or accelerate launch, on GPUs or with device cpu.",
         )
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether FSDP spreads the denoiser over the processes."""
-    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
 
 
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
@@ -290,14 +273,12 @@ class Prepared:
         synchronised: The module whose gradients Accelerate brings together: `module`, or the denoiser alone.
         optimizer: Of the trained weights, as Accelerate wraps it.
         backend: Computes the gradients.
-        sharded: Whether each process holds a part of the denoiser.
     """
 
     module: nn.Module
     synchronised: nn.Module
     optimizer: Any
     backend: AcceleratedBackend | EngineBackend
-    sharded: bool
 
 
 def prepare_step(
@@ -324,10 +305,10 @@ def prepare_step(
     step = TrainingStep(model, objective)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _by_engine(accelerator, step, optimizer, precision)
-    if not is_sharded(accelerator):
+    if not accelerator.is_fsdp2:
         module, prepared = accelerator.prepare(step, optimizer)
         _keep_group_to_the_last(module)
-        return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module), sharded=False)
+        return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module))
     _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
     # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
     # would wait for each other's layers at different places.
@@ -338,7 +319,7 @@ def prepare_step(
             f"accelerate: FSDP does not take the denoiser as the launcher's configuration says ({error}).",
             hint="Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, without fsdp_transformer_layer_cls_to_wrap.",
         ) from error
-    return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser), sharded=True)
+    return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser))
 
 
 def _keep_group_to_the_last(module: nn.Module) -> None:
@@ -390,7 +371,7 @@ def _by_engine(
             hint="Correct the file that --deepspeed_config_file names.",
         ) from error
     own = EngineOptimizer(engine, optimizer, trained, keep=accelerator.is_main_process)
-    return Prepared(engine, engine, own, EngineBackend(accelerator, engine, precision), sharded=False)
+    return Prepared(engine, engine, own, EngineBackend(accelerator, engine, precision))
 
 
 def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
@@ -535,7 +516,7 @@ class Stepper:
             layers = self._culprits(batch)
             if layers and culprits is None:
                 culprits, keys = layers, list(batch.keys)
-            if layers and not self.prepared.sharded:  # where it is, all processes run all of their batches
+            if layers and not self.accelerator.is_fsdp2:  # under FSDP all processes run all of their batches
                 break
         what = f"the loss is {loss:g}" if not math.isfinite(loss) else "the gradient is not finite"
         # None: no layer showed it again, or it was another process's batch.
@@ -562,14 +543,7 @@ class Stepper:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with all its pictures on a device."""
-    return replace(
-        batch,
-        source=batch.source.to(device),
-        target=batch.target.to(device),
-        mask=None if batch.mask is None else batch.mask.to(device),
-        conditioning_images={key: image.to(device) for key, image in batch.conditioning_images.items()},
-        conditioning_masks={key: mask.to(device) for key, mask in batch.conditioning_masks.items()},
-    )
+    return Batch(**send_to_device(vars(batch), device))
 
 
 def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:

@@ -48,8 +48,7 @@ from sigmascope.lora.writer import save_lora, stored_factors
 _NUMPY_SEEDS: Final = 2**32
 """NumPy takes seeds below this."""
 
-
-FREE: Final = frozenset(
+MAY_CHANGE: Final = frozenset(
     {
         "backbone_signature",
         "save_ckpt_path",
@@ -80,53 +79,8 @@ _OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
 """Their product is the number of samples in an optimizer step."""
 _SAMPLED_BYTES: Final = 2**20
 """Of a file's head and of its tail, by which it is known again."""
-
 COUNTED_BYTES: Final = 64 * 2**30
 """Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
-
-
-class MovingAverage:
-    """Follows parameters (diffusers' `EMAModel`): shadow ← decay·shadow + (1 − decay)·parameter after each step.
-
-    The decay rises from 0 as (1 + step)/(10 + step), so that the beginning is soon forgotten.
-
-    Args:
-        parameters: What to follow, always in this order.
-        decay: That the decay rises to, below 1.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
-        self._parameters = list(parameters)
-        self._average = EMAModel(self._parameters, decay=decay)
-
-    def update(self) -> None:
-        """Take the parameters as they are after a step."""
-        self._average.step(self._parameters)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block the parameters hold the average; after it, bit for bit what they held before."""
-        self._average.store(self._parameters)
-        self._average.copy_to(self._parameters)
-        try:
-            yield
-        finally:
-            self._average.restore(self._parameters)
-
-    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The average by the parameters' names, given in their order."""
-        return dict(zip(names, self._average.shadow_params, strict=True))
-
-    def numbers(self) -> dict[str, Any]:
-        """All that is needed to go on, but for the weights."""
-        state: dict[str, Any] = self._average.state_dict()
-        return {key: value for key, value in state.items() if key != "shadow_params"}
-
-    def restore(self, numbers: Mapping[str, Any], weights: Sequence[Tensor]) -> None:
-        """Go on from `numbers` and `weights`."""
-        places = [shadow.device for shadow in self._average.shadow_params]
-        shadows = [weight.to(place) for weight, place in zip(weights, places, strict=True)]
-        self._average.load_state_dict({**numbers, "shadow_params": shadows})
 
 
 @dataclass
@@ -160,7 +114,7 @@ class Session:
     data: TrainingData
     objective: Objective
     stepper: Stepper
-    average: MovingAverage | None
+    average: "MovingAverage | None"
     identity: Mapping[str, Any]
     total_steps: int | None
     step: int = 0
@@ -371,7 +325,7 @@ def resume_identity(
         processes: How many share the data.
         steps: Of the whole run; they count where the learning rate follows from them.
     """
-    values = settings.model_dump(mode="json", exclude=set(FREE | _NAMES_OF_FILES))
+    values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _NAMES_OF_FILES))
     values["train_shards"] = [
         [Path(shard).name, Path(shard).stat().st_size] if Path(shard).is_file() else [shard, None]
         for shard in shards
@@ -638,3 +592,47 @@ def _base_facts(base: Path) -> Mapping[str, str]:
     except SigmascopeError as error:  # gone since it was loaded: no reason to lose what was trained
         _log.warning("The base's fingerprint is left out of the header: %s", error)
         return named
+
+
+class MovingAverage:
+    """Follows parameters (diffusers' `EMAModel`): shadow ← decay·shadow + (1 − decay)·parameter after each step.
+
+    The decay rises from 0 as (1 + step)/(10 + step), so that the beginning is soon forgotten.
+
+    Args:
+        parameters: What to follow, always in this order.
+        decay: That the decay rises to, below 1.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        self._parameters = list(parameters)
+        self._average = EMAModel(self._parameters, decay=decay)
+
+    def update(self) -> None:
+        """Take the parameters as they are after a step."""
+        self._average.step(self._parameters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the parameters hold the average; after it, bit for bit what they held before."""
+        self._average.store(self._parameters)
+        self._average.copy_to(self._parameters)
+        try:
+            yield
+        finally:
+            self._average.restore(self._parameters)
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The average by the parameters' names, given in their order."""
+        return dict(zip(names, self._average.shadow_params, strict=True))
+
+    def numbers(self) -> dict[str, Any]:
+        """All that is needed to go on, but for the weights."""
+        state: dict[str, Any] = self._average.state_dict()
+        return {key: value for key, value in state.items() if key != "shadow_params"}
+
+    def restore(self, numbers: Mapping[str, Any], weights: Sequence[Tensor]) -> None:
+        """Go on from `numbers` and `weights`."""
+        places = [shadow.device for shadow in self._average.shadow_params]
+        shadows = [weight.to(place) for weight, place in zip(weights, places, strict=True)]
+        self._average.load_state_dict({**numbers, "shadow_params": shadows})

@@ -9,7 +9,7 @@ settings are checked quickly.
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, get_args
@@ -162,7 +162,7 @@ class TrainSettings(LbmConfig):
 
     @model_validator(mode="after")
     def _can_be_done(self) -> "TrainSettings":
-        if wrong := impossible_combinations(self):
+        if wrong := list(impossible_combinations(self)):
             raise ValueError("; ".join(wrong))
         return self
 
@@ -271,115 +271,90 @@ def renamed(data: Any) -> Any:
     return values
 
 
-def impossible_combinations(settings: "TrainSettings") -> list[str]:
+def impossible_combinations(settings: "TrainSettings") -> Iterator[str]:
     """Say what cannot be together, one line for each, naming the keys and what to do."""
-    return [
-        *_what_is_trained(settings),
-        *_what_is_minimised(settings),
-        *_how_it_is_optimised(settings),
-        *_sizes(settings),
-        *_where_it_runs(settings),
-    ]
+    yield from _what_is_trained(settings)
+    yield from _what_is_minimised(settings)
+    yield from _how_it_is_optimised(settings)
+    yield from _sizes(settings)
+    yield from _where_it_runs(settings)
 
 
-def _what_is_trained(settings: "TrainSettings") -> list[str]:
+def _what_is_trained(settings: "TrainSettings") -> Iterator[str]:
     ranks = [key for key in ("rank", "conv_rank", "alpha") if getattr(settings, key) is not None]
     if settings.full_finetune:
-        of_lora = ranks + [
-            key
-            for key in ("lora_weights_path", "trainable_lora_modules")
-            if getattr(settings, key) is not None
-        ]
-        others = [name for name in settings.output_formats if name != "native"]
-        wrong = []
-        if of_lora:
-            wrong.append(f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}")
-        if others:
-            wrong.append(
+        keys = (*ranks, "lora_weights_path", "trainable_lora_modules")
+        if of_lora := [key for key in keys if getattr(settings, key) is not None]:
+            yield f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}"
+        if others := [name for name in settings.output_formats if name != "native"]:
+            yield (
                 f"full_finetune: writes a whole checkpoint, not a LoRA; leave {', '.join(others)} out of "
                 "output_formats"
             )
-        return wrong
-    if settings.trainable_lora_modules == ():
-        return ["trainable_lora_modules: an empty list trains nothing; leave it out to train every module"]
-    if settings.lora_weights_path is not None:
-        if not ranks:
-            return []
-        named = ", ".join(ranks)
-        return [f"lora_weights_path: its own ranks and alphas are taken over; leave out {named}"]
-    if settings.rank is None:
-        return [
-            "rank: give a rank to start a LoRA, lora_weights_path to continue one, or full_finetune: true"
-        ]
-    return []
+    elif settings.trainable_lora_modules == ():
+        yield "trainable_lora_modules: an empty list trains nothing; leave it out to train every module"
+    elif settings.lora_weights_path is not None:
+        if ranks:
+            yield f"lora_weights_path: its own ranks and alphas are taken over; leave out {', '.join(ranks)}"
+    elif settings.rank is None:
+        yield "rank: give a rank to start a LoRA, lora_weights_path to continue one, or full_finetune: true"
 
 
-def _what_is_minimised(settings: "TrainSettings") -> list[str]:
-    if settings.source_key.lower() == settings.target_key.lower():
-        return [f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"]
-    if settings.mask_key is not None:
-        for key in ("source_key", "target_key"):
-            if getattr(settings, key).lower() == settings.mask_key.lower():
-                return [
-                    f"mask_key: it and {key} are both {settings.mask_key}; name the mask's file, or leave it out"
-                ]
-    if settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
-        return ["latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"]
-    return []
+def _what_is_minimised(settings: "TrainSettings") -> Iterator[str]:
+    named = {key: getattr(settings, key).lower() for key in ("source_key", "target_key")}
+    masked = [key for key, name in named.items() if name == (settings.mask_key or "").lower()]
+    if named["source_key"] == named["target_key"]:
+        yield f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"
+    elif settings.mask_key is not None and masked:
+        yield (
+            f"mask_key: it and {masked[0]} are both {settings.mask_key}; name the mask's file, or leave it out"
+        )
+    elif settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
+        yield "latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"
 
 
-def _how_it_is_optimised(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _how_it_is_optimised(settings: "TrainSettings") -> Iterator[str]:
     try:
         check_optimizer(settings.optimizer, settings.optimizer_kwargs)
     except ConfigError as error:
-        wrong.append(str(error).rstrip("."))
+        yield str(error).rstrip(".")
     try:
         check_schedule(settings.lr_scheduler, settings.warmup_steps, settings.lr_scheduler_kwargs)
     except ConfigError as error:
-        wrong.append(str(error).rstrip("."))
-    return wrong
+        yield str(error).rstrip(".")
 
 
-def _sizes(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _sizes(settings: "TrainSettings") -> Iterator[str]:
     factor = settings.factor
     if settings.image_size is not None and any(side < 1 or side % factor for side in settings.image_size):
         near = [max(round(side / factor), 1) * factor for side in settings.image_size]
         given = list(settings.image_size)
-        wrong.append(f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})")
-    for key, side in (
-        ("pixel_crop", settings.pixel_loss_side),
-        ("pixel_tile_size", settings.pixel_tile_size),
-    ):
+        yield f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})"
+    crop, tile = settings.pixel_loss_side, settings.pixel_tile_size
+    for key, side in (("pixel_crop", crop), ("pixel_tile_size", tile)):
         if side is not None and (side < settings.vae.factor or side % settings.vae.factor):
-            wrong.append(f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}")
-    if settings.pixel_loss_side is not None and settings.pixel_tile_size is not None:
-        wrong.append(
-            "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
-        )
+            yield f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}"
+    if crop is not None and tile is not None:
+        yield "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
     if settings.max_member is not None:
         try:
             parse_size(str(settings.max_member))
         except ConfigError:
-            wrong.append(f"max_member: expected a size such as 2GB, got {settings.max_member!r}")
-    return wrong
+            yield f"max_member: expected a size such as 2GB, got {settings.max_member!r}"
 
 
-def _where_it_runs(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _where_it_runs(settings: "TrainSettings") -> Iterator[str]:
     if settings.mixed_precision == "fp16" and settings.device.partition(":")[0] == "cpu":
-        wrong.append("mixed_precision: fp16 needs an accelerator; use bf16 or no on device cpu")
+        yield "mixed_precision: fp16 needs an accelerator; use bf16 or no on device cpu"
     if settings.wandb_project is not None and settings.report_to not in (None, "wandb"):
-        wrong.append(f"wandb_project: is for report_to: wandb, not {settings.report_to}")
+        yield f"wandb_project: is for report_to: wandb, not {settings.report_to}"
     if min(settings.num_steps) < 1:
-        wrong.append(f"num_steps: expected 1 or more, got {min(settings.num_steps)}")
+        yield f"num_steps: expected 1 or more, got {min(settings.num_steps)}"
     if settings.validation_interval is not None and settings.validation_shards is None:
-        wrong.append("validation_interval: there are no validation_shards to validate on")
+        yield "validation_interval: there are no validation_shards to validate on"
     formats = settings.output_formats
     if twice := [name for name in dict.fromkeys(formats) if formats.count(name) > 1]:
-        wrong.append(f"output_formats: names {', '.join(twice)} more than once; name each once")
-    return wrong
+        yield f"output_formats: names {', '.join(twice)} more than once; name each once"
 
 
 def user_path(value: Any) -> Any:

@@ -38,7 +38,6 @@ from sigmascope.lbm.model import LbmModel, build_lbm, check_fits, load_lbm
 from sigmascope.lbm.training.accelerate import (
     accelerated,
     check_tracker,
-    is_sharded,
     log_pictures,
     start_trackers,
 )
@@ -227,7 +226,7 @@ def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progr
 
     Where FSDP spreads the denoiser, no device need have room for all of it.
     """
-    sharded = is_sharded(accelerator)
+    sharded = accelerator.is_fsdp2
     model = load_lbm(
         settings.base_model_path,
         settings.lbm,
@@ -415,7 +414,7 @@ class TrainingLoop:
         if not self.samples:
             return
         self._validated_step = session.step
-        main, sharded = session.accelerator.is_main_process, session.stepper.prepared.sharded
+        main, sharded = session.accelerator.is_main_process, session.accelerator.is_fsdp2
         with self.teller.pause(), session.team.together():
             if main or sharded:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
