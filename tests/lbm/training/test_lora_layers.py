@@ -53,7 +53,7 @@ def saved(tmp_path: Path, lora: LoraFile, format: str = "native") -> str:
 def test_a_fresh_lora_begins_as_the_base() -> None:
     model = new_model()
     before = output(model)
-    inject_lora(model, tiny_settings())
+    inject_lora(model, tiny_settings(trainable_lora_modules=SOME))
     assert torch.equal(output(model), before)
 
 
@@ -103,14 +103,13 @@ def test_pefts_layers_and_our_hooks_give_the_same_output() -> None:
     assert (with_peft - bare).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_factors_are_float32_over_a_narrow_base(dtype: torch.dtype) -> None:
+def test_factors_are_float32_over_a_narrow_base() -> None:
     torch.manual_seed(0)
-    model = build_lbm(parse_config(TINY), dtype=dtype).eval()
+    model = build_lbm(parse_config(TINY), dtype=torch.bfloat16).eval()
     settings = tiny_settings(trainable_lora_modules=SOME)
     trainable = inject_lora(model, settings)
     assert {p.dtype for _, p in trainable.parameters()} == {torch.float32}
-    assert {p.dtype for p in model.denoiser.parameters() if not p.requires_grad} == {dtype}
+    assert {p.dtype for p in model.denoiser.parameters() if not p.requires_grad} == {torch.bfloat16}
     wide = dict(inject_lora(new_model(), settings).parameters())
     assert all(torch.equal(p, wide[name]) for name, p in trainable.parameters())
 
