@@ -336,10 +336,6 @@ def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
 def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
     """Say for each weight of the LBM whose shape is not the backbone's how it changes.
 
-    Args:
-        backbone: Open.
-        shapes: Of every tensor of the LBM, by key.
-
     Raises:
         ModelMismatchError: Names every weight that the backbone lacks, that has no place in the LBM, or whose
             shape cannot be adapted, with both shapes.
@@ -426,11 +422,6 @@ def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
 
 def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> BaseFiles:
     """Choose the files and refuse those that cannot be written, before any work is done.
-
-    Args:
-        save_path: One of the files, by its ending.
-        config: Of the LBM.
-        both: Write the other format beside it too, and the config where no equal one is.
 
     Raises:
         ConfigError: The ending is neither, or a YAML that describes another model stands where later commands

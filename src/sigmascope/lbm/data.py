@@ -515,11 +515,6 @@ class SampleDecoder:
     def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
         """Decode a sample.
 
-        Args:
-            raw: As read.
-            epoch: Of the stream, from 0.
-            number: In the epoch's stream.
-
         Raises:
             DataError: Says which member is missing, damaged, or of another shape than the source.
         """
@@ -612,14 +607,7 @@ class CropBox:
 
 
 def choose_crop(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> CropBox:
-    """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn.
-
-    Args:
-        image_size: (width, height) of the picture.
-        size: (width, height) that it is brought to.
-        crop: Which part.
-        draws: Gives the place of a random part.
-    """
+    """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn."""
     width, height = image_size
     scale = max(size[0] / width, size[1] / height)
     part = (min(size[0] / scale, width), min(size[1] / scale, height))

@@ -214,14 +214,7 @@ def make_app(
     host: str = "127.0.0.1",
     on_line: "Callable[[JobLine], object]" = lambda line: None,
 ) -> Starlette:
-    """The application that serves one model.
-
-    Args:
-        served: Model and LoRA.
-        limits: Of requests; the defaults when left out.
-        host: That the server binds to.
-        on_line: Given the line of jobs, for who ends the server.
-    """
+    """The application that serves one model."""
     page = Page(served, limits or Limits())
     on_line(page.line)
 
@@ -289,12 +282,7 @@ def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
 
 
 class Page:
-    """One served model with its pictures, its results and its line of jobs.
-
-    Args:
-        served: Model and LoRA.
-        limits: Of requests.
-    """
+    """One served model with its pictures, its results and its line of jobs."""
 
     def __init__(self, served: ServedModel, limits: Limits) -> None:
         self.served = served
@@ -461,11 +449,7 @@ class Job:
 
 
 class JobLine:
-    """Runs jobs one after another in the order they came.
-
-    Args:
-        limit: Jobs that may wait.
-    """
+    """Runs jobs one after another in the order they came."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -143,10 +143,6 @@ class ServedModel:
 def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> ServedModel:
     """Load model and LoRA.
 
-    Args:
-        options: What to load.
-        progress: Told after each tensor of the model.
-
     Raises:
         ConfigError: An option makes no sense, or the model needs more than a source picture.
         SigmascopeError: A file cannot be read, or LoRA and model do not belong together.
@@ -314,11 +310,6 @@ class Translator:
     def translate(self, picture: Picture, wish: Wish, report: Report) -> dict[str, Any]:
         """Make what is asked for, and nothing that is still kept.
 
-        Args:
-            picture: The one that the wish names.
-            wish: What to make.
-            report: Told before the work and after each step.
-
         Returns:
             `base` and `result` (None without a LoRA), as `Made.summary` gives them, and `dormant_modules`:
             how many of the LoRA's modules never ran.
@@ -457,13 +448,6 @@ def wished_size(wish: Wish) -> str | Size:
 
 def check_working_size(wish: Wish, picture: Size, *, resolution: int, factor: int, limits: Limits) -> None:
     """Refuse a size that the model would need more memory for than a machine has.
-
-    Args:
-        wish: What is asked for.
-        picture: Its width and height.
-        resolution: Side of the square bucket.
-        factor: The config's.
-        limits: How much is too much.
 
     Raises:
         Refusal: It is too large.

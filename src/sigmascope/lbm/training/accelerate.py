@@ -152,11 +152,6 @@ def _check_kind(accelerator: Accelerator) -> None:
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
     """Refuse ways to spread the model over processes that training has not.
 
-    Args:
-        kind: What the launcher's configuration asks for.
-        settings: Of the run.
-        fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
-
     Raises:
         ConfigError: It is Megatron-LM, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
     """
@@ -185,12 +180,7 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
 
 
 class AcceleratedBackend:
-    """Gradients by Accelerate: of one process, or of DDP or FSDP.
-
-    Args:
-        accelerator: Of `accelerated`.
-        synchronised: The module whose gradients it brings together.
-    """
+    """Gradients by Accelerate: of one process, or of DDP or FSDP."""
 
     def __init__(self, accelerator: Accelerator, synchronised: nn.Module) -> None:
         self._accelerator = accelerator
@@ -335,12 +325,7 @@ def _keep_group_to_the_last(module: nn.Module) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
-
-    Args:
-        model: With what is trained in it.
-        objective: Its loss.
-    """
+    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it."""
 
     def __init__(self, model: LbmModel, objective: Objective) -> None:
         super().__init__()
@@ -459,11 +444,6 @@ class Stepper:
     def make(self, group: StepBatches[Any], step: int, last_checkpoint: str | None) -> StepResult:
         """Make one step. The gradient is the mean over all samples of all processes.
 
-        Args:
-            group: The step's batches.
-            step: Its number, for errors.
-            last_checkpoint: Likewise.
-
         Raises:
             NonFiniteError: Loss or gradient is NaN or Inf; the weights are as they were before the step.
         """
@@ -547,12 +527,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:
-    """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
-
-    Args:
-        model: Whose layers are looked at; it has no hook more afterwards.
-        backward: Computes the loss and its gradients.
-    """
+    """Run a step's computation again and note each layer whose weights, output or gradient is not finite."""
     culprits = NonFiniteLayers()
     for name, module in model.named_modules():
         if any(not is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False)):

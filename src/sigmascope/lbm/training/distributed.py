@@ -225,10 +225,6 @@ def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State
     """An optimizer's whole state as its parameters are spread.
 
     What has a parameter's shape is spread as it is; counters of steps and other numbers stay.
-
-    Args:
-        state: `state_dict()` with whole tensors.
-        parameters: In the optimizer's order.
     """
     spread: State = {}
     for number, values in state["state"].items():
@@ -296,12 +292,6 @@ def launched_processes() -> int:
 
 def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSettings, *, processes: int) -> None:
     """Refuse what training has not, and what contradicts the settings.
-
-    Args:
-        asked: The user's file, as it is; empty where flags of the launcher stand for it.
-        stage: Of ZeRO.
-        settings: Of the run.
-        processes: Of the run.
 
     Raises:
         ConfigError: Names the key of the file, or of the YAML.

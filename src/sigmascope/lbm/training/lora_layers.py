@@ -271,10 +271,6 @@ def prepare_full(model: LbmModel) -> TrainableFull:
 def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, PeftLayer]:
     """Replace layers by PEFT's, which hold the layer and two float32 factors with no useful values yet.
 
-    Args:
-        denoiser: Changed in place.
-        modules: The layers by their native names.
-
     Returns:
         PEFT's layers by the same names.
 
@@ -491,13 +487,7 @@ def matches(pattern: str, layer: str) -> bool:
 def plan_rows(
     model: nn.Module, planned: Iterable[PlannedModule], *, full: bool = False
 ) -> tuple[PlanRow, ...]:
-    """Count the parameters of a model and of its planned LoRA, in the order in which a latent passes the blocks.
-
-    Args:
-        model: With `denoiser` and `vae`, before anything is injected.
-        planned: Its layers with a LoRA.
-        full: Whether the denoiser's own parameters are trained.
-    """
+    """Count the parameters of a model and of its planned LoRA, in the order in which a latent passes the blocks."""
     rows: dict[tuple[str, str], PlanRow] = {}
 
     def row_of(path: str, module: nn.Module) -> PlanRow:

@@ -125,11 +125,6 @@ class Session:
 def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmModel) -> Session:
     """Put together what a run needs; nothing is trained yet.
 
-    Args:
-        settings: Of the run.
-        accelerator: Of `accelerated`.
-        model: Loaded, on the CPU or the accelerator's device. It is changed in place.
-
     Raises:
         SigmascopeError: Whatever is wrong with the settings, the data or the LoRA to go on with.
         OtherProcessError: It was so in another process.
@@ -174,11 +169,6 @@ def make_schedule(
     settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int | None
 ) -> LRScheduler:
     """Make the schedule, which multiplies the learning rate once for each optimizer step.
-
-    Args:
-        settings: Of the run.
-        optimizer: Whose learning rate it sets.
-        steps: Optimizer steps of the whole run; None where it is not known, which schedules that fall refuse.
 
     Raises:
         ConfigError: An argument or the number of steps is not right.
@@ -318,12 +308,6 @@ def resume_identity(
     """Describe a training by what its result follows from, as JSON values.
 
     Files are told by name, size and a part of their content, so that a folder may be moved.
-
-    Args:
-        settings: Of the run.
-        shards: What `train_shards` stands for, in order.
-        processes: How many share the data.
-        steps: Of the whole run; they count where the learning rate follows from them.
     """
     values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _NAMES_OF_FILES))
     values["train_shards"] = [
@@ -386,11 +370,6 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
 
     From the samples in the shards it is an upper bound: some may turn out to be unusable. Pictures of several
     shapes make a few more small batches than are counted.
-
-    Args:
-        settings: Of the run.
-        shards: What `train_shards` stands for.
-        processes: That share the samples.
     """
     epochs = epoch_limit(settings)
     if epochs is None:
@@ -461,13 +440,7 @@ def write_result(session: Session, folder: Path) -> list[Path]:
 
 
 def add_lora(session: Session, state: TrainingState, folder: Path) -> None:
-    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end.
-
-    Args:
-        session: Of the run.
-        state: That the checkpoint holds.
-        folder: Its folder, while it is being written.
-    """
+    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end."""
     if isinstance(session.trainable, TrainableFull):
         return  # the checkpoint holds these weights already, and a whole model more would fill disks
     weights = state.weights if state.average is None else state.average

@@ -578,12 +578,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
 
 
 def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
-    """Reckon the memory of a training on batches such as this one.
-
-    Args:
-        settings: Of the run.
-        batch: Only its shape counts.
-    """
+    """Reckon the memory of a training on batches such as this one."""
     stored = build_lbm(settings.lbm, device="meta", dtype=settings.weight_dtype)
     trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
