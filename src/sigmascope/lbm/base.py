@@ -12,8 +12,8 @@ be left over.
 All files are written or none, with room on the disk checked first, and none is lost that was there. `check_base`
 proves that a base can be used: it loads it, runs it once and looks at what comes out.
 
-The backbone's weights lie in a diffusers folder, in a single-file checkpoint with SDXL's own names, or in a repository of the
-Hugging Face hub, of which nothing else is fetched.
+The backbone's weights lie in a diffusers folder, in a single-file checkpoint with SDXL's own names, or in a
+repository of the Hugging Face hub, of which nothing else is fetched.
 
 Diffusers' own converter renames the tensors of a single file. It wants a state dict, and is given one that takes no
 memory: each tensor is one number, the tensor's place in the file, expanded to the shape that the file has. Where
@@ -62,33 +62,37 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BaseReport", "adapt_weight", "create_base"]
 
-
 _log = logging.getLogger(__name__)
-
 
 Write = Callable[[str, Tensor], None]
 """(key, tensor): puts a tensor into one of the files."""
 Shape = tuple[int, ...]
 Change = Literal["cut", "zero-filled", "cut and zero-filled"]
 
-
 ITERATIONS = "num_iterations"
 """The LBM's only tensor that no backbone has: how many steps it was trained."""
 DROPPED = "denoiser.add_embedding."
 """The UNet's embedding of sizes and pooled text: an LBM has none."""
 _FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
-
-
 SUFFIXES = (".safetensors", ".ckpt")
 """Of the files that a base is written to."""
 _HEADER_BYTES = 2 * 2**20
 """Room for headers and names, in bytes a file."""
-
-
 SCENE = 4
 """The rendered scene that `check_base` translates."""
 LATENT_SIDE = 32
 """Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
+PREFIXES = {"unet": "denoiser.", "vae": "vae.vae_model."}
+"""Of the LBM's keys, by the folder of a diffusers model."""
+_FILE_SUFFIXES = (".safetensors", ".gguf", ".json", *PICKLE_SUFFIXES)
+"""A signature with one of these is a file, and no repository."""
+_WEIGHTS_STEM = "diffusion_pytorch_model"
+"""What diffusers calls the files of weights."""
+_EARLIER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_EARLIER_NAME = re.compile(r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(\.\w+)")
+UNET: Final = "model.diffusion_model."
+VAE: Final = "first_stage_model."
+_VAE_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,23 +647,6 @@ def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> 
                         raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it anew.")
                     progress(done, len(first), key)
         return len(first)
-
-
-PREFIXES = {"unet": "denoiser.", "vae": "vae.vae_model."}
-"""Of the LBM's keys, by the folder of a diffusers model."""
-
-
-_FILE_SUFFIXES = (".safetensors", ".gguf", ".json", *PICKLE_SUFFIXES)
-"""A signature with one of these is a file, and no repository."""
-_WEIGHTS_STEM = "diffusion_pytorch_model"
-"""What diffusers calls the files of weights."""
-_EARLIER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_EARLIER_NAME = re.compile(r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(\.\w+)")
-
-
-UNET: Final = "model.diffusion_model."
-VAE: Final = "first_stage_model."
-_VAE_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
 
 
 @contextmanager

@@ -5,7 +5,8 @@
 Each part is a stage of the current recorder (`latent_encoding`, `denoising` with a step for each call of the
 denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
 
-What the pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
+`lbm_statistics` translates a few pictures and watches the layers, for extractions that keep the picture. What the
+pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
 """
 
 import math
@@ -39,13 +40,11 @@ from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.monitor import stage, step
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["lbm_statistics", "noise_pictures"]
-
-
 MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
 SEEDS = 2**63
 """Seeds are below this: what fits a signed 64-bit column of the run store."""
+_BLOBS = 8  # along a side of a picture of noise
 
 
 def translate_image(
@@ -268,9 +267,6 @@ def conditioning_latents(
         grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
         masks.append((grey + 1.0) / 2.0)
     return join_conditioning(masks, images, like)
-
-
-_BLOBS = 8  # along a side of a picture of noise
 
 
 def lbm_statistics(

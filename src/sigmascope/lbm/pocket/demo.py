@@ -41,6 +41,8 @@ PARTS = ("extract", "validate", "infer", "check", "save")
 """For the progress."""
 FULL_RANK_ERROR = 0.005
 """Largest relative error of a layer at full rank: storage in 16 bits leaves less than this."""
+STEPS = 2
+"""Of a benchmark's case that names none."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,6 @@ def _largest_difference(first: Image.Image, second: Image.Image) -> int:
 
 def _levels(difference: int) -> str:
     return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
-
-
-STEPS = 2
-"""Of a case that names none."""
 
 
 @dataclass(frozen=True)

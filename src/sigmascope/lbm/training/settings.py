@@ -36,7 +36,6 @@ SavePrecision = Literal["float32", "fp16", "bf16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "none"]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
-
 _OF_LBM: Final = {
     "learning_rate_scheduler": "lr_scheduler",
     "learning_rate_scheduler_kwargs": "lr_scheduler_kwargs",

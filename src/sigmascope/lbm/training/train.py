@@ -84,9 +84,7 @@ from sigmascope.records.run import Run
 
 _log = logging.getLogger(__name__)
 
-
 StopReason = Literal["SIGTERM", "SIGINT"]
-
 
 SAVED_EARLY: Final = 10
 """An epoch's end is saved unless fewer than 1/10 of `save_interval` steps were made since the last checkpoint."""
