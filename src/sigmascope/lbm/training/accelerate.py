@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -390,30 +390,6 @@ class StepResult:
     skipped: bool
 
 
-@dataclass
-class NonFiniteLayers:
-    """Names of modules in the order in which they went wrong: NaN or Inf out of finite weights and inputs."""
-
-    weights: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Whether anything was found."""
-        return bool(self.weights or self.outputs or self.gradients)
-
-    def __str__(self) -> str:
-        """As a part of a sentence."""
-        for what, names in (
-            ("the weights of", self.weights),
-            ("the output of", self.outputs),
-            ("the gradient behind", self.gradients),
-        ):
-            if names:
-                return f"first in {what} {listed(names, NAMED)}"
-        return "nowhere"
-
-
 class Stepper:
     """Makes optimizer steps.
 
@@ -490,17 +466,17 @@ class Stepper:
         self, group: StepBatches[Any], step: int, loss: float, last_checkpoint: str | None
     ) -> NonFiniteError:
         keys = [key for batch in group.batches for key in batch.keys]
-        culprits = None
+        where = ""
         self.prepared.backend.release()
         for batch in group.batches:
-            layers = self._culprits(batch)
-            if layers and culprits is None:
-                culprits, keys = layers, list(batch.keys)
+            layers = self._nonfinite_layers(batch)
+            if layers and not where:
+                where, keys = layers, list(batch.keys)
             if layers and not self.accelerator.is_fsdp2:  # under FSDP all processes run all of their batches
                 break
         what = f"the loss is {loss:g}" if not math.isfinite(loss) else "the gradient is not finite"
-        # None: no layer showed it again, or it was another process's batch.
-        where = "in no layer of this process when it was run again" if culprits is None else str(culprits)
+        # Empty: no layer showed it again, or it was another process's batch.
+        where = where or "in no layer of this process when it was run again"
         intact = f"{last_checkpoint} is intact; lower" if last_checkpoint else "Lower"
         return NonFiniteError(
             f"step {step}: {what}, {where} (samples {listed(keys, NAMED)}). "
@@ -508,7 +484,7 @@ class Stepper:
             hint=f"{intact} learning_rate, use mixed_precision bf16 or no, or leave the samples out.",
         )
 
-    def _culprits(self, batch: Batch) -> NonFiniteLayers:
+    def _nonfinite_layers(self, batch: Batch) -> str:
         inner = self.accelerator.unwrap_model(self.prepared.module)
         inner.zero_grad()
 
@@ -518,7 +494,7 @@ class Stepper:
             again.backward()
             return float(again.detach())
 
-        return find_culprits(inner.model, backward)
+        return find_nonfinite_layers(inner.model, backward)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -526,15 +502,28 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(**send_to_device(vars(batch), device))
 
 
-def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:
-    """Run a step's computation again and note each layer whose weights, output or gradient is not finite."""
-    culprits = NonFiniteLayers()
-    for name, module in model.named_modules():
-        if any(not is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False)):
-            culprits.weights.append(name)
+def find_nonfinite_layers(model: nn.Module, backward: Callable[[], float]) -> str:
+    """Run a step's computation again, and say in which layers NaN or Inf came first.
+
+    Args:
+        model: Whose layers are looked at; it has no hook more afterwards.
+        backward: Computes the loss and its gradients.
+
+    Returns:
+        A part of a sentence that names layers whose weights, else whose outputs, else whose gradients are not finite;
+        empty where all are.
+    """
+    modules = dict(model.named_modules())
+    weights = [
+        name
+        for name, module in modules.items()
+        if not all(is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False))
+    ]
+    outputs: list[str] = []
+    gradients: list[str] = []
     handles = [
-        module.register_forward_hook(_watch(name, culprits))
-        for name, module in model.named_modules()
+        module.register_forward_hook(_watch(name, outputs, gradients))
+        for name, module in modules.items()
         if not any(module.children())
     ]
     try:
@@ -542,23 +531,28 @@ def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteL
     finally:
         for handle in handles:
             handle.remove()
-    if math.isfinite(loss) and not culprits.gradients:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad)):
-                culprits.gradients.append(name)
-    return culprits
+    if math.isfinite(loss) and not gradients:
+        gradients += [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad))
+        ]
+    found = {"the weights of": weights, "the output of": outputs, "the gradient behind": gradients}
+    return next((f"first in {what} {listed(names, NAMED)}" for what, names in found.items() if names), "")
 
 
-def _watch(name: str, culprits: NonFiniteLayers) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+def _watch(
+    name: str, outputs: list[str], gradients: list[str]
+) -> Callable[[nn.Module, tuple[object, ...], object], None]:
     def gradient(grad: Tensor) -> None:
-        if not is_finite(grad) and name not in culprits.gradients:
-            culprits.gradients.append(name)
+        if not is_finite(grad) and name not in gradients:
+            gradients.append(name)
 
     def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if not isinstance(output, Tensor):
             return
-        if not is_finite(output) and name not in culprits.outputs:
-            culprits.outputs.append(name)
+        if not is_finite(output) and name not in outputs:
+            outputs.append(name)
         if torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(gradient)  # type: ignore[no-untyped-call]
 
