@@ -75,7 +75,9 @@ def start(
 ) -> ForkProcess:
     """Call `work` with a number in a process that writes all it says to `errors`."""
     process = multiprocessing.get_context("fork").Process(
-        target=_run, args=(work, number, environment or {}, errors)
+        target=_run,
+        args=(work, number, environment or {}, errors),
+        daemon=True,  # it ends with a test that fails before it has waited for it
     )
     process.start()
     return process
