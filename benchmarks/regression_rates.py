@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
 
-from sigmascope.analysis.run_comparison import ALPHA, MAX_SLOWDOWN, p_of_higher
-from sigmascope.analysis.run_figures import figures_of
+from sigmascope.analysis.run_comparison import ALPHA, MAX_SLOWDOWN
+from sigmascope.analysis.run_figures import figures_of, p_of_higher
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Run
 

@@ -1,5 +1,6 @@
-"""Fill the pages of all commands and of all names that the package offers, when MkDocs builds the site."""
+"""Fill the pages of all commands, all names that the package offers and all its modules, when MkDocs builds the site."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FACE = Path(__file__).parents[1] / "src" / "sigmascope" / "__init__.pyi"
+PACKAGE = Path(__file__).parents[1] / "src" / "sigmascope"
+FACE = PACKAGE / "__init__.pyi"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -16,6 +18,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{markdown}\n{commands()}"
     if page.file.src_uri == "reference.md":
         return markdown.replace("<!-- the face -->", "\n".join(face()))
+    if page.file.src_uri == "architecture.md":
+        return markdown.replace("<!-- the modules -->", "\n".join(modules()))
     return markdown
 
 
@@ -34,3 +38,13 @@ def face() -> Iterator[str]:
         for name in re.findall(r"\b(\w+) as \1\b", line):
             if not name.startswith("_"):
                 yield f"::: sigmascope.{name}"
+
+
+def modules() -> Iterator[str]:
+    """A row for each module: its name, and the first line of its docstring."""
+    yield "## Modules\n\n| module | what it holds |\n|---|---|"
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not path.name.startswith("__"):
+            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            says = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            yield f"| `{name}` | {says.replace('|', '&#124;')} |"

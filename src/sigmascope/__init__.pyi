@@ -17,6 +17,8 @@ from .records.serialization import load_run as load_run, save_run as save_run
 from .records.merge import merge_runs as merge_runs
 from .analysis.diagnostics import diagnose as diagnose
 from .reports.console import print_run as print_run
+from .reports.html import to_html as to_html, write_html as write_html
+from .reports.markdown import to_markdown as to_markdown
 from .reports.trace import write_trace as write_trace
 
 # Hold generations to a target, compare them, and make them faster
@@ -68,7 +70,7 @@ from .lbm.training.train import train as train
 
 # Latents, tensors and files of weights
 from .pipeline.encode_decode import decode_latents as decode_latents, encode_latents as encode_latents
-from .analysis.dump_comparison import compare_tensors as compare_tensors
+from .analysis.tensor_comparison import compare_tensors as compare_tensors
 from .checkpoints.tensor_dumps import TensorDumps as TensorDumps
 from .checkpoints.tensor_dumps import load_tensors as load_tensors, save_tensors as save_tensors
 from .checkpoints.reader import open_checkpoint as open_checkpoint

@@ -6,6 +6,7 @@ wherever they come from. `parse_size` and `parse_share` read what users write.
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from sigmascope.errors import ConfigError
@@ -87,6 +88,12 @@ def printable(text: object) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(text)
     )
+
+
+def first_few(texts: Sequence[str], most: int = 5, *, between: str = ", ") -> str:
+    """The first of several texts, and how many more there are."""
+    more = f"{between.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def parse_size(text: str, flag: str = "a size") -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
 from sigmascope.records.run import Run, Stage, Steps
@@ -37,9 +37,14 @@ def run(
 
 def noisy_runs(count: int, *, factor: float = 1.0, noise: float = 0.02, seed: int = 0) -> list[Run]:
     """Runs of 20 steps of 0.1 s · factor; each run has its own speed, and so has each step."""
+    return [run(seconds) for seconds in noisy_steps(count, factor=factor, noise=noise, seed=seed)]
+
+
+def noisy_steps(
+    count: int, *, factor: float = 1.0, noise: float = 0.02, seed: int = 0
+) -> Iterator[list[float]]:
+    """The seconds of the steps of such runs."""
     rng = random.Random(seed)
-    made = []
     for _ in range(count):
         speed = rng.gauss(1, noise / 2)
-        made.append(run([0.1 * factor * speed * rng.gauss(1, noise) for _ in range(20)]))
-    return made
+        yield [0.1 * factor * speed * rng.gauss(1, noise) for _ in range(20)]

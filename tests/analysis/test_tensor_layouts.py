@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from sigmascope import compare_tensors
-from sigmascope.analysis.dump_comparison import TensorComparison
+from sigmascope.analysis.tensor_comparison import TensorComparison
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -77,7 +77,7 @@ def _no_warnings() -> Iterator[None]:
 
 def _prepare(folder: Path) -> dict[str, list[Specimen]]:
     Image.init()
-    for name in ("regression", "run_comparison", "dump_comparison"):  # here, and not anew in each child
+    for name in ("run_comparison", "tensor_comparison"):  # here, and not anew in each child
         import_module(f"sigmascope.analysis.{name}")
     import_module("sigmascope.lbm.training.train")
     families: dict[str, list[Specimen]] = {}

@@ -116,7 +116,7 @@ def test_another_set_up_is_told(tmp_path: Path) -> None:
             host = HostFacts(libraries={"torch": version})
             replace(run, host=host).save(tmp_path / name / f"{index}.json")
     arguments = ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
-    assert "The set-up differs: torch 2.13 → 2.14" in CliRunner().invoke(app, arguments).output
+    assert "The recipe differs: torch 2.13 → 2.14" in CliRunner().invoke(app, arguments).output
 
 
 def test_runs_of_nothing_in_common_are_an_error_and_no_pass(tmp_path: Path) -> None:

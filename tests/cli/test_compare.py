@@ -45,13 +45,14 @@ def test_slower_runs_are_no_error(tmp_path: Path) -> None:
 
 def test_what_differs_in_the_set_up_is_told(tmp_path: Path) -> None:
     new, old = saved(tmp_path / "new", torch="2.14"), saved(tmp_path / "old")
-    row = next(line for line in compare(new, "--baseline", old).output.splitlines() if "torch" in line)
-    assert row.split() == ["torch", "2.13", "2.14"]
+    lines = compare(new, "--baseline", old).output.splitlines()
+    assert lines[0] == "Times are as before. The recipe differs: torch 2.13 → 2.14."
+    assert ["torch", "2.13", "2.14"] in [line.split() for line in lines]
 
 
 def test_two_single_runs_have_intervals_from_their_steps(tmp_path: Path) -> None:
     new, old = saved(tmp_path / "new", count=1), saved(tmp_path / "old", count=1, seed=1)
-    output = compare(new / "0.json", "--baseline", old / "0.json").output
+    output = compare(new / "0.json", "--baseline", old / "0.json", "--full").output
     assert "Steps of 1 and 1 runs, pooled" in output
     assert "1 run against 1." in output
 

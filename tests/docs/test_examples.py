@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -40,5 +41,15 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_every_link_and_picture_is_there(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    missing = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    missing = []
+    for target, anchor in LINK.findall(text):
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(f"{target}#{anchor}")
     assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name of a page: its headings in lower case, with hyphens for spaces, as MkDocs makes them."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}

@@ -1,7 +1,6 @@
 """A pipeline with the LoRA that is made for it, loaded under the eyes of a monitor."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,8 @@ class Styled:
         return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
 
-@cache
-def bare_image(family: str) -> Tensor:
-    """What the family's pipeline makes without any LoRA; every one of them makes the same."""
-    return generate(make_pipeline(family), family)
+_BARE_IMAGES: dict[str, Tensor] = {}
+"""What each family's pipeline makes without any LoRA; every one of them makes the same."""
 
 
 def styled(family: str, folder: Path, *, leave_out: tuple[str, ...] = ()) -> Styled:
@@ -64,7 +61,9 @@ def styled(family: str, folder: Path, *, leave_out: tuple[str, ...] = ()) -> Sty
     state = {key: value for key, value in state.items() if not any(mark in key for mark in leave_out)}
     path = write(state, folder / f"{family}.safetensors")
     monitor = ModelLoadingMonitor()
-    found = Styled(family, pipeline, state, path, monitor, {}, bare_image(family))
+    if family not in _BARE_IMAGES:
+        _BARE_IMAGES[family] = generate(pipeline, family)
+    found = Styled(family, pipeline, state, path, monitor, {}, _BARE_IMAGES[family])
     found.baseline.update(monitor.capture_lora_baseline(found.denoiser, found.encoders, path))
     monitor.start_monitoring("lora_application")
     pipeline.load_lora_weights(str(path), adapter_name="style")

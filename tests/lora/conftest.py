@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from tests.lora.applied_patches import make_patch, randn
-from tests.lora.pipeline_loras import pipelines, save
+from tests.lora.pipeline_loras import pipelines, save, saved_loras
 from torch import nn
 
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 
-__all__ = ["make_patch", "pipelines", "randn", "save"]  # fixtures
+__all__ = ["make_patch", "pipelines", "randn", "save", "saved_loras"]  # fixtures
 
 MakeFactors = Callable[..., LoraFactors]
 MakeLora = Callable[..., LoraFile]

@@ -1,6 +1,7 @@
 """LoRAs for the tiny pipelines of all families, in every format."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +40,44 @@ def factors_for(shape: tuple[int, ...], rank: int = 2, alpha: float = 2.0, seed:
     return LoraFactors(up, down, alpha, shape)
 
 
+@pytest.fixture(scope="session")
+def saved_loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what `save` has written: pipelines of one class are all alike, and so are their LoRAs."""
+    return tmp_path_factory.mktemp("saved_loras")
+
+
 @pytest.fixture
-def save(tmp_path: Path) -> SaveLora:
+def save(tmp_path: Path, saved_loras: Path) -> SaveLora:
     """Write a LoRA for every Linear and Conv2d of a pipeline's parts: save(pipeline, "unet", format="kohya")."""
 
     def make(pipeline: Any, *parts: str, format: str = "peft", only: str = "", name: str = "lora") -> Path:
-        layers = [
-            (f"{part}.{path}", tuple(module.weight.shape))
-            for part in parts
-            for path, module in getattr(pipeline, part).named_modules()
-            if isinstance(module, nn.Linear | nn.Conv2d) and only in path
-        ]
-        modules = {path: factors_for(shape, seed=seed) for seed, (path, shape) in enumerate(layers)}
-        shapes = {
-            f"{part}.{key}": tuple(tensor.shape)
-            for part in pipeline.components
-            if isinstance(getattr(pipeline, part), nn.Module)
-            for key, tensor in getattr(pipeline, part).state_dict().items()
-        }
-        layout, lora = layout_of(shapes), LoraFile(modules)
-        own, target = (tmp_path / f"{prefix}{name}.safetensors" for prefix in ("own-", ""))
-        if format in {"native", "peft"}:
-            save_lora(target, lora, format=format, layout=layout, model_layers=list(shapes))
-            return target
-        save_lora(own, lora, format="native", layout=layout)
-        model = tmp_path / "model.safetensors"
-        save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, model)
-        convert_lora(
-            own, target, format, model=model, drop_unsupported=True
-        )  # VACE's blocks have no other names
-        return target
+        kept = saved_loras / f"{'-'.join((type(pipeline).__name__, *parts, format, only))}.safetensors"
+        if not kept.exists():
+            _write_lora(kept, pipeline, parts, format, only)
+        return Path(shutil.copy(kept, tmp_path / f"{name}.safetensors"))
 
     return make
+
+
+def _write_lora(target: Path, pipeline: Any, parts: Sequence[str], format: str, only: str) -> None:
+    layers = [
+        (f"{part}.{path}", tuple(module.weight.shape))
+        for part in parts
+        for path, module in getattr(pipeline, part).named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and only in path
+    ]
+    modules = {path: factors_for(shape, seed=seed) for seed, (path, shape) in enumerate(layers)}
+    shapes = {
+        f"{part}.{key}": tuple(tensor.shape)
+        for part in pipeline.components
+        if isinstance(getattr(pipeline, part), nn.Module)
+        for key, tensor in getattr(pipeline, part).state_dict().items()
+    }
+    layout, lora = layout_of(shapes), LoraFile(modules)
+    if format in {"native", "peft"} or "VACE" not in type(pipeline).__name__:
+        save_lora(target, lora, format=format, layout=layout, model_layers=list(shapes))
+        return
+    own, model = (target.with_name(f"{name}.safetensors") for name in ("own", "model"))
+    save_lora(own, lora, format="native", layout=layout)
+    save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, model)
+    convert_lora(own, target, format, model=model, drop_unsupported=True)  # VACE's blocks have no other names

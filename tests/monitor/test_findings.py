@@ -31,7 +31,7 @@ def decoding_that_ends_with(allocated_gib: int, reserved_gib: int, *, peak_gib: 
     before, after = memory(2, 2), memory(allocated_gib, reserved_gib)
     share = after.accelerator(DEVICE).fragmentation()
     efficiency: Any = {"fragmentation": share, "cleanup_effectiveness": None}
-    found = list(memory_findings(efficiency, reserved_gib * 1024.0, None, "latent_decoding"))
+    found = list(memory_findings(efficiency, reserved_gib * 1024.0, None))
     assert [one.id for one in found] == ["memory_fragmented"]
     stage = Stage(
         "latent_decoding",
@@ -41,7 +41,9 @@ def decoding_that_ends_with(allocated_gib: int, reserved_gib: int, *, peak_gib: 
         peak=PeakMemory(
             accelerators=(AcceleratorPeak(DEVICE, peak_gib * GIB, 0.5, reserved_gib * GIB, 0.5),)
         ),
-        facts={"latent_decoding": {"findings": [to_plain(one) for one in found]}},
+        facts={
+            "latent_decoding": {"findings": [{**to_plain(one), "stage": "latent_decoding"} for one in found]}
+        },
     )
     host = HostFacts(accelerators=(AcceleratorFacts(DEVICE, "NVIDIA A100", 80 * GIB),))
     return Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, host=host, stages=(stage,))

@@ -1,6 +1,7 @@
 """ComfyUI's patchers of a U-Net and a text encoder, and a LoRA for both."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,21 +28,28 @@ def clip() -> CLIP:
 
 @pytest.fixture
 def apply(unet: ModelPatcher, clip: CLIP) -> Apply:
-    """Apply a LoRA as ComfyUI's loader does, to clones, and analyse it."""
+    """`applied` to these two."""
+    return partial(applied, unet, clip)
 
-    def run(
-        patches: dict[str, Any], *, strength: float = 1.0, load: bool = False, lowvram: bool = False
-    ) -> Analysis:
-        baseline = capture_lora_baseline(unet, clip)
-        new_unet, new_clip = unet.clone(), clip.clone()
-        new_unet.add_patches(patches, strength)
-        new_clip.add_patches(patches, strength)
-        if load:
-            new_unet.load(lowvram=lowvram)
-            new_clip.patcher.load(lowvram=lowvram)
-        return dict(analyze_lora_application_results(baseline, new_unet, new_clip, (new_unet, new_clip)))
 
-    return run
+def applied(
+    unet: ModelPatcher,
+    clip: CLIP,
+    patches: dict[str, Any],
+    *,
+    strength: float = 1.0,
+    load: bool = False,
+    lowvram: bool = False,
+) -> Analysis:
+    """The analysis of a LoRA that is applied as ComfyUI's loader does, to clones."""
+    baseline = capture_lora_baseline(unet, clip)
+    new_unet, new_clip = unet.clone(), clip.clone()
+    new_unet.add_patches(patches, strength)
+    new_clip.add_patches(patches, strength)
+    if load:
+        new_unet.load(lowvram=lowvram)
+        new_clip.patcher.load(lowvram=lowvram)
+    return dict(analyze_lora_application_results(baseline, new_unet, new_clip, (new_unet, new_clip)))
 
 
 def patches() -> dict[str, Any]:

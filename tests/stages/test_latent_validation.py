@@ -220,7 +220,7 @@ def test_a_decoding_has_its_own_words() -> None:
 
 
 def test_the_facts_of_wan_here_are_those_of_the_vae(make_vae: Any) -> None:
-    from sigmascope.stages.vae_facts import vae_facts
+    from sigmascope.stages.latent_facts import vae_facts
 
     real = vae_facts(make_vae("wan"))
     assert all(getattr(real, name) == value for name, value in WAN.items())

@@ -93,7 +93,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "red\\x1b[2J\\x07\\x00\\u202efox\\r\\nnext\\ud800" in text
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(st.text(st.characters(codec=None), max_size=60))
 def test_any_prompt_prints(prompt: str) -> None:
     text = printed(analysis(prompt))

@@ -1,6 +1,6 @@
 """Findings on a record, most of them from rules: what was seen, why it matters, what to do.
 
-`diagnose` holds a run against all rules of `rules_time`, `rules_memory` and `rules_model`. Three others look
+`diagnose` holds a run against all rules of `rules_time`, `memory` and `rules_model`. Three others look
 for what was noted already: findings of single stages' analyses, records of encodings and decodings that
 nobody has analysed, and models that did not stay what they were from stage to stage.
 """
@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
 from sigmascope.analysis.generations import Case, cases, whole
-from sigmascope.analysis.leaks import find_leaks
-from sigmascope.analysis.rules_memory import (
+from sigmascope.analysis.memory import (
     MEMORY_RULES,
     MEMORY_RUN_RULES,
     PLACEMENT_RULES,
     PLACEMENT_RUN_RULES,
+    find_leaks,
 )
 from sigmascope.analysis.rules_model import (
     ATTENTION_RULES,

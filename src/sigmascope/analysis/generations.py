@@ -141,14 +141,18 @@ def _denoises(stages: Iterable[Stage]) -> bool:
 
 
 def _misses_target(stages: Iterable[Stage]) -> bool:
-    performance = [stage.facts.get(PERFORMANCE) for stage in stages]
-    return any(isinstance(metrics, Mapping) and misses_target(metrics) for metrics in performance)
+    return any(metrics.misses_target for metrics in map(noted_metrics, stages) if metrics is not None)
 
 
-def misses_target(performance: Mapping[str, Any]) -> bool:
-    """Whether a generation took longer than a target that somebody gave."""
-    is_given = "target_generation_time" not in (performance.get("assumed") or ())
-    return performance.get("target_met") is False and is_given
+def noted_metrics(stage: Stage) -> PerformanceMetrics | None:
+    """What a monitor noted of a generation; None of what is none, or where that cannot be read."""
+    noted = stage.facts.get(PERFORMANCE)
+    if not isinstance(noted, Mapping):
+        return None
+    try:
+        return PerformanceMetrics.from_dict({"target_met": None, "total_generation_time": None, **noted})
+    except ValueError:
+        return None
 
 
 def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
@@ -297,13 +301,7 @@ def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
 def _noted_generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
     """What a monitor noted of each generation that went to its end, with its total; others are left out."""
     for stage in run.walk():
-        noted = stage.facts.get(PERFORMANCE)
-        if not stage.success or not isinstance(noted, dict):
-            continue
-        try:
-            metrics = PerformanceMetrics.from_dict(noted)
-        except ValueError:
-            continue
-        total = metrics.total_generation_time
-        if "total_generation_time" in noted and total is not None and is_duration(total):
+        metrics = noted_metrics(stage)
+        total = None if metrics is None else metrics.total_generation_time
+        if metrics is not None and stage.success and total is not None and is_duration(total):
             yield total, metrics

@@ -10,14 +10,15 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import PERFORMANCE, Case, misses_target, seconds_of
-from sigmascope.analysis.leaks import theil_sen
+from sigmascope.analysis.breakdown import seconds_between_steps
+from sigmascope.analysis.generations import Case, noted_metrics, seconds_of
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
     known,
     seconds_in_steps,
     step_name,
     step_seconds,
+    theil_sen,
     timed_on_device,
 )
 from sigmascope.records.performance import DeviceUtilization, utilization_of
@@ -52,12 +53,11 @@ _FEWEST_STEPS_OF_A_RANK: Final = 3
 def target_missed(case: Case) -> Iterator[Finding]:
     """A generation that took longer than its target, and where its time went."""
     for stage in case.named(_GENERATION):
-        performance = stage.facts.get(PERFORMANCE)
-        if not isinstance(performance, dict) or not misses_target(performance):
+        metrics = noted_metrics(stage)
+        total = None if metrics is None else metrics.total_generation_time
+        if metrics is None or not metrics.misses_target or total is None:
             continue
-        total, target = performance.get("total_generation_time"), performance.get("target_generation_time")
-        if not isinstance(total, int | float) or not isinstance(target, int | float):
-            continue
+        target = metrics.target_generation_time
         longest, spent = _longest_part(stage, total)
         where = "" if longest is None else f" {longest} took {units.percent(spent, total)} of it."
         yield Finding(
@@ -235,7 +235,7 @@ def callback_takes_long(case: Case) -> Iterator[Finding]:
     """A callback after each step that takes a good part of the denoising."""
     callback = case.call.callback
     for stage in case.named("denoising") if callback is not None else ():
-        spent = _between_steps(stage)
+        spent = seconds_between_steps(stage)
         if spent < max(_BETWEEN_SHARE * stage.seconds, _BETWEEN_SECONDS * len(stage.steps)):
             continue
         yield Finding(
@@ -252,18 +252,6 @@ def callback_takes_long(case: Case) -> Iterator[Finding]:
             advice="Do less in it, do it in fewer of the steps, or hand it to another thread.",
             stage=stage.name,
         )
-
-
-def _between_steps(stage: Stage) -> float:
-    """What goes by after a denoising's steps, on the host, and no more than the device was idle meanwhile."""
-    steps = stage.steps
-    if not len(steps):
-        return 0.0
-    whole = stage.seconds - steps.started[0]
-    between = whole - sum(known(step_seconds(stage, on_device=False)))
-    if is_timed_on_device(stage):
-        between = min(between, whole - seconds_in_steps(stage))
-    return max(between, 0.0)
 
 
 def device_waits(case: Case) -> Iterator[Finding]:

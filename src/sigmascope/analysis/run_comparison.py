@@ -1,4 +1,4 @@
-"""Two sets of runs of the same work: ratios of medians, intervals, tests, what differs in the set-up, and what regressed.
+"""Two sets of runs of the same work: ratios of medians, intervals, tests, and what regressed.
 
 Runs are sorted by the work that they did, since a run of 512×512 says nothing about one of 1024×1024
 (`pairs_by_work`). Steps can be compared too: all of a stage together, or each by its number.
@@ -13,20 +13,29 @@ differences of 0.1 % once there are enough runs, a threshold alone finds noise.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sigmascope.analysis.generations import before_after, cases
-from sigmascope.analysis.run_figures import Figure, Unit, figures_of, timed_on_device, timed_steps, warm
+from sigmascope.analysis.generations import before_after
+from sigmascope.analysis.recipe import WhatChanged, what_changed
+from sigmascope.analysis.run_figures import (
+    Figure,
+    Unit,
+    figures_of,
+    p_of_higher,
+    timed_on_device,
+    timed_steps,
+    warm,
+)
 from sigmascope.errors import ConfigError, RecordError
-from sigmascope.records.performance import BENCHMARK, BeforeAfterDict, others_of, work_of
-from sigmascope.records.run import AttentionFacts, CallFacts, ComponentFacts, HostFacts, PipelineFacts, Run
+from sigmascope.records.performance import BeforeAfterDict, work_of
+from sigmascope.records.run import Run
 
 _FEWEST_RUNS = 3  # with fewer on a side, steps are pooled
 CONFIDENCE: Final = 0.95
@@ -34,22 +43,10 @@ _RESAMPLES: Final = 4_999
 _FEWEST_FOR_AN_INTERVAL: Final = 3
 _NOTHING: Final = 1e-12
 """Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
-_SWITCH_FIELDS = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
-_CALL_FIELDS = (
-    "num_inference_steps",
-    "guidance_scale",
-    "height",
-    "width",
-    "num_frames",
-    "batch_size",
-    "seed",
-)
-_NOTABLE_SHARE_APART = 0.1  # of the processor, that other programs used
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03
 ALPHA: Final = 0.01
-_BENCHMARK_FIELDS = ("device", "seed", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class WorkComparison:
     Attributes:
         work: The benchmark's case; empty for other runs.
         runs: How many there are on each side, baseline first.
-        differences: What differs in the set-up, as (before, now).
+        changed: What differs in recipe, times and outputs, and what explains it.
         figures: Stages, steps and peaks, one value a run.
         pooled_steps: Steps taken together, where a side has too few runs for an interval.
         steps: Each step by its number, if that was asked for.
@@ -105,7 +102,7 @@ class WorkComparison:
 
     work: str
     runs: tuple[int, int]
-    differences: dict[str, tuple[str, str]]
+    changed: WhatChanged
     figures: tuple[FigureComparison, ...]
     pooled_steps: tuple[FigureComparison, ...]
     steps: tuple[FigureComparison, ...]
@@ -118,7 +115,9 @@ class WorkComparison:
         return {
             "work": self.work,
             "runs": list(self.runs),
-            "differences": {name: list(sides) for name, sides in self.differences.items()},
+            "headline": self.changed.headline,
+            "differences": {name: list(sides) for name, sides in self.changed.recipe.items()},
+            "changed": self.changed.as_dict(),
             "figures": [figure.as_dict() for figure in self.figures],
             "pooled_steps": [figure.as_dict() for figure in self.pooled_steps],
             "steps": [figure.as_dict() for figure in self.steps],
@@ -137,7 +136,7 @@ def compare_work(
     return WorkComparison(
         work,
         (len(baseline), len(new)),
-        set_up_differences(new, baseline),
+        what_changed(new, baseline),
         figures,
         compare_pooled_steps(new, baseline, seed=seed) if too_few else (),
         compare_by_step(new, baseline, seed=seed) if by_step else (),
@@ -230,15 +229,6 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
         rng=np.random.default_rng(seed),
     ).confidence_interval
     return float(interval.low), float(interval.high)
-
-
-def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
-    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties."""
-    from scipy.stats import mannwhitneyu
-
-    if len({*new, *baseline}) == 1:
-        return 1.0
-    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
 
 
 def compare_pooled_steps(
@@ -467,89 +457,3 @@ def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         by_case.setdefault(work_of(run.facts), []).append(run)
     return by_case
-
-
-def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out."""
-    ours, theirs = _set_up(new), _set_up(baseline)
-    differences = {
-        name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
-    }
-    before, now = _used_by_others(baseline), _used_by_others(new)
-    if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
-        differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
-    return differences
-
-
-def _set_up(runs: Sequence[Run]) -> dict[str, str]:
-    """Every fact of the runs' set-up; where they do not agree, all values."""
-    set_up: dict[str, set[str]] = {}
-    for run in runs:
-        for name, value in _set_up_of_run(run):
-            if value is not None:
-                set_up.setdefault(name, set()).add(str(value))
-    return {name: ", ".join(sorted(values)) for name, values in set_up.items()}
-
-
-def _set_up_of_run(run: Run) -> Iterator[tuple[str, object]]:
-    if run.host is not None:
-        yield from _set_up_of_host(run.host)
-    benchmark = run.facts.get(BENCHMARK)
-    if isinstance(benchmark, Mapping):
-        yield from ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS)
-    try:
-        run_cases = list(cases(run))
-    except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
-        return
-    for case in run_cases:
-        yield from _set_up_of_call(case.call)
-        if case.pipeline is not None:
-            yield from _set_up_of_pipeline(case.pipeline)
-
-
-def _set_up_of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
-    yield "processor", host.cpu_model
-    yield "processor threads", host.cpu_count_logical
-    yield "system", host.os
-    yield "Python", host.python_version
-    yield from host.libraries.items()
-    for device in host.accelerators:
-        yield device.device, device.name
-        yield f"{device.device} driver", device.driver_version
-
-
-def _set_up_of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
-    yield from ((name, getattr(call, name)) for name in _CALL_FIELDS)
-
-
-def _set_up_of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
-    yield "pipeline", pipeline.class_name
-    yield "architecture", pipeline.architecture
-    yield from _set_up_of_attention(pipeline.attention)
-    for name, part in pipeline.components.items():
-        yield from _set_up_of_component(name, part)
-
-
-def _set_up_of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
-    for name, counts in (("processors", attention.processors), ("backends", attention.backends)):
-        if counts:
-            yield f"attention {name}", " + ".join(sorted(counts))
-
-
-def _set_up_of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
-    yield f"{name} class", part.class_name
-    if part.module is None:
-        return
-    yield f"{name} parameters", part.module.parameters
-    for what, counts in (("dtype", part.module.dtypes), ("device", part.module.devices)):
-        if counts:
-            yield f"{name} {what}", max(counts, key=lambda key: counts[key])
-    for switch in _SWITCH_FIELDS:
-        value = getattr(part, switch)
-        yield f"{name} {switch}", "none" if value is None and switch == "offload" else value
-
-
-def _used_by_others(runs: Sequence[Run]) -> float | None:
-    """How busy others kept the processor, on average."""
-    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
-    return fmean(shares) if shares else None

@@ -8,14 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median, stdev
+from statistics import NormalDist, fmean, median, stdev
 from typing import Any, Final, Literal
 
-from sigmascope.analysis.leaks import theil_sen
 from sigmascope.records.performance import others_of
 from sigmascope.records.run import Run, Stage, device_seconds, is_duration
 
 Unit = Literal["seconds", "bytes"]
+Number = int | float
+MOST_READINGS: Final = 400
+"""From so many a slope is taken: 80,000 pairs."""
 _ONLY_STAGE = "generation"
 """Of a run that a `PerformanceMonitor` made."""
 _FEWEST_LEFT: Final = 5
@@ -375,3 +377,48 @@ def percentile(values: Sequence[float], share: int | float) -> float:
     if not values or not 0 <= share <= 100:
         raise ValueError(f"no percentile {share} of {len(values)} values")
     return sorted(values)[min(int(len(values) * share / 100), len(values) - 1)]
+
+
+def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
+    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties."""
+    from scipy.stats import mannwhitneyu
+
+    if len({*new, *baseline}) == 1:
+        return 1.0
+    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Growth by call, with the bounds between which it lies."""
+
+    value: float
+    lower: float
+    upper: float
+
+
+def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
+    """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
+
+    Single jumps and outliers, which a difference between first and last takes for growth, do not move it. Sen,
+    "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
+
+    Args:
+        readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
+            hundred thousand would not fit into memory.
+        confidence: Of the two bounds together, between 0 and 1.
+    """
+    stride = math.ceil(len(readings) / MOST_READINGS)
+    readings = readings[::stride]
+    n = len(readings)
+    slopes = sorted(
+        (readings[later] - readings[earlier]) / (later - earlier)
+        for earlier in range(n)
+        for later in range(earlier + 1, n)
+    )
+    tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(readings).values())
+    sigma = math.sqrt((n * (n - 1) * (2 * n + 5) - tied) / 18)
+    width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
+    low = max(round((len(slopes) - width) / 2) - 1, 0)
+    high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
+    return Slope(*(slope / stride for slope in (median(slopes), slopes[low], slopes[high])))

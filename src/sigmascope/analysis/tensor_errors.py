@@ -23,20 +23,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
 
-Columns = tuple[
-    int,
-    tuple[float, ...],
-    tuple[float, ...],
-    tuple[int, ...],
-    tuple[int, ...],
-    tuple[float, ...],
-    tuple[bool, ...],
-]
 _CPU_PIECE = 1 << 16  # half a MiB as float64: stays in the cache
 _DEVICE_PIECE = 1 << 21
 _EXACT_IN_FLOAT64 = 8  # bytes of an integer from which on it may not fit float64
@@ -211,7 +203,7 @@ def tensor_errors(a: Tensor, b: Tensor, tolerance: Tolerance, token_axis: int | 
     """
     if a.shape != b.shape:
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared")
-    sums = _Sums(a, tolerance, TokenSums.of(a, token_axis))
+    sums = _Sums(a, tolerance, _TokenSums.of(a, token_axis))
     for piece in pair_pieces(a, b):
         sums.add(piece)
     rtol, atol = tolerance.element(sums.root_mean_square)
@@ -221,7 +213,7 @@ def tensor_errors(a: Tensor, b: Tensor, tolerance: Tolerance, token_axis: int | 
     return sums.result(rtol, atol)
 
 
-class TokenSums:
+class _TokenSums:
     """Errors of each slice of one axis."""
 
     def __init__(self, tokens: int, inner: int, axis: int) -> None:
@@ -231,7 +223,7 @@ class TokenSums:
         self._aa, self._ab, self._dd, self._max, self._unequal, self._outside = zeros
 
     @classmethod
-    def of(cls, tensor: Tensor, axis: int | None) -> "TokenSums | None":
+    def of(cls, tensor: Tensor, axis: int | None) -> "_TokenSums | None":
         """Sums for an axis of a tensor; None without one, or where it has no elements."""
         if axis is None or tensor.numel() == 0:
             return None
@@ -261,18 +253,16 @@ class TokenSums:
         rows = count // self._inner
         return (start // self._inner + torch.arange(rows, device="cpu")) % self._tokens, (rows, self._inner)
 
-    def columns(self) -> Columns:
-        """Axis, relative L2, largest error, elements outside, elements unequal, scale, and which are blank."""
-        relative = (self._dd.sqrt() / self._aa.sqrt()).where(self._dd > 0, 0.0)
-        scale = (self._ab / self._aa).where(self._aa > 0, 1.0)
-        return (
-            self._axis,
-            tuple(relative.tolist()),
-            tuple(self._max.tolist()),
-            tuple(map(int, self._outside.tolist())),
-            tuple(map(int, self._unequal.tolist())),
-            tuple(scale.tolist()),
-            tuple(((self._aa == 0) & (self._unequal == 0)).tolist()),
+    def result(self) -> TokenErrors:
+        """The errors of each token."""
+        return TokenErrors(
+            axis=self._axis,
+            relative_l2=tuple((self._dd.sqrt() / self._aa.sqrt()).where(self._dd > 0, 0.0).tolist()),
+            max_abs=tuple(self._max.tolist()),
+            outside=tuple(map(int, self._outside.tolist())),
+            unequal=tuple(map(int, self._unequal.tolist())),
+            scale=tuple((self._ab / self._aa).where(self._aa > 0, 1.0).tolist()),
+            blank=tuple(((self._aa == 0) & (self._unequal == 0)).tolist()),
         )
 
 
@@ -294,7 +284,7 @@ class PairPiece:
 
 
 class _Sums:
-    def __init__(self, a: Tensor, tolerance: Tolerance, tokens: TokenSums | None) -> None:
+    def __init__(self, a: Tensor, tolerance: Tolerance, tokens: _TokenSums | None) -> None:
         self._shape = tuple(a.shape)
         self._elements = a.numel()
         self._tolerance = tolerance
@@ -316,10 +306,10 @@ class _Sums:
         difference = a - b
         magnitude = difference.abs()
         self._finite += a.numel() if finite is None else int(finite.sum())
-        self._aa += _dot(a, a)
-        self._bb += _dot(b, b)
-        self._ab += _dot(a, b)
-        self._dd += _dot(difference, difference)
+        self._aa += float(a @ a)
+        self._bb += float(b @ b)
+        self._ab += float(a @ b)
+        self._dd += float(difference @ difference)
         if self._tokens is not None:
             self._tokens.add(piece.start, a, b, magnitude, piece.unequal)
         self._note_extremes(piece, magnitude, finite)
@@ -351,13 +341,13 @@ class _Sums:
             self._at = self._place(piece, at)
 
     def add_outside(self, piece: PairPiece, rtol: float, atol: float) -> None:
-        larger = torch.maximum(piece.a.abs(), piece.b.abs())
-        within = (piece.a - piece.b).abs() <= atol + rtol * larger
-        # Inf − Inf is NaN, and Inf ≤ Inf: what is not finite is inside only where it is the same.
-        finite = piece.a.isfinite() & piece.b.isfinite()
-        outside = piece.unequal & ~(within & finite)
-        if rtol == 0.0 and atol == 0.0:
-            outside = piece.unequal
+        outside = piece.unequal
+        if rtol or atol:
+            larger = torch.maximum(piece.a.abs(), piece.b.abs())
+            within = (piece.a - piece.b).abs() <= atol + rtol * larger
+            # Inf − Inf is NaN, and Inf ≤ Inf: what is not finite is inside only where it is the same.
+            finite = piece.a.isfinite() & piece.b.isfinite()
+            outside = outside & ~(within & finite)
         count = int(outside.sum())
         if count and self._first_outside is None:
             self._first_outside = self._place(piece, int(outside.to(torch.uint8).argmax()))
@@ -366,7 +356,8 @@ class _Sums:
             self._tokens.add_outside(piece.start, outside)
 
     def _place(self, piece: PairPiece, at: int) -> Place:
-        return Place(index_of(piece.start + at, self._shape), float(piece.a[at]), float(piece.b[at]))
+        index = np.unravel_index(piece.start + at, self._shape)
+        return Place(tuple(map(int, index)), float(piece.a[at]), float(piece.b[at]))
 
     def result(self, rtol: float, atol: float) -> TensorErrors:
         norm_a, norm_b = math.sqrt(self._aa), math.sqrt(self._bb)
@@ -391,12 +382,8 @@ class _Sums:
             non_finite_mismatch=self._mismatch,
             rtol=rtol,
             atol=atol,
-            tokens=None if self._tokens is None else TokenErrors(*self._tokens.columns()),
+            tokens=None if self._tokens is None else self._tokens.result(),
         )
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))
 
 
 def _finite_or_none(value: float) -> float | None:
@@ -446,15 +433,6 @@ def _where_unequal(a: Tensor, b: Tensor, wide_a: Tensor, wide_b: Tensor) -> Tens
     return (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
 
 
-def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of an element from its number in row-major order."""
-    index = []
-    for size in reversed(shape):
-        place, here = divmod(place, size)
-        index.append(here)
-    return tuple(reversed(index))
-
-
 def tolerance_for(
     a: torch.dtype, b: torch.dtype, *, rtol: float | None = None, atol: float | None = None
 ) -> Tolerance:
@@ -472,14 +450,14 @@ def tolerance_for(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
             raise ConfigError(f"{name}={value} allows nothing.", hint="Give 0 or a positive number.")
-    roundoffs = (unit_roundoff(a), unit_roundoff(b))
-    narrower = a if roundoffs[0] >= roundoffs[1] else b
+    roundoff_a, roundoff_b = unit_roundoff(a), unit_roundoff(b)
+    narrower = a if roundoff_a >= roundoff_b else b
     computed = (_computed_error(a) ** 2 + _computed_error(b) ** 2) ** 0.5
     close = _close_error(narrower, computed)
     return Tolerance(
         narrower=str(narrower).removeprefix("torch."),
-        roundoff_a=roundoffs[0],
-        roundoff_b=roundoffs[1],
+        roundoff_a=roundoff_a,
+        roundoff_b=roundoff_b,
         smallest=_half_smallest_subnormal(narrower),
         computed=computed,
         close=close,

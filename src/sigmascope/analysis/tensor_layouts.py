@@ -6,7 +6,7 @@ batch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
 
@@ -30,6 +30,11 @@ _MOST_OFFSET_ELEMENTS = 1 << 22
 _SEED = 20200
 _AXIS_NAMES = {3: ("batch", "tokens", "width"), 2: ("tokens", "width")}
 _CLIP_WINDOW = 77  # tokens
+_REMAINDER_WORDS = {
+    "zeros": "zeros",
+    "repeated": "one slice over and over, as padding is",
+    "values": "other values",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +68,14 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     start = Layout("", "", a, b, token_axis)
     if a.dim() != b.dim():
         start = squeezed(start)
-    candidates = [start] if start.a.shape == start.b.shape else [*fitting(start)]
-    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
-    distance, best = min(scored, key=lambda pair: pair[0], default=(math.inf, start))
+    distance, best = _nearest([start] if start.a.shape == start.b.shape else fitting(start))
     if distance > _AGREES:
         turned = _turned_part(start)
         if turned is not None:
             return _joined(start, turned)
-    if not candidates:
+    if best is None:
         return None
-    if _differing_axes(start) > 1 and best.kind == "part" and distance > _CORNER_AGREES:
+    if len(_differing_axes(start)) > 1 and best.kind == "part" and distance > _CORNER_AGREES:
         return None  # some corner of one is of the other's shape always: that explains nothing
     return _with_remainder(_joined(start, best), start)
 
@@ -81,20 +84,15 @@ def _turned_part(start: Layout) -> Layout | None:
     """A part of one under another order of B's axes, as if transposed and padded; None if none agrees."""
     if not 2 <= start.a.dim() == start.b.dim() <= _MOST_TURNED_AXES:
         return None
-    candidates: list[tuple[float, Layout]] = []
+    candidates: list[Layout] = []
     for order in axis_orders(start.b.dim()):
         turned = replace(start, b=start.b.permute(order))
-        for part in parts(turned) if only_axis(turned) is not None else ():
-            distance = sample_distance(part.a, part.b)
-            if distance <= _AGREES:
-                part = _with_remainder(part, turned)
-                candidates.append(
-                    (
-                        distance,
-                        replace(part, kind="permuted+part", words=f"B's {order_words(order)}, {part.words}"),
-                    )
-                )
-    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+        distance, part = _nearest(parts(turned) if only_axis(turned) is not None else ())
+        if part is not None and distance <= _AGREES:
+            part = _with_remainder(part, turned)
+            words = f"B's {order_words(order)}, {part.words}"
+            candidates.append(replace(part, kind="permuted+part", words=words))
+    return _nearest(candidates)[1]
 
 
 def _with_remainder(layout: Layout, start: Layout) -> Layout:
@@ -104,10 +102,7 @@ def _with_remainder(layout: Layout, start: Layout) -> Layout:
     larger, part = (start.a, layout.a) if start.a.shape[axis] > start.b.shape[axis] else (start.b, layout.b)
     offset = (part.storage_offset() - larger.storage_offset()) // max(larger.stride(axis), 1)
     kind = remainder_of(larger, axis, offset, part.shape[axis])
-    what = {"zeros": "zeros", "repeated": "one slice over and over, as padding is", "values": "other values"}[
-        kind
-    ]
-    return replace(layout, words=f"{layout.words}, the rest {what}", remainder=kind)
+    return replace(layout, words=f"{layout.words}, the rest {_REMAINDER_WORDS[kind]}", remainder=kind)
 
 
 def _joined(start: Layout, best: Layout) -> Layout:
@@ -116,26 +111,21 @@ def _joined(start: Layout, best: Layout) -> Layout:
     return replace(best, kind=f"{start.kind}+{best.kind}", words=f"{start.words} and {best.words}")
 
 
-def _differing_axes(start: Layout) -> int:
-    if start.a.dim() != start.b.dim():
-        return 0
-    return sum(size != other for size, other in zip(start.a.shape, start.b.shape, strict=True))
-
-
 def find_order(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     """Another order of the axes, or of the batch, in which the values of two tensors of one shape agree.
 
     Returns:
         None if they agree no better in any.
     """
-    direct = sample_distance(a, b)
     start = Layout("", "", a, b, token_axis)
-    candidates = [*reordered(start)]
-    if not candidates:
-        return None
-    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
-    distance, best = min(scored, key=lambda pair: pair[0])
-    return best if distance <= _AGREES and distance < direct / 4 else None
+    distance, best = _nearest([*_permuted(start), *_halves_swapped(start)])
+    return best if distance <= _AGREES and distance < sample_distance(a, b) / 4 else None
+
+
+def _nearest(layouts: Iterable[Layout]) -> tuple[float, Layout | None]:
+    """The layout under which samples of both lie nearest, and how far apart they lie."""
+    scored = [(sample_distance(layout.a, layout.b), layout) for layout in layouts]
+    return min(scored, key=lambda pair: pair[0], default=(math.inf, None))
 
 
 def fitting(start: Layout) -> Iterator[Layout]:
@@ -178,7 +168,10 @@ def _repeated(start: Layout) -> Iterator[Layout]:
         spread = small.unsqueeze(axis + 1 if each else axis).expand(split.shape)
         seen_a, seen_b = (spread, split) if small is start.a else (split, spread)
         tokens = axis if each and start.token_axis == axis else token_axis
-        words = repeat_words(*names, times, axis_name(axis, small.dim()), each=each)
+        what = f"each item of {names[0]}" if each else names[0]
+        along = axis_name(axis, small.dim())
+        along = along if along.startswith("axis") else f"the {along}"
+        words = f"{what} repeated {times} times along {along} to fit {names[1]}"
         yield Layout("repeated", words, seen_a, seen_b, tokens)
 
 
@@ -191,12 +184,6 @@ def _reshaped(start: Layout) -> Iterator[Layout]:
         yield Layout("reshaped", f"B reshaped to {tuple(a.shape)}", a, b.view(a.shape), start.token_axis)
     except RuntimeError:
         return
-
-
-def reordered(start: Layout) -> Iterator[Layout]:
-    """Other orders of the axes, or of the batch, under which two equal shapes stay equal."""
-    yield from _permuted(start)
-    yield from _halves_swapped(start)
 
 
 def _halves_swapped(start: Layout) -> Iterator[Layout]:
@@ -222,11 +209,8 @@ def squeezed(start: Layout) -> Layout:
 
 def parts(start: Layout) -> Iterator[Layout]:
     """One is a part of the other along some axes, from their beginning or up to their end."""
-    a, b = start.a, start.b
-    if a.dim() != b.dim():
-        return
-    axes = [axis for axis in range(a.dim()) if a.shape[axis] != b.shape[axis]]
-    if len(axes) > _MOST_PART_AXES:
+    a, b, axes = start.a, start.b, _differing_axes(start)
+    if a.dim() != b.dim() or len(axes) > _MOST_PART_AXES:
         return
     choices = []
     for axis in axes:
@@ -252,10 +236,15 @@ def axis_orders(dims: int) -> Iterator[tuple[int, ...]]:
 
 def only_axis(start: Layout) -> int | None:
     """The one axis in which shapes differ."""
-    if start.a.dim() != start.b.dim():
-        return None
-    axes = [axis for axis in range(start.a.dim()) if start.a.shape[axis] != start.b.shape[axis]]
+    axes = _differing_axes(start)
     return axes[0] if len(axes) == 1 else None
+
+
+def _differing_axes(start: Layout) -> list[int]:
+    """The axes in which shapes of as many axes differ."""
+    if start.a.dim() != start.b.dim():
+        return []
+    return [axis for axis in range(start.a.dim()) if start.a.shape[axis] != start.b.shape[axis]]
 
 
 def sample_distance(a: Tensor, b: Tensor) -> float:
@@ -283,11 +272,7 @@ def _sample_places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
         # A generator of our own: the host's random state stays as it is.
         own = torch.Generator("cpu").manual_seed(_SEED)
         flat = torch.randint(elements, (most,), generator=own, device="cpu")
-    index = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat = flat // size
-    return tuple(reversed(index))
+    return torch.unravel_index(flat, shape) if shape else ()
 
 
 def _values_at(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
@@ -355,16 +340,6 @@ def axis_name(axis: int, dims: int) -> str:
     """What an axis of a conditioning of that many axes usually is, else its number."""
     names = _AXIS_NAMES.get(dims)
     return names[axis] if names else f"axis {axis}"
-
-
-def repeat_words(small: str, large: str, times: int, axis: str, *, each: bool) -> str:
-    """`A repeated 2 times along the batch to fit B`."""
-    how = f"each item of {small}" if each else small
-    return f"{how} repeated {times} times along {_with_article(axis)} to fit {large}"
-
-
-def _with_article(name: str) -> str:
-    return name if name.startswith("axis") else f"the {name}"
 
 
 def range_words(size_a: int, size_b: int, offset: int, axis: int, dims: int) -> str:

@@ -1,36 +1,46 @@
-"""What every opened file of weights offers, whatever its format.
+"""Files of weights, whatever their format: what every opened one offers, and how their paths and bytes are read.
 
 `Checkpoint` is the interface: names, shapes and types are known at once, tensors are read one at a time.
-`RenamedCheckpoint` gives an opened file other keys, such as those of the model that it is compared with. Below are the
+`CompositeCheckpoint` joins several opened ones, and `RenamedCheckpoint` gives one other keys, such as those of the model that it is compared with. Below are the
 fingerprints of content: of one tensor, of all tensors of a checkpoint, and of a file's bytes.
+
+Whatever the system refuses becomes a `CheckpointError` that names the path: `Path.exists` and its like raise a bare
+OSError where a folder may not be entered or a name is too long. `sniff` tells a file's kind by its first bytes and not
+by its name. `read_exactly` fills memory that is there already from any place in an open file, and `iter_tensor_bytes`
+gives a tensor's bytes piece by piece, so that a strided or GPU tensor is never copied whole.
 """
 
 import difflib
 import hashlib
 import os
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.files import iter_tensor_bytes, reading
 from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.files import reading_hint, reason_of
 from sigmascope.progress import Progress, no_progress
 
 CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
+
 
 LEFT_OUT_PREFIX = "lpips_loss."
 """Training checkpoints carry a loss network that is no part of the model."""
 LEFT_OUT_REASON = "belongs to the training loss and not to the model"
 
+
 # What a buffer must satisfy that tensors are read into, in bytes.
 _SMALLEST_PIECE = 8
 _BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
+
 
 # How fingerprints are taken.
 _DIGEST_BYTES = 16
@@ -217,8 +227,59 @@ def _check_buffer(buffer: Tensor, info: TensorInfo, needed: int | None = None) -
         )
 
 
-class RenamedCheckpoint(Checkpoint):
-    """An open checkpoint some of whose keys go by another name. It owns the other: closing closes both.
+class CompositeCheckpoint(Checkpoint):
+    """A checkpoint whose tensors lie in other open ones. It owns those: closing it closes them.
+
+    Args:
+        path: What it is called.
+        sources: The opened checkpoints.
+        places: Of each key, the source that holds it and its key there.
+        metadata: The header's texts.
+        skipped: What is in the sources but not among the keys, with the reason.
+    """
+
+    format: CheckpointFormat = "safetensors"
+
+    def __init__(
+        self,
+        path: Path,
+        sources: Iterable[Checkpoint],
+        places: Mapping[str, tuple[Checkpoint, str]],
+        metadata: Mapping[str, str],
+        skipped: Mapping[str, str],
+    ) -> None:
+        self._sources = tuple(sources)
+        self._places = dict(places)
+        infos = {name: replace(source.info(key), name=name) for name, (source, key) in places.items()}
+        how = {name: source.dequantised.get(key) for name, (source, key) in places.items()}
+        dequantised = {name: words for name, words in how.items() if words is not None}
+        super().__init__(path, infos, metadata, skipped, dequantised)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the weights are read from."""
+        return tuple(file for source in self._sources for file in source.files)
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        source, key = self._places[info.name]
+        return source.tensor(key)
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        source, key = self._places[info.name]
+        return source.tensor_into(key, buffer)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        source, key = self._places[info.name]
+        return source.pieces(key, buffer)
+
+    def close(self) -> None:
+        """Close every source."""
+        for source in self._sources:
+            source.close()
+
+
+class RenamedCheckpoint(CompositeCheckpoint):
+    """An open checkpoint some of whose keys go by another name.
 
     Args:
         source: The opened checkpoint.
@@ -227,31 +288,10 @@ class RenamedCheckpoint(Checkpoint):
 
     def __init__(self, source: Checkpoint, names: Mapping[str, str]) -> None:
         self.format = source.format
-        self._source = source
-        self._original = {names.get(key, key): key for key in source}
-        if len(self._original) != len(source):
+        places = {names.get(key, key): (source, key) for key in source}
+        if len(places) != len(source):
             raise ValueError("two keys would have one name")
-        infos = {name: replace(source.info(key), name=name) for name, key in self._original.items()}
-        dequantised = {names.get(key, key): how for key, how in source.dequantised.items()}
-        super().__init__(source.path, infos, source.metadata, source.skipped, dequantised)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file that the weights are read from."""
-        return self._source.files
-
-    def _read(self, info: TensorInfo) -> Tensor:
-        return self._source.tensor(self._original[info.name])
-
-    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
-        return self._source.tensor_into(self._original[info.name], buffer)
-
-    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
-        return self._source.pieces(self._original[info.name], buffer)
-
-    def close(self) -> None:
-        """Close the checkpoint behind it."""
-        self._source.close()
+        super().__init__(source.path, [source], places, source.metadata, source.skipped)
 
 
 def tensor_fingerprint(tensor: Tensor) -> str:
@@ -320,3 +360,222 @@ def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) 
 def is_left_out(key: str) -> bool:
     """Whether a key belongs to the training loss and not to the model."""
     return key.startswith(LEFT_OUT_PREFIX)
+
+
+FileKind = Literal["safetensors", "zip", "pickle", "lfs-pointer", "html", "gguf", "hdf5", "text", "unknown"]
+
+
+HEAD_BYTES = 512
+"""What `sniff` wants of a file's beginning."""
+_KIND_PREFIXES: tuple[tuple[bytes, FileKind], ...] = (
+    (b"version https://git-lfs.github.com/spec/", "lfs-pointer"),
+    (b"PK\x03\x04", "zip"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x03", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x80\x05", "pickle"),
+    (b"GGUF", "gguf"),
+    (b"\x89HDF\r\n\x1a\n", "hdf5"),
+)
+_DOWNLOAD = "Download the file itself again"
+_KIND_WORDS: dict[FileKind, tuple[str, str]] = {
+    "zip": ("it is a zip archive, as torch.save writes", "If it is a PyTorch checkpoint, name it .ckpt."),
+    "pickle": ("it is a pickle, as old versions of torch.save write", "If you trust it, name it .ckpt."),
+    "lfs-pointer": (
+        "it is a Git LFS pointer: a few lines of text in place of the weights",
+        "Run `git lfs pull` in the repository it came from, or download the file itself.",
+    ),
+    "html": (
+        "it is a web page saved under this name",
+        f"{_DOWNLOAD}: use the direct link, and log in if the site asks for it.",
+    ),
+    "gguf": ("it is a GGUF file", "Convert it to safetensors first."),
+    "hdf5": ("it is an HDF5 (Keras) file", "Convert it to safetensors first."),
+    "text": ("it is a text file", f"{_DOWNLOAD}; the text may say why the download failed."),
+}
+
+
+_MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
+_LONGEST_QUOTE = 120  # characters
+CHUNK_BYTES = 8 * 2**20
+
+
+def is_existing(path: str | os.PathLike[str]) -> bool:
+    """Whether something is at `path`, links followed.
+
+    Raises:
+        CheckpointError: The system does not say: a folder on the way may not be entered, the name is too
+            long, links form a ring.
+    """
+    return _mode(Path(path)) is not None
+
+
+def _mode(path: Path) -> int | None:
+    """Type and permission bits; None when nothing is there."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is at `path`, links followed.
+
+    Raises:
+        CheckpointError: As of `is_existing`.
+    """
+    mode = _mode(Path(path))
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_regular_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a regular file is at `path`, links followed.
+
+    Raises:
+        CheckpointError: As of `is_existing`.
+    """
+    mode = _mode(Path(path))
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of all that lies in a folder, sorted.
+
+    Raises:
+        CheckpointError: It cannot be listed.
+    """
+    with reading(Path(folder)):
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names are wanted, not paths
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
+    """The error for a path that the system refuses to open or to read."""
+    return CheckpointError(path, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
+
+
+def shortened(text: object) -> str:
+    """`text` for a message: quoted, and cut when a damaged file makes it endless."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= _LONGEST_QUOTE else f"{quoted[:_LONGEST_QUOTE]}…"
+
+
+def sniff(head: bytes) -> FileKind:
+    """Tell the kind of a file from its first bytes.
+
+    Args:
+        head: The first `HEAD_BYTES` bytes, or all of a shorter file.
+
+    Returns:
+        The kind; "safetensors" when a length and a JSON object start the file.
+    """
+    # First: the length may begin with the very bytes that begin a pickle or a zip.
+    if head[4:8] == b"\0\0\0\0" and head[8:9] == b"{":
+        return "safetensors"
+    for prefix, kind in _KIND_PREFIXES:
+        if head.startswith(prefix):
+            return kind
+    if len(head) > 8 and head[8:9] == b"{":
+        return "safetensors"
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head", b"<script")):
+        return "html"
+    if head and all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head):
+        return "text"
+    return "unknown"
+
+
+def foreign_file_error(path: Path, kind: FileKind, wanted: str) -> CheckpointError | None:
+    """The error for a file that is plainly something else than `wanted`, or None if nothing is known."""
+    if kind not in _KIND_WORDS:
+        return None
+    what, hint = _KIND_WORDS[kind]
+    return CheckpointError(path, f"is not {wanted}: {what}.", hint=hint)
+
+
+def read_exactly(stream: BinaryIO, path: Path, name: str, begin: int, buffer: Tensor) -> None:
+    """Fill a buffer from a place in a file; threads may do so at once.
+
+    Args:
+        stream: The open file, unbuffered.
+        path: Its path, for messages.
+        name: What is read, for messages.
+        begin: Where it begins in the file.
+        buffer: One axis of uint8 on the CPU.
+
+    Raises:
+        CheckpointError: The file ends before the buffer is full, or cannot be read.
+    """
+    view, done = buffer.numpy().data, 0
+    try:
+        while done < len(view):
+            count = _read_at(stream, view[done : done + _MOST_AT_ONCE], begin + done)
+            if count == 0:
+                raise CheckpointError(
+                    path,
+                    f"ends inside {shortened(name)}: it was cut short while it was open.",
+                    hint="Make sure that nothing writes to it, and start again.",
+                )
+            done += count
+    except OSError as error:
+        message = f"{shortened(name)} cannot be read ({error.strerror or error})."
+        raise CheckpointError(path, message, hint="Check the disk.") from error
+
+
+def _read_at(stream: BinaryIO, into: memoryview, offset: int) -> int:
+    """Fill `into` from `offset` on; gives the number of bytes read, 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(stream.fileno(), [into], offset)
+    with open(stream.name, "rb", buffering=0) as own:  # noqa: PTH123 - Windows has no pread: a place of its own
+        own.seek(offset)
+        return own.readinto(into)
+
+
+def iter_tensor_bytes(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """Yield the elements' bytes in row-major order, whatever the strides and the device.
+
+    A contiguous CPU tensor is yielded without a copy; any other in copies of at most `chunk_bytes`
+    (or one element).
+
+    Args:
+        tensor: A strided tensor, on any device.
+        chunk_bytes: How much may be copied at once.
+
+    Yields:
+        Read it before asking for the next one.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if _lies_ready(tensor):
+        yield _as_bytes(tensor)
+    elif tensor.numel() * tensor.element_size() <= chunk_bytes or tensor.dim() == 0:
+        yield _as_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
+    else:
+        rows = max(1, chunk_bytes * tensor.shape[0] // (tensor.numel() * tensor.element_size()))
+        for begin in range(0, tensor.shape[0], rows):
+            # One row alone may still be too large: go down a dimension then.
+            part = tensor[begin] if rows == 1 else tensor[begin : begin + rows]
+            yield from iter_tensor_bytes(part, chunk_bytes)
+
+
+def _lies_ready(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

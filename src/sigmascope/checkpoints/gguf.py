@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.files import read_exactly, reading, shortened
+from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo, read_exactly, reading, shortened
 from sigmascope.errors import CheckpointError
 
 _ORIGINAL_SHAPE: Final = "comfy.gguf.orig_shape."

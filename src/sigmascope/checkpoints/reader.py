@@ -1,4 +1,4 @@
-"""Open weights, whatever file or folder they are in.
+"""Open weights, whatever file or folder they are in, and undo their quantisation.
 
 A folder is searched for the names that diffusers and transformers use: `model.safetensors`,
 `diffusion_pytorch_model.safetensors`, their indexes (`….safetensors.index.json`), and with a variant in the name
@@ -8,22 +8,31 @@ A folder is searched for the names that diffusers and transformers use: `model.s
 A diffusers folder has a `model_index.json` and a folder for each component. It is opened as one checkpoint
 (`PipelineCheckpoint`) with keys `<component>.<key>`, such as `unet.conv_in.weight` and
 `text_encoder.text_model.….weight`.
+
+Which tensors are quantised, and how, is told by keys, types and shapes. Dequantised are ComfyUI's `scale_weight` (with
+its mark `scaled_fp8`) and `weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or per
+channel, and the blocks of 128×128 of `weight_scale_inv`. An 8-bit float without a scale is its own value. All else is
+refused by name.
 """
 
 import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.files import (
+from sigmascope.checkpoints.checkpoint import (
     HEAD_BYTES,
+    Checkpoint,
+    CompositeCheckpoint,
+    TensorInfo,
     foreign_file_error,
     is_existing,
     is_folder,
@@ -34,7 +43,6 @@ from sigmascope.checkpoints.files import (
     sniff,
 )
 from sigmascope.checkpoints.gguf import GgufCheckpoint
-from sigmascope.checkpoints.quantisation import dequantised
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PickleCheckpoint
 from sigmascope.errors import CheckpointError
@@ -43,18 +51,18 @@ from sigmascope.files import parse_json
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 
+
 _NAMED: Final = 5  # files in a message
 _USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
 _SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
 """Of several variants without a plain file: the one that has lost least."""
 
+
 _MAX_SHARD_INDEX_BYTES = 100_000_000
 _INCOMPLETE = "Download the folder again, all of it."
 MODEL_INDEX: Final = "model_index.json"
 _MAX_MODEL_INDEX_BYTES = 10_000_000
-
-OpenFile = Callable[[Path], Checkpoint]
 
 
 def open_checkpoint(
@@ -93,7 +101,7 @@ def _open(path: Path, variant: str | None) -> Checkpoint:
     if not is_folder(path):
         return _open_file(path)
     if is_regular_file(path / MODEL_INDEX):
-        return open_pipeline(path, variant, _open_file)
+        return _open_pipeline(path, variant)
     files = weight_files(path)
     if variant is not None and variant not in files.by_variant:
         raise no_such_variant(path, variant, files.variants)
@@ -261,78 +269,59 @@ def _has_safetensors(child: Path) -> bool:
         return False  # one that may not be entered is no help as a hint
 
 
-class ShardedCheckpoint(Checkpoint):
+class ShardedCheckpoint(CompositeCheckpoint):
     """A `*.safetensors.index.json` and the files that it names, all checked when it is opened."""
 
-    format = "safetensors"
-
     def __init__(self, path: Path) -> None:
-        index = _read_shard_index(path)
+        index = _read_index(path, _MAX_SHARD_INDEX_BYTES)
         weight_map = _checked_weight_map(index, path)
-        self._shards: dict[str, SafetensorsCheckpoint] = {}
-        try:
-            for name in dict.fromkeys(weight_map.values()):
-                self._shards[name] = _open_shard(path, name)
-            infos, skipped = self._collect(weight_map, path)
-        except BaseException:
-            self.close()
-            raise
-        self._weight_map = weight_map
-        super().__init__(path, infos, _merged_metadata(index, self._shards), skipped)
-
-    def _collect(
-        self, weight_map: Mapping[str, str], path: Path
-    ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        infos: dict[str, TensorInfo] = {}
-        skipped: dict[str, str] = {}
-        for key, name in weight_map.items():
-            shard = self._shards[name]
-            if key in shard:
-                infos[key] = shard.info(key)
-            elif key in shard.skipped:
-                skipped[key] = shard.skipped[key]
-            else:
-                message = f"lists {shortened(key)} in {name}, which does not have it."
-                raise CheckpointError(path, message, hint=_INCOMPLETE)
-        for name, shard in self._shards.items():
-            for key in shard:
-                if weight_map.get(key) != name and key not in infos:
-                    skipped[key] = f"is in {name} but not in the index"
-        return infos, skipped
-
-    def _read(self, info: TensorInfo) -> Tensor:
-        return self._shards[self._weight_map[info.name]].tensor(info.name)
-
-    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
-        return self._shards[self._weight_map[info.name]].tensor_into(info.name, buffer)
-
-    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
-        return self._shards[self._weight_map[info.name]].pieces(info.name, buffer)
+        with ExitStack() as opened:
+            shards = {
+                name: opened.enter_context(_open_shard(path, name))
+                for name in dict.fromkeys(weight_map.values())
+            }
+            places, skipped = _shard_places(weight_map, shards, path)
+            super().__init__(path, shards.values(), places, _merged_metadata(index, shards), skipped)
+            opened.pop_all()
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The index, then its shards."""
-        return (self.path, *(shard.path for shard in self._shards.values()))
-
-    def close(self) -> None:
-        """Close every shard."""
-        for shard in self._shards.values():
-            shard.close()
+        return (self.path, *super().files)
 
 
-def _read_shard_index(path: Path) -> dict[str, Any]:
+def _shard_places(
+    weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint], path: Path
+) -> tuple[dict[str, tuple[Checkpoint, str]], dict[str, str]]:
+    """Where each key lies, and what is left out with the reason."""
+    places: dict[str, tuple[Checkpoint, str]] = {}
+    skipped: dict[str, str] = {}
+    for key, name in weight_map.items():
+        shard = shards[name]
+        if key in shard:
+            places[key] = shard, key
+        elif key in shard.skipped:
+            skipped[key] = shard.skipped[key]
+        else:
+            message = f"lists {shortened(key)} in {name}, which does not have it."
+            raise CheckpointError(path, message, hint=_INCOMPLETE)
+    for name, shard in shards.items():
+        skipped |= {key: f"is in {name} but not in the index" for key in shard if key not in places}
+    return places, skipped
+
+
+def _read_index(path: Path, most_bytes: int) -> dict[str, Any]:
     with reading(path):
         size = path.stat().st_size
-        if size > _MAX_SHARD_INDEX_BYTES:
-            message = f"is too large for an index ({size} bytes)."
-            raise CheckpointError(path, message, hint="Download it again.")
+        if size > most_bytes:
+            raise CheckpointError(path, f"is too large for an index ({size} bytes).", hint=_INCOMPLETE)
         content = path.read_bytes()
     try:
         index = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise CheckpointError(path, f"is not valid JSON ({error}).", hint="Download it again.") from error
+        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE) from error
     if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object with a weight_map.", hint="Download it again.")
+        raise CheckpointError(path, "is not a JSON object that names weights.", hint=_INCOMPLETE)
     return index
 
 
@@ -368,7 +357,7 @@ def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(shard)
 
 
-def _merged_metadata(index: dict[str, Any], shards: Mapping[str, SafetensorsCheckpoint]) -> dict[str, str]:
+def _merged_metadata(index: dict[str, Any], shards: Mapping[str, Checkpoint]) -> dict[str, str]:
     merged: dict[str, str] = {}
     for shard in shards.values():
         merged.update(shard.metadata)
@@ -380,8 +369,8 @@ def _merged_metadata(index: dict[str, Any], shards: Mapping[str, SafetensorsChec
     return merged
 
 
-class PipelineCheckpoint(Checkpoint):
-    """The components of a diffusers folder as one checkpoint; closing it closes all.
+class PipelineCheckpoint(CompositeCheckpoint):
+    """The components of a diffusers folder as one checkpoint.
 
     Args:
         path: The folder.
@@ -389,89 +378,55 @@ class PipelineCheckpoint(Checkpoint):
         skipped: Components without weights here, with the reason.
     """
 
-    format = "safetensors"
-
     def __init__(
         self, path: Path, components: Mapping[str, Checkpoint], skipped: Mapping[str, str] | None = None
     ) -> None:
-        self._components = dict(components)
-        self._places: dict[str, tuple[Checkpoint, str]] = {}
-        infos: dict[str, TensorInfo] = {}
+        places: dict[str, tuple[Checkpoint, str]] = {}
         metadata: dict[str, str] = {}
         reasons = dict(skipped or {})
         for name, component in components.items():
-            for key in component:
-                self._places[f"{name}.{key}"] = component, key
-                infos[f"{name}.{key}"] = replace(component.info(key), name=f"{name}.{key}")
+            places |= {f"{name}.{key}": (component, key) for key in component}
             metadata |= {f"{name}.{key}": text for key, text in component.metadata.items()}
             reasons |= {f"{name}.{key}": reason for key, reason in component.skipped.items()}
-        super().__init__(path, infos, metadata, reasons)
+        super().__init__(path, components.values(), places, metadata, reasons)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The `model_index.json`, then every file of every component."""
-        files = [file for component in self._components.values() for file in component.files]
-        return (self.path / MODEL_INDEX, *files)
-
-    def _read(self, info: TensorInfo) -> Tensor:
-        component, key = self._places[info.name]
-        return component.tensor(key)
-
-    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
-        component, key = self._places[info.name]
-        return component.tensor_into(key, buffer)
-
-    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
-        component, key = self._places[info.name]
-        return component.pieces(key, buffer)
-
-    def close(self) -> None:
-        """Close every component."""
-        for component in self._components.values():
-            component.close()
+        return (self.path / MODEL_INDEX, *super().files)
 
 
-def open_pipeline(folder: Path, variant: str | None, open_file: OpenFile) -> PipelineCheckpoint:
+def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
     """Open the components that a `model_index.json` names and that have weights here.
 
     Args:
         folder: The diffusers folder.
         variant: Such as `fp16`: read from the components that have it; the others give what they have.
-        open_file: Opens one file of weights.
 
     Raises:
         CheckpointError: The index or a component cannot be read, no component has weights, or none has the
             variant.
     """
-    components: dict[str, Path] = {}
-    skipped: dict[str, str] = {}
     variants: set[str] = set()
-    for name in _component_names(folder):
-        file = _weights_of(folder / name, variant, variants)
-        if file is None:
-            skipped[name] = "has no weights in this folder"
-        else:
-            components[name] = file
-    if not components:
+    found = {name: _weights_of(folder / name, variant, variants) for name in _component_names(folder)}
+    files = {name: file for name, file in found.items() if file is not None}
+    if not files:
         raise CheckpointError(
             folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE
         )
     if variant is not None and variant not in variants:
         raise no_such_variant(folder, variant, sorted(variants))
-    opened: dict[str, Checkpoint] = {}
-    try:
-        for name, file in components.items():
-            opened[name] = open_file(file)
-        return PipelineCheckpoint(folder, opened, skipped)
-    except BaseException:
-        for component in opened.values():
-            component.close()
-        raise
+    skipped = {name: "has no weights in this folder" for name in found if name not in files}
+    with ExitStack() as opened:
+        components = {name: opened.enter_context(_open_file(file)) for name, file in files.items()}
+        pipeline = PipelineCheckpoint(folder, components, skipped)
+        opened.pop_all()
+    return pipeline
 
 
 def _component_names(folder: Path) -> list[str]:
     """The index's components: entries of a library and a class."""
-    index = _read_model_index(folder / MODEL_INDEX)
+    index = _read_index(folder / MODEL_INDEX, _MAX_MODEL_INDEX_BYTES)
     names = [
         name for name, value in index.items() if isinstance(value, list) and len(value) == 2 and all(value)
     ]
@@ -485,19 +440,6 @@ def _component_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_model_index(path: Path) -> dict[str, Any]:
-    with reading(path):
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= _MAX_MODEL_INDEX_BYTES else b""
-    try:
-        index = parse_json(content.decode("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE) from error
-    if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object that names components.", hint=_INCOMPLETE)
-    return index
-
-
 def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Path | None:
     if not is_folder(component):
         return None
@@ -508,3 +450,160 @@ def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Pat
         return chosen
     has_any = any(name.endswith((".safetensors", *PICKLE_SUFFIXES)) for name in names_in(component))
     return only_file(component) if has_any else None
+
+
+FP8: Final = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
+"""Endings of the scale of a `.weight`; by all of them the weight is multiplied, the one named `inv` too."""
+BLOCK: Final = 128
+_OF_ACTIVATIONS: Final = (".scale_input", ".input_scale")
+_MARKS: Final = ("scaled_fp8", ".comfy_quant")
+_SCALE_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+_REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("bitsandbytes NF4 or FP4", (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")),
+    ("bitsandbytes int8", (".SCB",)),
+    ("SVDQuant (nunchaku)", (".wscales", ".smooth_factor", ".wtscale")),
+    ("GPTQ or AWQ", (".qweight",)),
+    ("HQQ", (".W_q",)),
+    ("optimum-quanto", (".weight._data", ".weight._scale")),
+    ("torchao", (":_data", ":int_data", "_weight_qdata")),
+    ("NVFP4", (".weight_scale_2", ".weight_global_scale")),
+    ("compressed-tensors (packed integers)", (".weight_packed",)),
+)
+_HINT: Final = (
+    "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."
+)
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one that undoes its quantisation.
+
+    Raises:
+        CheckpointError: It is quantised in a way that is not undone here; the message names it.
+    """
+    _refuse_named(checkpoint)
+    scales: dict[str, str] = {}
+    hidden: dict[str, str] = {}
+    for key in checkpoint:
+        ending = next((ending for ending in SCALES if key.endswith(ending)), None)
+        weight = "" if ending is None else f"{key.removesuffix(ending)}.weight"
+        if weight in checkpoint and _is_coded(checkpoint.info(weight)):
+            _check_scale(checkpoint, checkpoint.info(weight), checkpoint.info(key))
+            scales[weight] = key
+            hidden[key] = f"is the scale of {weight}, which is given dequantised"
+        elif key.endswith(_OF_ACTIVATIONS):
+            hidden[key] = "is a scale of activations and no weight"
+        elif key.endswith(_MARKS) and _is_mark(checkpoint.info(key)):
+            hidden[key] = "marks a quantisation and is no weight"
+    # Without a quantised weight those are names like any other.
+    return DequantisedCheckpoint(checkpoint, scales, hidden) if scales else checkpoint
+
+
+def _refuse_named(checkpoint: Checkpoint) -> None:
+    for name, endings in _REFUSED:
+        key = _first_ending(checkpoint, endings)
+        if key is not None:
+            message = f"is quantised by {name} ({shortened(key)}), which cannot be undone here."
+            raise CheckpointError(checkpoint.path, message, hint=_HINT)
+
+
+def _first_ending(keys: Iterable[str], endings: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if key.endswith(endings)), None)
+
+
+def _is_coded(info: TensorInfo) -> bool:
+    """Whether a weight's numbers are codes: any other type beside a `weight_scale` is a model's own affair."""
+    return info.dtype in FP8 or not (info.dtype.is_floating_point or info.dtype.is_complex)
+
+
+def _check_scale(checkpoint: Checkpoint, weight: TensorInfo, scale: TensorInfo) -> None:
+    if weight.dtype not in FP8:
+        kind = str(weight.dtype).removeprefix("torch.")
+        message = (
+            f"{weight.name} is {kind} with scales ({scale.name}), a quantisation that cannot be undone here."
+        )
+        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+    if scale.dtype not in _SCALE_DTYPES:
+        kind = "MXFP8" if str(scale.dtype).endswith("e8m0fnu") else str(scale.dtype).removeprefix("torch.")
+        message = f"the scales of {weight.name} are {kind}, which cannot be undone here."
+        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+    if scale_kind(weight.shape, scale.shape) is None:
+        message = (
+            f"{scale.name} of shape {scale.shape} is no scale for {weight.name} of shape {weight.shape}."
+        )
+        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+
+
+def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
+    """How a scale of one shape acts on a weight of another: per tensor, channel or block; None if it cannot."""
+    if set(scale) <= {1}:
+        return "per tensor"
+    if weight and scale[0] == weight[0] and set(scale[1:]) <= {1} and len(scale) <= len(weight):
+        return "per channel"
+    blocks = tuple(-(-size // BLOCK) for size in weight)
+    return f"in blocks of {BLOCK}" if len(weight) == 2 and scale == blocks else None
+
+
+def _is_mark(info: TensorInfo) -> bool:
+    return info.dtype == torch.uint8 or info.dtype in FP8
+
+
+class DequantisedCheckpoint(CompositeCheckpoint):
+    """Weights of 8-bit floats times their scales, in float32.
+
+    Args:
+        source: The opened file.
+        scales: Key of the scale, by key of the weight.
+        hidden: Keys that serve the quantisation only, with what they are.
+    """
+
+    def __init__(self, source: Checkpoint, scales: dict[str, str], hidden: dict[str, str]) -> None:
+        self.format = source.format
+        self._scales = scales
+        places = {key: (source, key) for key in source if key not in hidden}
+        super().__init__(source.path, [source], places, source.metadata, {**source.skipped, **hidden})
+        how = dict(self.dequantised)
+        for key, scale in scales.items():
+            coded = self._infos[key]
+            kind = str(coded.dtype).removeprefix("torch.")
+            how[key] = f"{kind} scaled {scale_kind(coded.shape, source.info(scale).shape)}"
+            self._infos[key] = replace(
+                coded, dtype=torch.float32, nbytes=4 * coded.nbytes
+            )  # a byte each before
+        self.dequantised = how
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        if info.name not in self._scales:
+            return super()._read(info)
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if info.name not in self._scales:
+            return super()._read_into(info, buffer)
+        source, key = self._places[info.name]
+        scale = source.tensor(self._scales[key]).to(torch.float32)
+        numbers = buffer.view(torch.float32).reshape(info.shape)
+        numbers.copy_(source.tensor(key))
+        return numbers.mul_(_spread(scale, info.shape))
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        if info.name not in self._scales:
+            return super()._read_pieces(info, buffer)
+        return Checkpoint._read_pieces(self, info, buffer)
+
+
+def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scale in a shape that multiplies the weight."""
+    kind = scale_kind(shape, tuple(scale.shape))
+    if kind == "per tensor":
+        return scale.reshape(())
+    if kind == "per channel":
+        return scale.reshape(-1, *(1 for _ in shape[1:]))
+    rows, columns = shape
+    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

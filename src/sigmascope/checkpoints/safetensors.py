@@ -30,10 +30,13 @@ from typing import IO, Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
-from sigmascope.checkpoints.files import (
+from sigmascope.checkpoints.checkpoint import (
     HEAD_BYTES,
+    LEFT_OUT_REASON,
+    Checkpoint,
+    TensorInfo,
     foreign_file_error,
+    is_left_out,
     iter_tensor_bytes,
     read_exactly,
     reading,
@@ -45,7 +48,7 @@ from sigmascope.files import DISK_FULL, atomic_path, free_bytes, parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 _DAMAGED = "The file is damaged: download it again or make it anew."
@@ -93,7 +96,6 @@ _WAITING_IN_MEMORY = 16 * 2**20
 PADDING_SHARE = 64
 """Room in the header above 1/64 of the data is not left standing."""
 ALIGNMENT = 8
-LENGTH_BYTES = 8
 _ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
 _COPY_BYTES = 8 * 2**20
 
@@ -160,7 +162,7 @@ def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:
     metadata = _checked_metadata(content.pop("__metadata__", {}), path)
     entries = [_checked_entry(name, value, path) for name, value in content.items()]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
-    data_start = _LENGTH_BYTES + length
+    data_start = LENGTH_BYTES + length
     _check_cover(entries, path, file_bytes - data_start)
     return SafetensorsHeader(path, {entry.name: entry for entry in entries}, metadata, data_start, file_bytes)
 
@@ -172,20 +174,20 @@ def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     error = foreign_file_error(path, sniff(head), "a safetensors file")
     if error is not None:
         raise error
-    if len(head) < _LENGTH_BYTES + 2:
+    if len(head) < LENGTH_BYTES + 2:
         _fail(path, f"is not a safetensors file: it has only {len(head)} bytes.")
-    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    if head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _fail(path, "is not a safetensors file: no JSON header where one must begin.")
     if length > MAX_HEADER_BYTES:
         _fail(path, f"claims a header of {length} bytes; {MAX_HEADER_BYTES} is the limit.")
-    if _LENGTH_BYTES + length > file_bytes:
+    if LENGTH_BYTES + length > file_bytes:
         _fail(
             path,
-            f"is truncated: the header alone takes {_LENGTH_BYTES + length} bytes, the file has {file_bytes}.",
+            f"is truncated: the header alone takes {LENGTH_BYTES + length} bytes, the file has {file_bytes}.",
             "Download it again.",
         )
-    stream.seek(_LENGTH_BYTES)
+    stream.seek(LENGTH_BYTES)
     return length
 
 
@@ -503,7 +505,10 @@ class StreamingWriter:
         entry = storable_entry(self.path, name, tensor)
         if entry.keeps_alignment:
             self._written[name] = entry, self._room + self._placed_bytes
-            self._append(tensor, entry.nbytes)
+            with telling_full_disk(self.path, entry.nbytes):
+                self._file.seek(self._room + self._placed_bytes)
+                for piece in iter_tensor_bytes(tensor):
+                    write_all(self._file, piece)
             self._placed.append(entry)
             self._placed_bytes += entry.nbytes
         else:
@@ -549,12 +554,6 @@ class StreamingWriter:
         with self._stack:
             self._place_waiting()
             self._write_header()
-
-    def _append(self, tensor: Tensor, nbytes: int) -> None:
-        with telling_full_disk(self.path, nbytes):
-            self._file.seek(self._room + self._placed_bytes)
-            for piece in iter_tensor_bytes(tensor):
-                write_all(self._file, piece)
 
     def _place_waiting(self) -> None:
         for entry in aligned_order(self._waiting):

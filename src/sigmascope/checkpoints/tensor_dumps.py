@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from importlib import import_module
@@ -36,8 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import Checkpoint
-from sigmascope.checkpoints.files import is_existing, is_folder, names_in, reading
+from sigmascope.checkpoints.checkpoint import Checkpoint, is_existing, is_folder, names_in, reading
 from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.safetensors import read_header, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
@@ -78,16 +77,18 @@ _NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count", "num_", 
 
 
 # Element types that NumPy lacks.
-_ML_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "float8_e8m0fnu": "float8_e8m0fnu",
-}
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1 by their code (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign."""
+_FLOAT4 = "float4_e2m1fn_x2"
+_LACKED_BY_NUMPY = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    _FLOAT4,
+)
+_FLOAT4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of E2M1 by their code (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign."""
 
 
 def save_tensors(
@@ -384,7 +385,7 @@ class _FlatteningWalk:
             value = value.item()
         if value is None or isinstance(value, bool):
             return value
-        if self._private and _names_tokens(key):
+        if self._private and _names(key, _TOKEN_WORDS):
             return HIDDEN
         if isinstance(value, int):
             return int(value)
@@ -445,14 +446,6 @@ def _as_tensor(array: NDArray[Any]) -> Tensor:
             ) from error
 
 
-def _names_a_prompt(key: str) -> bool:
-    return _names(key, _PROMPT_WORDS)
-
-
-def _names_tokens(key: str) -> bool:
-    return _names(key, _TOKEN_WORDS)
-
-
 def _names(key: str, words: tuple[str, ...]) -> bool:
     lowered = key.lower()
     return any(word in lowered for word in words) and not any(word in lowered for word in _NOT_THE_TEXT)
@@ -477,7 +470,7 @@ class _DescribingWalk(_FlatteningWalk):
     """The same walk where tensors are described and not kept, for what the caller says of them in words."""
 
     def keeps(self, key: str, text: str) -> bool:
-        return not (self._private and (_names_a_prompt(key) or self._quotes(text)))
+        return not (self._private and (_names(key, _PROMPT_WORDS) or self._quotes(text)))
 
     def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
         if _is_tensor(value):
@@ -492,32 +485,22 @@ def to_header(metadata: DumpMetadata) -> dict[str, str]:
         TypeError: A value is no JSON value.
     """
     texts = {"format": "pt", SCHEMA_KEY: SCHEMA, **metadata.header}
-    if metadata.run_id is not None:
-        texts["run_id"] = metadata.run_id
-    if metadata.encoder is not None:
-        texts["encoder"] = metadata.encoder
-    if metadata.prompt_privacy is not None:
-        texts["prompt"] = serialization.dumps(
-            {
-                "privacy": metadata.prompt_privacy,
-                "prompts": {name: _plain_prompt(prompt) for name, prompt in metadata.prompts.items()},
-            }
-        )
-    texts["tensors"] = serialization.dumps(
-        {
-            name: {"shape": list(saved.shape), "dtype": saved.dtype, "device": saved.device}
-            for name, saved in metadata.tensors.items()
-        }
-    )
-    for name, value in (("conditioning", metadata.conditioning), ("metadata", metadata.metadata)):
-        if value:
-            texts[name] = serialization.dumps(value)
-    return texts
+    named = {"run_id": metadata.run_id, "encoder": metadata.encoder}
+    texts |= {name: text for name, text in named.items() if text is not None}
+    prompts = {name: _without_none(asdict(prompt)) for name, prompt in metadata.prompts.items()}
+    values = {
+        "prompt": metadata.prompt_privacy and {"privacy": metadata.prompt_privacy, "prompts": prompts},
+        "tensors": {name: asdict(saved) for name, saved in metadata.tensors.items()},
+        "conditioning": metadata.conditioning,
+        "metadata": metadata.metadata,
+    }
+    return texts | {
+        name: serialization.dumps(value) for name, value in values.items() if value or name == "tensors"
+    }
 
 
-def _plain_prompt(prompt: StoredPrompt) -> dict[str, str]:
-    plain = {"sha256": prompt.sha256}
-    return plain if prompt.text is None else plain | {"text": prompt.text}
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
@@ -581,14 +564,14 @@ def to_numpy(tensor: Tensor, kind: ArrayKind = "values") -> Array:
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _ML_DTYPES and name != "float4_e2m1fn_x2":
+    if name not in _LACKED_BY_NUMPY:
         return np.asarray(tensor.numpy())
     bits = _raw_bits(tensor)
     if kind == "bits":
         return bits
     if kind == "ml_dtypes":
         return bits.view(_ml_dtype(name))
-    if name == "float4_e2m1fn_x2":
+    if name == _FLOAT4:
         return _unpacked_float4(bits)
     return np.asarray(tensor.to(torch.float32).numpy())
 
@@ -602,7 +585,7 @@ def _raw_bits(tensor: Tensor) -> Array:
 
 def _ml_dtype(name: str) -> "np.dtype[Any]":
     try:
-        found = getattr(import_module("ml_dtypes"), _ML_DTYPES.get(name, name), None)
+        found = getattr(import_module("ml_dtypes"), name, None)
     except ImportError as error:
         raise ConfigError(
             "as_numpy='ml_dtypes' needs the package ml_dtypes, which is not installed.",
@@ -616,7 +599,7 @@ def _ml_dtype(name: str) -> "np.dtype[Any]":
 
 def _unpacked_float4(codes: Array) -> Array:
     """Both numbers of each byte; the lower four bits come first, as PyTorch packs them."""
-    magnitudes = np.array(_FLOAT4, dtype=np.float32)
+    magnitudes = np.array(_FLOAT4_MAGNITUDES, dtype=np.float32)
     table = np.concatenate([magnitudes, -magnitudes])
     pairs = np.stack([table[codes & 0xF], table[codes >> 4]], axis=-1)
     return pairs.reshape(*codes.shape[:-1], -1) if codes.ndim else pairs
@@ -664,9 +647,8 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         self.run_id = run_id
         self.prompt_privacy = prompt_privacy
         self._is_swept = False
-        self._files: dict[
-            str, str
-        ] = {}  # by name, so that reading many dumps does not read the index each time
+        # By name, so that reading many dumps does not read the index each time.
+        self._files: dict[str, str] = {}
 
     def save(
         self,
@@ -727,7 +709,16 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: The folder cannot be read, or a file in it that the index lacks is damaged.
         """
-        return read_index(self.folder)
+        if not is_folder(self.folder):
+            if is_existing(self.folder):
+                raise CheckpointError(self.folder, "is no folder.", hint="Name the folder of a run's dumps.")
+            return ()
+        files = [file for file in names_in(self.folder) if _is_whole(self.folder / file)]
+        listed = {
+            entry.file: entry for entry in _index_entries(self.folder / INDEX_NAME) if entry.file in files
+        }
+        rest = [_entry_of_header(self.folder / file) for file in files if file not in listed]
+        return (*listed.values(), *rest)
 
     def load(self, name: str) -> TensorDump[Tensor]:
         """Read one dump into memory.
@@ -735,7 +726,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: There is none of that name, or it cannot be read.
         """
-        return load_tensors(self.folder / self._entry(name).file)
+        return load_tensors(self._path(name))
 
     def metadata(self, name: str) -> DumpMetadata:
         """The header of one dump, without its tensors.
@@ -743,26 +734,23 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: As of `load`.
         """
-        path = self.folder / self._entry(name).file
+        path = self._path(name)
         return from_header(path, read_header(path).metadata)
 
     def __getitem__(self, name: str) -> TensorDump[Tensor]:
-        if not self._is_there(self._files.get(name)):
+        if name not in self._files or not is_existing(self.folder / self._files[name]):
             self._files = {entry.name: entry.file for entry in self.index}
-        if name not in self._files:
-            raise KeyError(name)
         return load_tensors(self.folder / self._files[name])
 
-    def _entry(self, name: str) -> DumpEntry:
-        entries = self.index
-        found = next((entry for entry in entries if entry.name == name), None)
-        if found is None:
-            known = ", ".join(entry.name for entry in entries[:8]) or "none"
+    def _path(self, name: str) -> Path:
+        files = {entry.name: entry.file for entry in self.index}
+        if name not in files:
+            known = ", ".join([*files][:8]) or "none"
             raise CheckpointError(self.folder, f"has no dump {name!r}.", hint=f"There are: {known}.")
-        return found
+        return self.folder / files[name]
 
     def __contains__(self, name: object) -> bool:
-        return any(entry.name == name for entry in self.index)
+        return name in list(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter([entry.name for entry in self.index])
@@ -802,25 +790,6 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
             with suppress(OSError):  # another process has just taken its name back
                 if file.stat().st_size == 0:
                     remove_leftovers(file)
-
-    def _is_there(self, file: str | None) -> bool:
-        return file is not None and is_existing(self.folder / file)
-
-
-def read_index(folder: Path) -> tuple[DumpEntry, ...]:
-    """All whole dumps of a folder: those of the index as they were saved, then files that it lacks, by name.
-
-    Raises:
-        CheckpointError: The folder cannot be read, or a file in it that the index lacks is damaged.
-    """
-    if not is_folder(folder):
-        if is_existing(folder):
-            raise CheckpointError(folder, "is no folder.", hint="Name the folder of a run's dumps.")
-        return ()
-    files = [file for file in names_in(folder) if _is_whole(folder / file)]
-    listed = {entry.file: entry for entry in _index_entries(folder / INDEX_NAME) if entry.file in files}
-    rest = [_entry_of_header(folder / file) for file in files if file not in listed]
-    return (*listed.values(), *rest)
 
 
 def _is_whole(path: Path) -> bool:

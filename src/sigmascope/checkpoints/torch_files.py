@@ -23,7 +23,6 @@ import io
 import math
 import os
 import pickle
-import pickletools
 import re
 import struct
 import sys
@@ -33,8 +32,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Final
@@ -42,8 +39,16 @@ from typing import Any, BinaryIO, ClassVar, Final
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
-from sigmascope.checkpoints.files import iter_tensor_bytes, read_exactly, reading, shortened
+from sigmascope.checkpoints.checkpoint import (
+    LEFT_OUT_REASON,
+    Checkpoint,
+    TensorInfo,
+    is_left_out,
+    iter_tensor_bytes,
+    read_exactly,
+    reading,
+    shortened,
+)
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.units import format_size
@@ -57,11 +62,7 @@ _WRAPPERS = ("model_state_dict", "state_dict")
 _LIGHTNING_PREFIX = "model."
 _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
 
-# Names that a pickle asks for.
-_TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
-_MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
-_PICKLES_LOOKED_INTO = 8  # of an archive, for a message
-_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
+# Names that tensors ask for.
 _HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
 
 # Whatever a damaged archive makes PyTorch stumble over; `weights_only` has an error of its own for what it refuses.
@@ -156,14 +157,15 @@ class PickleCheckpoint(Checkpoint):
 
 def _load(path: Path) -> object:
     is_zip = _is_sound_zip(path)
-    _rehearse(path, is_zip)
+    asked: dict[str, None] = {}
+    _rehearse(path, is_zip, asked)
     try:
         with warnings.catch_warnings():
             # An advice for the maker of the file; what cannot be read is refused below.
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
+        raise _refused(path, error, asked) from error
     except UnicodeEncodeError as error:
         message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
         raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
@@ -241,8 +243,13 @@ def _bomb(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(path, f"would take more memory or time than weights do: {reason}.", hint=hint)
 
 
-def _rehearse(path: Path, is_zip: bool) -> None:
+def _rehearse(path: Path, is_zip: bool, asked: dict[str, None]) -> None:
     """Run a file's pickles with nothing behind them, to see what loading it would make.
+
+    Args:
+        path: The file.
+        is_zip: Whether it is an archive.
+        asked: Takes the names that the pickles ask for, in order of appearance.
 
     Raises:
         CheckpointError: They would take more than a file of this size can be worth, or are damaged.
@@ -250,25 +257,25 @@ def _rehearse(path: Path, is_zip: bool) -> None:
     """
     file_bytes = path.stat().st_size
     try:
-        if not is_zip:
-            with path.open("rb") as stream:
+        with path.open("rb") as stream:
+            if not is_zip:
                 for _ in range(_PICKLES_OF_LEGACY_FILE):
-                    _Rehearsal(_Counted(stream, file_bytes), file_bytes).load()
-            return
-        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
-            for member in archive.infolist():
-                if _is_description(member.filename):
+                    _Rehearsal(_Counted(stream, file_bytes), file_bytes, asked).load()
+                return
+            with zipfile.ZipFile(stream) as archive:
+                for member in filter(_is_description, archive.infolist()):
                     data = _stored_bytes(stream, member)
-                    _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes).load()
+                    _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes, asked).load()
     except _TooMuch as error:
         raise _bomb(path, str(error)) from error
     except _DAMAGE as error:
-        raise _refused(path, pickle.UnpicklingError(str(error) or type(error).__name__)) from error
+        damage = pickle.UnpicklingError(str(error) or type(error).__name__)
+        raise _refused(path, damage, asked) from error
 
 
-def _is_description(name: str) -> bool:
+def _is_description(member: zipfile.ZipInfo) -> bool:
     """Whether PyTorch may take it for `data.pkl`, which it looks for in any case."""
-    return name.lower().endswith("data.pkl") and "/data/" not in name
+    return member.filename.lower().endswith("data.pkl") and "/data/" not in member.filename
 
 
 def _stored_bytes(stream: BinaryIO, member: zipfile.ZipInfo) -> bytes:
@@ -314,14 +321,16 @@ class _Rehearsal(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, stream: _Counted, file_bytes: int) -> None:
+    def __init__(self, stream: _Counted, file_bytes: int, asked: dict[str, None]) -> None:
         super().__init__(stream, encoding="latin1")
+        self._asked = asked
         self._file_bytes = file_bytes
         self._left = file_bytes + _MOST_MADE_BYTES
         self._storages: set[str | bytes] = set()
         self._declared = 0
 
     def find_class(self, module: str, name: str) -> _StandIn:
+        self._asked[f"{module}.{name}"] = None
         return _StandIn(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> _StandIn:
@@ -424,10 +433,10 @@ def _is_plain_key(key: object) -> bool:
     return key is None or isinstance(key, str | bytes | int | float | _StandIn)
 
 
-def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
+def _refused(path: Path, error: pickle.UnpicklingError, asked: Iterable[str]) -> CheckpointError:
     """The error for what `weights_only=True` refused: code, or only damage."""
     named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-    wanted = list(dict.fromkeys([*named, *foreign_globals(path)]))
+    wanted = list(dict.fromkeys([*named, *filter(_is_foreign, asked)]))
     if not wanted:
         return _damaged(path, error)
     more = f" and {len(wanted) - _NAMES_SHOWN} more" if len(wanted) > _NAMES_SHOWN else ""
@@ -476,47 +485,9 @@ def _is_in_own_byte_order(path: Path) -> bool:
     return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
 
 
-def foreign_globals(path: Path) -> list[str]:
-    """Names of what a checkpoint's pickle asks for beyond tensors, in order of appearance.
-
-    Args:
-        path: A zip that `torch.save` wrote, or a bare pickle.
-
-    Returns:
-        Dotted names; as many as are found before the pickle turns out to be damaged.
-    """
-    found: dict[str, None] = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for name in [name for name in archive.namelist() if name.endswith(".pkl")][
-                    :_PICKLES_LOOKED_INTO
-                ]:
-                    if archive.getinfo(name).file_size <= _MOST_RECORD_BYTES:
-                        _collect_globals(io.BytesIO(archive.read(name)), found)
-        else:
-            with path.open("rb") as stream:
-                for _ in range(_PICKLES_BEFORE_STORAGES):
-                    _collect_globals(stream, found)
-    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
-        pass  # what was found so far is the answer
-    return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
-
-
-def _collect_globals(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
-    texts: list[str] = []
-    try:
-        for opcode, argument, _ in islice(pickletools.genops(stream), _MOST_OPCODES):
-            if opcode.name in _TEXT_OPCODES:
-                texts = [*texts[-1:], str(argument)]
-            elif opcode.name in {"GLOBAL", "INST"}:
-                found[str(argument).replace(" ", ".")] = None
-            elif opcode.name == "STACK_GLOBAL" and len(texts) == 2:
-                found[".".join(texts)] = None
-            elif opcode.name not in _MEMO_OPCODES:
-                texts = []
-    except (ValueError, IndexError, OverflowError, MemoryError):
-        return
+def _is_foreign(name: str) -> bool:
+    """Whether it is a name that no tensor needs."""
+    return not name.startswith(_HARMLESS) and not _is_torch_type(name)
 
 
 def _is_torch_type(name: str) -> bool:
@@ -736,7 +707,7 @@ class StreamingTorchWriter:
             temporary = stack.enter_context(atomic_path(self.path))
             self._file = stack.enter_context(temporary.open("r+b"))
             self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
-            stack.push(_abandon(self._archive))
+            stack.callback(_close_unfinished, self._archive)
             self._put("data.pkl", description(self._specs, self._wrapper))
             self._put("byteorder", sys.byteorder.encode())
             self._stack = stack.pop_all()
@@ -802,14 +773,10 @@ class StreamingTorchWriter:
         return member
 
 
-def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
-    """Close an archive that will not be finished: what that says is about a file that goes anyway."""
-
-    def close(*_: object) -> None:
-        with suppress(OSError, ValueError):
-            archive.close()
-
-    return close
+def _close_unfinished(archive: zipfile.ZipFile) -> None:
+    """Close an archive; what that says of one that is not finished is about a file that goes anyway."""
+    with suppress(OSError, ValueError):
+        archive.close()
 
 
 def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> bytes:
@@ -819,7 +786,7 @@ def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> 
         specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
         wrapper: The key of an outer dictionary; None: there is none.
     """
-    stream = BytesIO()
+    stream = io.BytesIO()
     state = {
         name: _TensorToCome(_StorageToCome(str(number), spec))
         for number, (name, spec) in enumerate(specs.items())
@@ -852,11 +819,11 @@ class _Describer(pickle.Pickler):
             return NotImplemented
         shape = value.storage.spec.shape
         rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v2
-        return rebuild, (value.storage, 0, shape, _contiguous_strides(shape), False, OrderedDict())
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
+        return rebuild, (
+            value.storage,
+            0,
+            shape,
+            torch.empty(shape, device="meta").stride(),
+            False,
+            OrderedDict(),
+        )

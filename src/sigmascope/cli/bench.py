@@ -122,7 +122,18 @@ def bench(request: BenchRequest) -> None:
             subject, cases, options, output=output, load_seconds=load_seconds, progress=progress
         )
     if request.as_json:
-        _print_json(request, subject, load_seconds, results, output)
+        print_json(
+            {
+                "pipeline": request.pipeline,
+                "name": subject.name,
+                "device": str(subject.device),
+                "load_seconds": load_seconds,
+                "repeat": request.repeat,
+                "warm_up": request.warmup,
+                "output": str(output),
+                "cases": [result.as_dict() for result in results],
+            }
+        )
     else:
         print_bench(Console(), subject.name, load_seconds, results, output, target=request.target)
     if not all(result.failure is None for result in results):
@@ -257,27 +268,6 @@ def checked_offload(text: str, device: "torch.device") -> "Offload":
     if text != "none" and device.type == "cpu":
         raise ConfigError(f"--offload {text}: the pipeline runs in RAM as it is.", hint="Leave it out.")
     return text  # type: ignore[return-value]  # one of the three
-
-
-def _print_json(
-    request: BenchRequest,
-    subject: "Subject",
-    load_seconds: float,
-    results: "tuple[CaseResult, ...]",
-    output: Path,
-) -> None:
-    """Print everything as JSON."""
-    report: dict[str, Any] = {
-        "pipeline": request.pipeline,
-        "name": subject.name,
-        "device": str(subject.device),
-        "load_seconds": load_seconds,
-        "repeat": request.repeat,
-        "warm_up": request.warmup,
-        "output": str(output),
-        "cases": [result.as_dict() for result in results],
-    }
-    print_json(report)
 
 
 def print_bench(

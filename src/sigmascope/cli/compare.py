@@ -1,8 +1,8 @@
 """`sigmascope compare` and `sigmascope check`: two sets of saved runs beside each other, without a judgement or with one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from sigmascope.cli.options import AsJson
 from sigmascope.errors import RecordError, SigmascopeError
 
 if TYPE_CHECKING:
+    from sigmascope.analysis.recipe import WhatChanged
     from sigmascope.analysis.run_comparison import FigureComparison, RegressionCheck, WorkComparison
     from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
     from sigmascope.records.run import Run
@@ -29,6 +30,10 @@ sigmascope compare after --baseline before --by-step
 """
 
 
+_NOTABLE: Final = 0.01
+"""Changes of a ratio below this are of no use to anybody, however certain."""
+_NOTABLE_OF_FEW: Final = 0.1
+"""The same of times where there are too few runs for an interval."""
 _UNCHANGED = 0.0005
 """Changes of a ratio below this are shown as none."""
 
@@ -63,14 +68,18 @@ def compare(
     by_step: Annotated[
         bool, typer.Option("--by_step", help="Also each step by its number, the first among them.")
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also the figures that did not change beyond noise.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs with those before a change: times of stages and steps, and peaks of memory.
 
-    The ratio is that of the medians, with its 95 % bootstrap interval where there
-    are three runs on each side. What differs in machine, versions, pipeline and
-    call is told first. Runs of a benchmark are compared case by case. For a
-    verdict and an exit code use sigmascope check.
+    First a sentence says how the time changed, where, and what explains it; then
+    what differs in prompts, call, pipeline, versions and machine; then the figures
+    that changed beyond noise. The ratio is that of the medians, with its 95 %
+    bootstrap interval where there are three runs on each side. Runs of a benchmark
+    are compared case by case. For an exit code use sigmascope check.
     """
     from sigmascope.analysis.run_comparison import compare_work, require_pairs
 
@@ -79,28 +88,36 @@ def compare(
     if as_json:
         print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
     else:
-        _print_comparisons(Console(), comparisons, missing)
+        _print_comparisons(Console(), comparisons, missing, full=full)
 
 
 def _print_comparisons(
-    console: Console, comparisons: "Sequence[WorkComparison]", missing: dict[str, str]
+    console: Console, comparisons: "Sequence[WorkComparison]", missing: dict[str, str], *, full: bool
 ) -> None:
     """Print each comparison, and what could not be compared."""
     for comparison in comparisons:
-        _print_comparison(console, comparison)
+        _print_comparison(console, comparison, full=full)
     for work, reason in missing.items():
         console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
 
 
-def _print_comparison(console: Console, comparison: "WorkComparison") -> None:
+def _print_comparison(console: Console, comparison: "WorkComparison", *, full: bool) -> None:
     if comparison.work:
         console.print(plain(comparison.work, style="bold underline"))
-    if comparison.differences:
-        console.print(_differences(comparison.differences))
-    console.print(_figures("Figure", comparison.figures))
+    console.print(plain(comparison.changed.headline, style="bold"))
+    if comparison.changed.recipe:
+        console.print(_differences(comparison.changed.recipe))
+    groups = {"Figure": comparison.figures}
     if any(steps.lower is not None for steps in comparison.pooled_steps):
         before, now = comparison.runs
-        console.print(_figures(f"Steps of {before} and {now} runs, pooled", comparison.pooled_steps))
+        groups[f"Steps of {before} and {now} runs, pooled"] = comparison.pooled_steps
+    for heading, figures in groups.items():
+        shown = [figure for figure in figures if full or _changed(figure)]
+        if shown:
+            console.print(_figures(heading, shown))
+    same = 0 if full else sum(not _changed(figure) for figures in groups.values() for figure in figures)
+    if same:
+        console.print(Text(f"{same} figures are as before, within noise; --full shows them.", style="dim"))
     if comparison.steps:
         console.print(_figures("Step by step", comparison.steps))
     for name, reason in comparison.missing.items():
@@ -117,8 +134,17 @@ def _print_comparison(console: Console, comparison: "WorkComparison") -> None:
     console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))
 
 
-def _differences(differences: dict[str, tuple[str, str]]) -> Table:
-    made = table("Set-up that differs", "Before", "Now", left=("Before", "Now"))
+def _changed(figure: "FigureComparison") -> bool:
+    """Whether a figure differs by more than noise, as far as so few runs can tell."""
+    if figure.ratio is None:
+        return figure.baseline != figure.new
+    if figure.lower is not None and figure.upper is not None:
+        return not figure.lower <= 1 <= figure.upper and abs(figure.ratio - 1) > _NOTABLE
+    return abs(figure.ratio - 1) > (_NOTABLE_OF_FEW if figure.unit == "seconds" else _NOTABLE)
+
+
+def _differences(differences: "Mapping[str, tuple[str, str]]") -> Table:
+    made = table("Recipe", "Before", "Now", left=("Before", "Now"))
     for column in made.columns:
         column.no_wrap, column.overflow = False, "fold"
     for name, (before, now) in differences.items():
@@ -252,27 +278,32 @@ def _check_work(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
     """Checks by the work that was done, and the work that one side lacks."""
-    from sigmascope.analysis.run_comparison import check_regression, require_pairs, set_up_differences
+    from sigmascope.analysis.recipe import what_changed
+    from sigmascope.analysis.run_comparison import check_regression, require_pairs
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     checks = {}
     for work, (new, old) in pairs.items():
         check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)
-        checks[work] = _WorkCheck(check, set_up_differences(new, old))
+        checks[work] = _WorkCheck(check, what_changed(new, old))
     return checks, missing
 
 
 class _WorkCheck(NamedTuple):
-    """A check, and what of the set-up differs as (before, now)."""
+    """A check, and what changed between the two sides."""
 
     check: "RegressionCheck"
-    differences: dict[str, tuple[str, str]]
+    changed: "WhatChanged"
 
 
 def _checks_as_dict(checks: "dict[str, _WorkCheck]", missing: dict[str, str]) -> dict[str, Any]:
     """One check as it is; those of several cases by name."""
     plainly = {
-        work: {**work_check.check.as_dict(), "set_up_differences": work_check.differences}
+        work: {
+            **work_check.check.as_dict(),
+            "headline": work_check.changed.headline,
+            "set_up_differences": work_check.changed.recipe,
+        }
         for work, work_check in checks.items()
     }
     if list(checks) == [""]:
@@ -288,9 +319,12 @@ def _print_checks(console: Console, checks: "dict[str, _WorkCheck]", missing: di
     for work, work_check in checks.items():
         if work:
             console.print(plain(work, style="bold underline"))
-        if work_check.differences:
-            changes = (f"{name} {before} → {now}" for name, (before, now) in work_check.differences.items())
-            console.print(Text("The set-up differs: ", style="yellow").append_text(plain("; ".join(changes))))
+        console.print(plain(work_check.changed.headline, style="bold"))
+        if work_check.changed.recipe:
+            changes = (
+                f"{name} {before} → {now}" for name, (before, now) in work_check.changed.recipe.items()
+            )
+            console.print(Text("The recipe differs: ", style="yellow").append_text(plain("; ".join(changes))))
         _print_check(console, work_check.check)
     for work, reason in missing.items():
         console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))

@@ -35,8 +35,7 @@ from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.dump_comparison import DumpComparison, RunComparison
-    from sigmascope.analysis.tensor_comparison import TensorComparison
+    from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
     from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
 
 EPILOG = """Examples:
@@ -140,7 +139,7 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
     """
     if path is None:
         return
-    from sigmascope.checkpoints.files import is_existing
+    from sigmascope.checkpoints.checkpoint import is_existing
     from sigmascope.files import require_writable
 
     if path.suffix.lower() not in _PICTURES:
@@ -155,8 +154,8 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
 def _compare(
     a: Path, b: Path, names: dict[str, str], asked: tuple[float | None, float | None, int | None]
 ) -> "DumpComparison | RunComparison":
-    from sigmascope.analysis.dump_comparison import Options, compare_dumps, compare_runs
-    from sigmascope.checkpoints.files import is_folder
+    from sigmascope.analysis.tensor_comparison import Options, compare_dumps, compare_runs
+    from sigmascope.checkpoints.checkpoint import is_folder
     from sigmascope.checkpoints.tensor_dumps import TensorDumps, open_tensors
 
     options = Options(*asked)
@@ -249,7 +248,7 @@ def named_comparisons(
 
 
 def _dumps(comparison: "DumpComparison | RunComparison") -> "Iterator[tuple[str, DumpComparison]]":
-    from sigmascope.analysis.dump_comparison import RunComparison
+    from sigmascope.analysis.tensor_comparison import RunComparison
 
     if isinstance(comparison, RunComparison):
         yield from comparison.dumps.items()

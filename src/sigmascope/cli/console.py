@@ -98,14 +98,23 @@ def layer(name: str) -> Text:
     return plain(name.removeprefix("denoiser.").removeprefix("lora_unet_"))
 
 
-def table(*headings: str, left: Sequence[str] = ()) -> Table:
+def table(
+    *headings: str,
+    left: Sequence[str] = (),
+    title: str | None = None,
+    rows: Iterable[Sequence[RenderableType]] = (),
+) -> Table:
     """A table whose columns are numbers, but for those named in `left`; the first folds."""
-    made = Table(box=box.SIMPLE_HEAD, padding=_TABLE_PADDING, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=_TABLE_PADDING, pad_edge=False
+    )
     for index, heading in enumerate(headings):
         if index == 0:
             made.add_column(heading, overflow="fold")
         else:
             made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -68,6 +68,9 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
     ]
 
 
+Full = Annotated[
+    bool, typer.Option("--full", help="Print every stage, device, tensor and finding, not the verdict alone.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
 BasePath = Annotated[
@@ -438,49 +441,29 @@ def _refuse_limits(flags: RankFlags, what: str) -> None:
             )
 
 
-def flag(name: str, help_text: str, panel: str | None = None, **more: Any) -> Any:
-    """An option under its one name, in a panel of the help."""
-    return typer.Option(name, help=help_text, rich_help_panel=panel, **more)
+def flag(name: str, help_text: str, panel: str | None = None, **settings: Any) -> Any:
+    """An option of one command, in a panel of its help."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel, **settings)
 
 
-def base_model_path(panel: str) -> Any:
-    """`--base_model_path`: the LBM."""
-    return typer.Option(
-        "--base_model_path",
-        help="LBM checkpoint: .safetensors, .ckpt, or a folder.",
-        show_default=False,
-        rich_help_panel=panel,
-    )
+def _in_panel(name: str, help_text: str, **settings: Any) -> Callable[..., Any]:
+    """An option that each command shows in a panel of its own, and may describe in its own words."""
+
+    def option(panel: str, help_text: str = help_text) -> Any:
+        return typer.Option(name, help=help_text, rich_help_panel=panel, **settings)
+
+    return option
 
 
-def config_path(panel: str) -> Any:
-    """`--config_path`: what the checkpoint is."""
-    return typer.Option(
-        "--config_path",
-        help="The model's YAML; by default the one beside the checkpoint, else the full-size model.",
-        rich_help_panel=panel,
-    )
-
-
-def torch_dtype(panel: str) -> Any:
-    """`--torch_dtype`: what the model computes in."""
-    return typer.Option("--torch_dtype", help="float32, bf16 or fp16.", rich_help_panel=panel)
-
-
-def device(panel: str, help_text: str = "auto, cpu, cuda, cuda:1, mps or xpu.") -> Any:
-    """`--device`: where the model computes."""
-    return typer.Option("--device", help=help_text, rich_help_panel=panel)
-
-
-def tile_size(panel: str) -> Any:
-    """`--tile_size`: of the VAE's tiles."""
-    return typer.Option(
-        "--tile_size",
-        help="Run the VAE in tiles of this many pixels: large pictures in little memory.",
-        rich_help_panel=panel,
-    )
-
-
-def as_json(panel: str) -> Any:
-    """`--json`: for programs."""
-    return typer.Option("--json", help="Print the outcome as JSON on stdout.", rich_help_panel=panel)
+base_model_path = _in_panel(
+    "--base_model_path", "LBM checkpoint: .safetensors, .ckpt, or a folder.", show_default=False
+)
+config_path = _in_panel(
+    "--config_path", "The model's YAML; by default the one beside the checkpoint, else the full-size model."
+)
+torch_dtype = _in_panel("--torch_dtype", "float32, bf16 or fp16.")
+device = _in_panel("--device", "auto, cpu, cuda, cuda:1, mps or xpu.")
+tile_size = _in_panel(
+    "--tile_size", "Run the VAE in tiles of this many pixels: large pictures in little memory."
+)
+as_json = _in_panel("--json", "Print the outcome as JSON on stdout.")

@@ -111,7 +111,7 @@ class Recording:
             sys.stdout.flush()
         if not self._settings.is_on("quiet") and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):
-                run.print(Console(file=sys.__stderr__))
+                run.print(Console(file=sys.__stderr__), full=self._settings.is_on("full"))
 
 
 def _own_path(path: Path, is_child: bool) -> Path:

@@ -26,6 +26,7 @@ class Settings(NamedTuple):
         quiet: "1": print no summary; "0" is no.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.
+        full: "1": print the summary in full.
     """
 
     output: str | None = None
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     quiet: str | None = None
     launched: str | None = None
     keep_generations: str | None = None
+    full: str | None = None
 
     def is_on(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""

@@ -42,7 +42,7 @@ from sigmascope.checkpoints import (
     TensorSpec,
     open_checkpoint,
 )
-from sigmascope.checkpoints.files import is_existing, is_folder
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder
 from sigmascope.checkpoints.reader import PICKLE_SUFFIXES
 from sigmascope.errors import (
     CheckpointError,

@@ -316,7 +316,11 @@ def find_config(checkpoint: str | Path) -> Path | None:
     Raises:
         CheckpointError: The system refuses to look at the path.
     """
-    from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in  # it loads torch
+    from sigmascope.checkpoints.checkpoint import (
+        is_folder,
+        is_regular_file,
+        names_in,  # it loads torch
+    )
     from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
 
     def stem(name: str) -> str:

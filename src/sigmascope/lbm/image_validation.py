@@ -23,10 +23,11 @@ from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import UnreadableImage, find_images, load_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lora.alignment import changed_keys
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.validate import changed_keys, formed
+from sigmascope.lora.validate import formed
 from sigmascope.progress import Progress, no_progress
 
 

@@ -12,7 +12,7 @@ Prove and read it:
 
 - `validate`: how well base and LoRA together give the tuned model back.
 - `inspect`, `compare`: what is in a file, and whether two files hold the same change.
-- `compatibility`, `load_check`: whether a file is for a model, and whether it is really on one.
+- `compatibility`: whether a file is for a model, and whether it is really on one.
 - `effect`, `overlap`: how much the patches on a model change its weights, and what two LoRAs share.
 
 Apply it:

@@ -234,8 +234,15 @@ class Adapter(ABC):
         return change.to(dtype).reshape(self.weight_shape)
 
     def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """‖ΔW‖, with the sum in float64; raises what `delta` does."""
-        return frobenius_norm(self.delta(base))
+        """‖ΔW‖, with the sum in float64 and without forming ΔW where its kind allows; raises what `delta` does."""
+        if base is not None and tuple(base.shape) != self.weight_shape:
+            return self.shaped(base.shape).frobenius_norm(base)
+        norm = self._norm_of_product()
+        return frobenius_norm(self.delta(base)) if norm is None else abs(self.scale) * norm
+
+    def _norm_of_product(self) -> float | None:
+        """The norm before the scale, where the product need not be formed for it."""
+        return None
 
     def shaped(self, weight_shape: Sequence[int]) -> "Adapter":
         """The same change of a weight whose shape is known.
@@ -283,18 +290,8 @@ class LohaChange(Adapter):
         """The elementwise product of the two sides."""
         return self._side(1, compute) * self._side(2, compute)
 
-    def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """‖ΔW‖ without forming it.
-
-        The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
-        of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed in float64 where
-        they are quicker than the rows of the product, a few at a time. The cores of a kernel lie between the same
-        factors at each of its places, so that two Gram matrices serve all of them.
-        """
-        if base is not None and tuple(base.shape) != self.weight_shape:
-            self.shaped(base.shape)
-        first, second = self._factors(1), self._factors(2)
-        return abs(self.scale) * sqrt(max(_energy_of_product(first, second), 0.0))
+    def _norm_of_product(self) -> float:
+        return sqrt(fsum(map(_energy_of_product, self._factors(1), self._factors(2))))
 
     def _side(self, side: int, compute: torch.dtype) -> Tensor:
         left, right = (self.part(f"hada_w{side}_{end}", compute) for end in "ab")
@@ -302,92 +299,32 @@ class LohaChange(Adapter):
             return tucker_product(self.part(f"hada_t{side}", compute), left, right)
         return left @ right
 
-    def _factors(self, side: int) -> "_Factors":
-        """One side's factors in float64."""
+    def _factors(self, side: int) -> list[tuple[Tensor, Tensor]]:
+        """One side as up and down in float64, at each place of the kernel if it has cores."""
         left, right = (self.part(f"hada_w{side}_{end}", torch.float64) for end in "ab")
         if f"hada_t{side}" not in self.parts:
-            return _Factors(left, None, right)
-        return _Factors(left.mT, self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0), right)
+            return [(left, right)]
+        cores = self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0)
+        # The core joins the factor that stays smaller, however a file shapes these.
+        if len(left) * right.shape[1] <= left.shape[1] * len(right):
+            return [(left.mT, core @ right) for core in cores]
+        return [(left.mT @ core, right) for core in cores]
 
 
-class _Factors(NamedTuple):
-    """up (out, m) · coreₖ (m, n) · down (n, in), at each place k of a kernel; without cores, up · down."""
+def _energy_of_product(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> float:
+    """‖(one_up·one_down) ⊙ (two_up·two_down)‖².
 
-    up: Tensor
-    cores: Tensor | None
-    down: Tensor
-
-
-def _energy_of_product(one: _Factors, two: _Factors) -> float:
-    """‖one ⊙ two‖², over all places of the kernel."""
-    out, inner = one.up.shape[0], one.down.shape[1]
-    up_pairs, down_pairs = one.up.shape[1] * two.up.shape[1], one.down.shape[0] * two.down.shape[0]
-    ranks = one.down.shape[0] + two.down.shape[0]
-    places = 1 if one.cores is None else one.cores.shape[0]
-    by_grams = out * up_pairs**2 + inner * down_pairs**2
-    if one.cores is not None:
-        by_grams += 2 * places * up_pairs * down_pairs * (one.up.shape[1] + two.up.shape[1] + ranks)
-    if max(up_pairs, down_pairs) <= _LARGEST_GRAM and by_grams < 2 * places * out * inner * ranks:
-        ups = (one.up[:, :, None] * two.up[:, None, :]).flatten(1)
-        downs = (one.down[:, None, :] * two.down[None, :, :]).flatten(0, 1)
-        return _energy_between(ups.mT @ ups, downs @ downs.mT, one.cores, two.cores)
-    if one.cores is None or two.cores is None:
-        return _energy_by_rows(one.up, one.down, two.up, two.down)
-    return fsum(
-        _energy_by_rows(one.up, first @ one.down, two.up, second @ two.down)
-        for first, second in zip(one.cores, two.cores, strict=True)
-    )
-
-
-def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor | None) -> float:
-    """Σₖ tr(Cₖᵀ·ups·Cₖ·downs) with Cₖ = oneₖ ⊗ twoₖ, or ⟨ups, downs⟩ without cores.
-
-    Args:
-        ups: (a·b, a·b), symmetric.
-        downs: (c·d, c·d), symmetric.
-        one: (k, a, c).
-        two: (k, b, d).
+    The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
+    of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed where they are quicker
+    than the rows of the product, a few at a time.
     """
-    if one is None or two is None:
-        return float((ups * downs).sum())
-    (_, a, c), (_, b, d) = one.shape, two.shape
-    ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
-    between = min(c * b, a * d) * max(a * b, c * d)
-    at_once = max(_ROWS_OF_A_PRODUCT // max(a * b * c * d, between), 1)
-    energies = []
-    for at in range(0, one.shape[0], at_once):
-        first, second = one[at : at + at_once], two[at : at + at_once]
-        left = _times_kronecker(ups, first, second)
-        right = _times_kronecker(downs, first.mT, second.mT).permute(0, 3, 4, 1, 2)
-        energies.append(float((left * right).sum()))
-    return fsum(energies)
-
-
-def _times_kronecker(gram: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """gram·(firstₖ ⊗ secondₖ), one factor at a time.
-
-    The factor that leaves less comes first. So what is formed between has at most √(rows³·columns) values of the whole
-    product's rows and columns, where the other order could have rows·columns² of them.
-
-    Args:
-        gram: (a, b, a, b).
-        first: (k, a, c).
-        second: (k, b, d).
-
-    Returns:
-        (k, a, b, c, d).
-    """
-    (a, b), c, d = gram.shape[:2], first.shape[2], second.shape[2]
-    if c * b < a * d:
-        between = torch.einsum("abef,kec->kabcf", gram, first)
-        return torch.einsum("kabcf,kfd->kabcd", between, second)
-    between = torch.einsum("abef,kfd->kabed", gram, second)
-    return torch.einsum("kabed,kec->kabcd", between, first)
-
-
-def _energy_by_rows(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
-    """‖(one_up·one_down) ⊙ (two_up·two_down)‖², a few rows at a time."""
+    (one_up, one_down), (two_up, two_down) = one, two
     out, inner = one_up.shape[0], one_down.shape[1]
+    ranks, pairs = one_up.shape[1] + two_up.shape[1], one_up.shape[1] * two_up.shape[1]
+    if pairs <= _LARGEST_GRAM and (out + inner) * pairs**2 < 2 * out * inner * ranks:
+        ups = (one_up[:, :, None] * two_up[:, None, :]).flatten(1)
+        downs = (one_down[:, None, :] * two_down[None, :, :]).flatten(0, 1)
+        return max(float((ups.mT @ ups * (downs @ downs.mT)).sum()), 0.0)
     rows = max(_ROWS_OF_A_PRODUCT // inner, 1)
     return fsum(
         frobenius_norm((one_up[at : at + rows] @ one_down) * (two_up[at : at + rows] @ two_down)) ** 2
@@ -429,11 +366,9 @@ class LokrChange(Adapter):
         first, second = self._first(compute), self._second(compute)
         return torch.kron(first.reshape(*first.shape, *(1 for _ in second.shape[2:])), second)
 
-    def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖, without forming the product."""
-        if base is not None and tuple(base.shape) != self.weight_shape:
-            self.shaped(base.shape)
-        return abs(self.scale) * self._first_norm() * self._second_norm()
+    def _norm_of_product(self) -> float:
+        """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖."""
+        return self._first_norm() * self._second_norm()
 
     def _first_norm(self) -> float:
         if _W1 in self.parts:
@@ -510,12 +445,8 @@ class TuckerChange(Adapter):
         spread = torch.tensordot(self.part(MID, compute), down, dims=([1], [0])).movedim(-1, 1)
         return LoraFactors(up, spread.flatten(1), self.scale * up.shape[1], self.weight_shape)
 
-    def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """‖ΔW‖ from its factors' Gram matrices, in float64."""
-        if base is not None and tuple(base.shape) != self.weight_shape:
-            self.shaped(base.shape)
-        up, down = self.parts[UP].flatten(1), self.parts[DOWN].flatten(1)
-        return abs(self.scale) * _tucker_norm(self.parts[MID], up, down)
+    def _norm_of_product(self) -> float:
+        return _tucker_norm(self.parts[MID], self.parts[UP].flatten(1), self.parts[DOWN].flatten(1))
 
 
 def _tucker_norm(core: Tensor, up: Tensor, down: Tensor) -> float:
@@ -697,9 +628,8 @@ class DiffChange(_WholeChange):
         """The stored difference."""
         return self.values.detach().to(compute)
 
-    def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """‖ΔW‖ of the values as stored."""
-        return abs(self.scale) * frobenius_norm(self.values)
+    def _norm_of_product(self) -> float:
+        return frobenius_norm(self.values)
 
 
 class SetChange(_WholeChange):

@@ -1,6 +1,6 @@
 """LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
 
-`align` names one LoRA's modules by a model's layers; `align_all` finds common names for several LoRAs without their
+`align` names one LoRA's modules by a model's layers, `changed_keys` by its tensors; `align_all` finds common names for several LoRAs without their
 model. Both leave the tensors in their files.
 
 Where one side has a fused matrix and the other its parts, a change is divided or joined, exactly (`divided`,
@@ -10,7 +10,7 @@ ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -37,11 +37,10 @@ from sigmascope.lora.module_names import (
     flat,
     parse_name,
     parse_names,
-    unflattened_denoiser,
-    unflattened_text_encoder,
 )
 
 _BIAS: Final = ".bias"
+_WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
 _WIDENING = 4  # of the feed-forward part of FLUX' single blocks
 
@@ -94,6 +93,49 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedKeys:
+    """A LoRA sorted by what it changes in a model.
+
+    Attributes:
+        lora: The LoRA under the names of the model's layers, with fused matrices divided or put together.
+        names: The name in `lora` by key of the tensor that it changes.
+        unmatched: Names in the LoRA as it was given that no tensor of the model fits.
+    """
+
+    lora: LoraFile
+    names: Mapping[str, str]
+    unmatched: tuple[str, ...]
+
+    def change(self, key: str) -> LoraFactors | WeightChange:
+        """Read what is added to a tensor of the model.
+
+        Raises:
+            LoraFormatError: Its tensors do not fit together.
+            NonFiniteError: They hold NaN or Inf.
+        """
+        return self.lora.change(self.names[key])
+
+
+def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
+    """Find the tensor of each change by name alone; nothing is read.
+
+    Args:
+        lora: Of any format.
+        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
+        layout: How the model names them.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one tensor.
+    """
+    paths = {key.removesuffix(_WEIGHT): key for key in keys}
+    aligned = align(lora, tuple(paths), layout)
+    names = {paths[path]: path for path in aligned.lora.names if path in paths}
+    # A change of the bias of a layer that has none is aligned all the same.
+    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
+    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
+
+
+@dataclass(frozen=True, slots=True)
 class _Recipe:
     """How a layer's factors are made of a LoRA's modules.
 
@@ -143,11 +185,10 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
     """The parts that a module may be of, its dotted path there, and the table to look it up in."""
     parsed = parse_name(name)
     for part in parsed.parts or ("denoiser",):
-        is_text = part.startswith("text_encoder")
-        undo = unflattened_text_encoder if is_text else unflattened_denoiser
-        path = undo(parsed.path) if parsed.is_flat else parsed.path
+        path = parsed.dotted(part)
         if path is not None:
-            yield part, path.removeprefix(_TEXT_MODEL), "open_clip" if is_text else layout.family
+            family = "open_clip" if part.startswith("text_encoder") else layout.family
+            yield part, path.removeprefix(_TEXT_MODEL), family
 
 
 def _made_by(lora: LoraFile, recipes: Mapping[str, _Recipe]) -> LoraFile:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 from math import frexp, isfinite
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +37,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of
+from sigmascope.units import first_few
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
 
@@ -47,7 +47,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Layer = nn.Linear | Convolution
 Checksum = Literal["xxh3", "sums", ""]
 
-_NAMED_IN_A_MESSAGE = 5  # modules
+_DESCRIBED = 5  # missing modules
 _VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _CONVOLUTIONS = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}  # by the kernel's axes
 _ALIGNMENT = 64  # bytes, as PyTorch aligns tensors
@@ -186,7 +186,7 @@ def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
     padding = [name for layer, name in names.items() if _pads_its_input(layer)]
     if padding:
         raise ModelMismatchError(
-            f"{', '.join(padding[:_NAMED_IN_A_MESSAGE])}{_and_more(len(padding))}: a convolution that takes more than its input, "
+            f"{first_few(padding)}: a convolution that takes more than its input, "
             "as one in time that pads with the frames before.",
             hint="Use merge_lora, which changes the weight.",
         )
@@ -256,12 +256,7 @@ class AttachedLora:
     def __enter__(self) -> "AttachedLora":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
 
@@ -507,12 +502,7 @@ class MergedLora:
     def __enter__(self) -> "MergedLora":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.unmerge()
 
 
@@ -699,18 +689,13 @@ def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
 def _require_plain(lora: LoraFile) -> None:
     """Refuse changes that a low-rank branch cannot make, because leaving them out gives another LoRA."""
     if lora.changes:
-        named = [f"{name} ({lora.kind_of(name)})" for name in list(lora.changes)[:_NAMED_IN_A_MESSAGE]]
+        named = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
         raise LoraFormatError(
-            f"{len(lora.changes)} modules of {lora} are more than up and down factors: "
-            f"{', '.join(named)}{_and_more(len(lora.changes))}.",
+            f"{len(lora.changes)} modules of {lora} are more than up and down factors: {first_few(named)}.",
             hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load that.",
         )
     if not lora.modules:
         raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
-
-
-def _and_more(count: int) -> str:
-    return f"; and {count - _NAMED_IN_A_MESSAGE} more" if count > _NAMED_IN_A_MESSAGE else ""
 
 
 def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
@@ -748,10 +733,10 @@ def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers:
         for prefix, part in _modules_of(model)
         for path, module in part.named_modules()
     }
-    named = [_describe_missing(name, layers, others) for name in missing[:_NAMED_IN_A_MESSAGE]]
+    named = [_describe_missing(name, layers, others) for name in missing[:_DESCRIBED]]
     raise ModelMismatchError(
         f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or convolution of this "
-        f"{type(model).__name__}: {'; '.join(named)}{_and_more(len(missing))}.",
+        f"{type(model).__name__}: {first_few([*named, *missing[_DESCRIBED:]], _DESCRIBED, between='; ')}.",
         hint="Apply the LoRA to the model it was made for.",
     )
 
@@ -774,8 +759,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
             wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
     if wrong:
         raise ModelMismatchError(
-            f"{len(wrong)} of {len(lora)} modules of {lora} do not fit: "
-            f"{'; '.join(wrong[:_NAMED_IN_A_MESSAGE])}{_and_more(len(wrong))}.",
+            f"{len(wrong)} of {len(lora)} modules of {lora} do not fit: {first_few(wrong, between='; ')}.",
             hint="Apply the LoRA to the model it was made for.",
         )
 

@@ -4,7 +4,7 @@ Whatever the model's size, memory holds a few of its layers.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import fsum, isfinite, sqrt
@@ -19,22 +19,21 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import AlignedLora, align
+from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
+from sigmascope.units import first_few
 
 __all__ = ["BakeReport", "MergedTensor", "bake_loras"]
 
 # Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
-_WEIGHT: Final = ".weight"
-_NAMED: Final = 5  # modules in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,31 +177,38 @@ def bake_loras(
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into))
         _require_writable(base, Path(into))
-        aligned = [aligned_with(base, files.enter_context(open_lora(path))) for path in paths]
-        lora_files = [
-            aligned_lora.lora.path or path for aligned_lora, path in zip(aligned, paths, strict=True)
-        ]
+        layout = layout_of({key: base.info(key).shape for key in base})
+        changes = [changed_keys(files.enter_context(open_lora(path)), base.keys(), layout) for path in paths]
+        lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
-        targets, unmatched = match_tensors(base, aligned, strengths)
-        require_matched(base, aligned, unmatched, allow_unmatched=allow_unmatched)
+        positions = _match_tensors(base, changes, strengths)
+        unmatched = {i: change.unmatched for i, change in enumerate(changes) if change.unmatched}
+        _require_matched(base, changes, unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
-        tensors = _write_checkpoint(target, base, targets, aligned, how, metadata, progress)
+        tensors = _write_checkpoint(
+            target,
+            base,
+            lambda key: [
+                WeightedChange(i, strengths[i], changes[i].change(key)) for i in positions.get(key, ())
+            ],
+            how,
+            metadata,
+            progress,
+        )
         return BakeReport(
             into=Path(into),
             checkpoint=target,
             inputs=tuple(
-                InputLora.of(aligned_lora.lora, path, weight)
-                for aligned_lora, path, weight in zip(aligned, paths, strengths, strict=True)
+                InputLora.of(change.lora, path, weight)
+                for change, path, weight in zip(changes, paths, strengths, strict=True)
             ),
             method=how.describe(),
             tensors=tensors,
             copied=len(base) - len(tensors),
             unmatched=unmatched,
             unused_keys={
-                i: aligned_lora.lora.unused_keys
-                for i, aligned_lora in enumerate(aligned)
-                if aligned_lora.lora.unused_keys
+                i: change.lora.unused_keys for i, change in enumerate(changes) if change.lora.unused_keys
             },
             skipped=dict(base.skipped),
             file_bytes=target.stat().st_size,
@@ -227,68 +233,34 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
-def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
-    """Name an open LoRA's modules by a checkpoint's layers.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one layer.
-    """
-    layers = [key.removesuffix(_WEIGHT) for key in base]
-    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
-
-
-class TargetTensor(NamedTuple):
-    """One LoRA's change of one tensor, still in its file."""
-
-    position: int
-    weight: float
-    layer: str
-
-
-def match_tensors(
-    base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
-) -> tuple[dict[str, list[TargetTensor]], dict[int, tuple[str, ...]]]:
-    """Find the tensor of every change.
-
-    Returns:
-        The changes of each tensor by its key, in the LoRAs' order, without those of weight 0; and the modules that
-        are of no tensor of the checkpoint, by LoRA's position.
+def _match_tensors(
+    base: Checkpoint, loras: Sequence[ChangedKeys], weights: Sequence[float]
+) -> dict[str, list[int]]:
+    """The positions of the LoRAs that change each tensor, by its key, in their order, without those of weight 0.
 
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
     """
-    by_key: dict[str, list[TargetTensor]] = {}
-    unmatched: dict[int, tuple[str, ...]] = {}
+    positions: dict[str, list[int]] = {}
     wrong: list[str] = []
-    for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
-        without_tensor: list[str] = []
-        for layer in aligned_lora.lora.names:
-            key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
-            if key not in base:  # the bias of a layer that has none
-                without_tensor += aligned_lora.sources[layer]
-                continue
-            shape, own = base.info(key).shape, aligned_lora.lora.shape_of(layer)
-            if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
-                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
+    for position, (lora, weight) in enumerate(zip(loras, weights, strict=True)):
+        for key, layer in lora.names.items():
+            shape, own = base.info(key).shape, lora.lora.shape_of(layer)
+            if layer in lora.lora.modules and not same_matrix(own, shape):
+                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {lora.lora}")
             if weight != 0.0:
-                by_key.setdefault(key, []).append(TargetTensor(position, weight, layer))
-        if aligned_lora.unmatched or without_tensor:
-            unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
+                positions.setdefault(key, []).append(position)
     if wrong:
         raise ModelMismatchError(
-            f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
+            f"{len(wrong)} modules do not fit {base.path}: {first_few(wrong, between='; ')}.",
             hint="Merge the LoRA into the model that it was made for.",
         )
-    return by_key, unmatched
+    return positions
 
 
-def _and_more(count: int) -> str:
-    return f" and {count - _NAMED} more" if count > _NAMED else ""
-
-
-def require_matched(
+def _require_matched(
     base: Checkpoint,
-    aligned: Sequence[AlignedLora],
+    loras: Sequence[ChangedKeys],
     unmatched: Mapping[int, tuple[str, ...]],
     *,
     allow_unmatched: bool,
@@ -298,11 +270,11 @@ def require_matched(
     Raises:
         ModelMismatchError: Naming the first few.
     """
-    nothing = [aligned_lora.lora for aligned_lora in aligned if not aligned_lora.lora.names]
+    nothing = [lora.lora for lora in loras if not lora.names]
     if not nothing and (allow_unmatched or not unmatched):
         return
     parts = [
-        f"{len(names)} modules of {aligned[position].lora}: {', '.join(names[:_NAMED])}{_and_more(len(names))}"
+        f"{len(names)} modules of {loras[position].lora}: {first_few(names)}"
         for position, names in unmatched.items()
     ]
     other = "" if nothing else ", or go on without them: --allow_unmatched"
@@ -328,8 +300,7 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    targets: Mapping[str, Sequence[TargetTensor]],
-    aligned: Sequence[AlignedLora],
+    changes_of: "Callable[[str], list[WeightedChange]]",
     method: MergeMethod,
     metadata: Mapping[str, str],
     progress: Progress,
@@ -337,13 +308,8 @@ def _write_checkpoint(
     def work(slot: Scratch, key: str) -> tuple[Tensor, MergedTensor | None]:
         buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
         weight = base.tensor_into(key, buffer)
-        if key not in targets:
-            return weight, None
-        changes = [
-            WeightedChange(position, strength, aligned[position].lora.change(layer))
-            for position, strength, layer in targets[key]
-        ]
-        return weight, merge_into_weight(key, weight, changes, method, slot)
+        changes = changes_of(key)
+        return weight, _merge_into_weight(key, weight, changes, method, slot) if changes else None
 
     tensors = []
     keys = base.keys()
@@ -370,7 +336,7 @@ class WeightedChange(NamedTuple):
     change: LoraFactors | WeightChange
 
 
-def merge_into_weight(
+def _merge_into_weight(
     name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Scratch
 ) -> MergedTensor:
     """Change a weight in place to W + Σ weight·ΔW, added in float32 (float64 for float64) and rounded once.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
 from sigmascope.errors import ConfigError
-from sigmascope.lora.layers import matches, require_matches, require_pattern
+from sigmascope.lora.layer_names import matches, require_matches, require_pattern
 from sigmascope.lora.linalg import Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
 from sigmascope.units import format_size

@@ -1,40 +1,35 @@
-"""Whether a LoRA file is for a model (judge_lora): where each module lands, or why it does not.
+"""Whether a LoRA file is for a model (judge_lora), and whether its modules are really on it (judge_applied).
 
 `place` finds the weights that each module lands on, with nothing refused; `shapes_of` gives a model's weights by name
 and shape, whatever holds them: a module, a pipeline's parts, a checkpoint. Of a module that changes nothing, `MismatchReasons`
 says why, the likeliest reason first, with the model's names that are nearest to its own (`NearestNames`).
 
-`relative_strengths` measures how much of the model's weights a LoRA changes, ‖ΔW‖ / ‖W‖, from files: one weight in
-memory at a time.
+A patch on the model is a module of the file if its numbers say so (`is_same`), in whatever dtype and scale the host
+keeps them.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import log
 from os import PathLike
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError, SigmascopeError
+from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeError
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.alignment import align
-from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import ALPHA
-from sigmascope.lora.layer_names import UNET_FAMILIES
-from sigmascope.lora.layers import WEIGHT, block_of_module, is_layer
-from sigmascope.lora.linalg import root_sum_square, same_matrix
+from sigmascope.lora.layer_names import UNET_FAMILIES, WEIGHT, NearestNames, block_of_module, is_layer
+from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import (
     FileFamily,
     LayerIndex,
@@ -44,11 +39,13 @@ from sigmascope.lora.module_names import (
     parse_name,
     title_of,
 )
-from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.reader import OpaqueChange, open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, Reason, findings_of, unreadable
+from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
-from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.units import first_few
 
 _BIAS: Final = ".bias"
 Model = object
@@ -56,25 +53,34 @@ Model = object
 
 # Why a module changes nothing.
 _NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
+_SPOKEN: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
 _LONGEST_PREFIX: Final = 4  # words
 _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
-_NAME_WORDS = re.compile(r"[^._]+")
 _MATRIX: Final = 2  # axes
 
 # How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
 _COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
-_FURTHER_PARTS: Final[tuple[tuple[Part, str], ...]] = (
-    ("text_encoder", "text_encoders.clip_l.transformer."),
-    ("text_encoder", "text_encoders.clip_h.transformer."),
-    ("text_encoder", "text_encoders.qwen25_7b.transformer."),
-    ("text_encoder", "text_encoders.umt5xxl.transformer."),
-    ("text_encoder_2", "text_encoders.clip_g.transformer."),
-    ("text_encoder_2", "text_encoders.t5xxl.transformer."),
-    ("text_encoder_3", "text_encoders.t5xxl.transformer."),
-)
+
+Change = LoraFactors | WeightChange
+_SAME: Final = 0.999
+"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+_PROBES: Final = 4
+_SAME_ON_PROBES: Final = 0.9
+# What patches call a file's tensors, once these starts are cut off.
+_PATCH_NAMES: Final = {
+    "lora_up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_mid.weight": "mid",
+    "diff_b": "diff",
+    "w_norm": "diff",
+    "b_norm": "diff",
+    "set_weight": "set",
+}
+_STARTS: Final = ("hada_", "lokr_")
+_NOTHING_ON: Final = "nothing is on the weights that it is for"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -100,10 +106,12 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
             path = str(lora)
         with _opened(lora) as (file, keys):
             return _module_verdicts(file, keys, shapes_of(model), path, values)
-    except SigmascopeError as error:
-        return LoraVerdict(path, error=str(error), findings=(unreadable(error),))
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return LoraVerdict(path, error=describe(error), findings=(unreadable(error),))
+        return LoraVerdict(path, error=_said(error), findings=(unreadable(error),))
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SigmascopeError) else describe(error)
 
 
 @contextmanager
@@ -180,36 +188,6 @@ class Mismatch(NamedTuple):
     detail: str
 
 
-class NearestNames:
-    """Names compared by their words, dots and underscores alike, rare words counting for more.
-
-    Args:
-        names: Of the model's layers.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-        counts = [Counter(_NAME_WORDS.findall(name)) for name in self._names]
-        self._times: dict[str, NDArray[np.float64]] = {}
-        for index, words in enumerate(counts):
-            for word, times in words.items():
-                self._times.setdefault(word, np.zeros(len(self._names)))[index] = times
-        # Of two names that share as much the shorter is nearer.
-        self._lengths = np.array([sum(words.values()) or 1 for words in counts], dtype=np.float64) ** 0.25
-
-    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
-        """Up to `count` names, the nearest first; none that shares no word."""
-        scores = np.zeros(len(self._names))
-        for word, times in Counter(_NAME_WORDS.findall(name)).items():
-            having = self._times.get(word)
-            if having is not None:
-                rarity = log(1.0 + len(self._names) / np.count_nonzero(having))
-                scores += rarity * np.minimum(having, times)
-        scores /= self._lengths
-        best = np.argsort(-scores, kind="stable")[:count]
-        return tuple(self._names[index] for index in best if scores[index] > 0.0)
-
-
 class MismatchReasons:
     """Explains the modules of one LoRA that do not land in one model.
 
@@ -281,11 +259,9 @@ class MismatchReasons:
         if not parsed.parts or any(part in there for part in parsed.parts):
             return None
         part = parsed.parts[0]
-        if part.startswith("text_encoder"):
-            return Mismatch(
-                "text_encoder_missing", f"it is for {_spoken(part)}, which the model given does not have"
-            )
-        return Mismatch("part_missing", f"it is for the {_spoken(part)}, which the model given does not have")
+        spoken = _SPOKEN.get(part, part.replace("_", " "))
+        reason: Reason = "text_encoder_missing" if part.startswith("text_encoder") else "part_missing"
+        return Mismatch(reason, f"it is for the {spoken}, which the model given does not have")
 
     def _of_family(self, parsed: ModuleName) -> Mismatch | None:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")
@@ -295,9 +271,7 @@ class MismatchReasons:
         path = _NUMBER.sub("#", flat(parsed.path))
         parts: tuple[Part, ...] = parsed.parts or ("denoiser", "other")
         for part in parts:
-            layers = self._other_numbers.get(
-                (part, path.removeprefix("text_model_"))
-            ) or self._other_numbers.get((part, path))
+            layers = self._other_numbers.get((part, path.removeprefix("text_model_")))
             if layers:
                 blocks = len({block_of_module(layer) for layer in layers})
                 return Mismatch(
@@ -347,7 +321,7 @@ def _module_verdict(
     lora: LoraFile, name: str, placing: Placement, shapes: Shapes, reasons: MismatchReasons
 ) -> ModuleVerdict:
     facts = lora.facts_of(name)
-    module = ModuleVerdict(name, facts.kind, facts.weight_shape, part_of(name), facts.rank)
+    module = ModuleVerdict(name, facts.kind, facts.weight_shape, _part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
     if keys and name not in placing.misfits:
         return replace(module, layers=keys, model_shape=tuple(shapes[keys[0]]))
@@ -373,7 +347,7 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
         norm = change.frobenius_norm()
     except NonFiniteError:
         return replace(module, finite=False)
-    has_alpha = f"{name}.{ALPHA}" in keys or (not keys and change.alpha != change.rank)
+    has_alpha = f"{name}.alpha" in keys or (not keys and change.alpha != change.rank)
     stated = change.alpha if has_alpha or change.scale != 1.0 else None
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 
@@ -385,7 +359,7 @@ def place(lora: LoraFile, shapes: Shapes) -> Placement:
         lora: In any format.
         shapes: Of all the model's weights, by key.
     """
-    layout = layout_for(shapes)
+    layout = layout_of(shapes)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
     index = LayerIndex.of(layers, layout)
     own = tuple(key.removesuffix(WEIGHT) for key, shape in shapes.items() if is_layer(key, shape))
@@ -438,14 +412,7 @@ def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
     return same_matrix(own, model)
 
 
-def _spoken(part: Part) -> str:
-    numbered = {"text_encoder": "the text encoder", "text_encoder_2": "the second text encoder"}
-    return numbered.get(
-        part, "the third text encoder" if part == "text_encoder_3" else part.replace("_", " ")
-    )
-
-
-def part_of(name: str) -> Part:
+def _part_of(name: str) -> Part:
     """The part of a model that a module's name says; the denoiser where it says none."""
     parts = parse_name(name.removesuffix(_BIAS)).parts
     return parts[0] if parts else "denoiser"
@@ -502,58 +469,373 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield key, packed.get(key, tuple(tensor.shape))
 
 
-def layout_for(shapes: Shapes) -> ModelLayout:
-    """The layout of a model, with the text encoders that ComfyUI keeps apart from the denoiser."""
-    layout = layout_of(shapes)
-    prefixes = dict(layout.prefixes)
-    taken = set(prefixes.values())
-    for part, prefix in _FURTHER_PARTS:
-        if prefix not in taken and part not in prefixes and any(key.startswith(prefix) for key in shapes):
-            prefixes[part] = prefix
-            taken.add(prefix)
-    return ModelLayout(layout.family, layout.naming, prefixes)
+@dataclass(frozen=True, slots=True)
+class AppliedModule:
+    """One module of a LoRA file, and what of it is on the model.
+
+    Attributes:
+        name: As the file has it.
+        keys: The model's weights that its numbers were found on.
+        times: How often: above 1 it is applied more than once to the same weight.
+        states: How far each of them has come, each state once.
+        state_reason: Of the first.
+        strength: What the file's ΔW is multiplied with on the model, all times together; None where it was not
+            found or is no plain change.
+        sources: The adapters that hold it, where the host names them.
+        detail: Why it was not found; None where it was.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    times: int = 0
+    states: tuple[PatchState, ...] = ()
+    state_reason: str = ""
+    strength: float | None = None
+    sources: tuple[str, ...] = ()
+    detail: str | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is on the model, acting or not."""
+        return bool(self.keys)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it is or will be in the model's outputs."""
+        return bool({"merged", "lazy", "registered"} & set(self.states))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        listed = {name: list(getattr(self, name)) for name in ("keys", "states", "sources")}
+        return asdict(self) | listed | {"is_there": self.is_there, "acts": self.acts}
 
 
-def relative_strengths(
-    lora: str | PathLike[str], verdict: LoraVerdict, model: Checkpoint, *, progress: Progress = no_progress
-) -> Mapping[str, Effect]:
-    """Measure every module that matches beside the weights that it changes, at LoRA strength 1.
+@dataclass(frozen=True, slots=True)
+class AppliedVerdict:
+    """What of a file is on a model.
+
+    Attributes:
+        path: The file; None for a LoRA in memory.
+        modules: Every module of the file, in its order.
+        error: Why the file, or the model, could not be read; then nothing else is known.
+        findings: What is wrong, with what to do, the worst first.
+    """
+
+    path: str | None
+    modules: tuple[AppliedModule, ...] = ()
+    error: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def there(self) -> tuple[AppliedModule, ...]:
+        """Modules that are on the model."""
+        return tuple(module for module in self.modules if module.is_there)
+
+    @property
+    def missing(self) -> tuple[AppliedModule, ...]:
+        """Modules that are not."""
+        return tuple(module for module in self.modules if not module.is_there)
+
+    @property
+    def twice(self) -> tuple[AppliedModule, ...]:
+        """Modules that are applied more than once."""
+        return tuple(module for module in self.modules if module.times > 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all modules are on the model and act."""
+        return bool(self.modules) and all(module.acts for module in self.modules)
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many modules have come how far."""
+        return dict(Counter(state for module in self.there for state in module.states))
+
+    @property
+    def strengths(self) -> dict[float, int]:
+        """How many modules are there at each strength, the most frequent first."""
+        strengths = [round(module.strength, 2) for module in self.there if module.strength is not None]
+        return dict(Counter(strengths).most_common())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as JSON values, totals first."""
+        return {
+            "path": self.path,
+            "complete": self.complete,
+            "error": self.error,
+            "total_modules": len(self.modules),
+            "modules_there": len(self.there),
+            "modules_missing": len(self.missing),
+            "modules_twice": len(self.twice),
+            "states": self.states,
+            "strengths": self.strengths,
+            "findings": [asdict(finding) for finding in self.findings],
+            "modules": [module.as_dict() for module in self.modules],
+        }
+
+
+def judge_applied(
+    lora: str | PathLike[str] | LoraFile, patches: Sequence[AppliedPatch], model: Model | None = None
+) -> AppliedVerdict:
+    """Say of every module of a file whether it is on a model now, told by its numbers.
 
     Args:
-        lora: The file.
-        verdict: Of this file and model, with values.
-        model: The open checkpoint, of which only the weights that the LoRA changes are read.
-        progress: Told after each module.
+        lora: A file of any format, or a LoRA in memory.
+        patches: All that is on the model, as the readers of ComfyUI and PEFT give it; other LoRAs among them are
+            told apart.
+        model: What the patches are on; see `judge_lora`. Without it, a file in another naming than the model's is
+            only found where the names of the patched weights alone show the model's family.
 
     Returns:
-        The effects by the file's module names. A fused module's weight is all that it changes together.
+        The verdict. Nothing is raised: a file that cannot be read is a verdict with an `error`.
     """
-    effects: dict[str, Effect] = {}
-    with open_any_kind(Path(lora)) as file:
-        for module in verdict.matched:
-            effects[module.name] = _effect(file, module, model)
-            progress(len(effects), len(verdict.matched), module.name)
-    return effects
-
-
-def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
+    path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
-        whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
-        delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
-    except SigmascopeError as error:
-        missing = "delta_norm" if module.norm is None else "weight_norm"
-        unavailable = dict.fromkeys((missing, "relative_change"), error.message)
-        return Effect(module.norm, None, None, True, 1, unavailable=unavailable)
-    if whole == 0.0:
-        return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})
-    return Effect(delta, delta / whole, whole, True, 1)
+        if model is not None:
+            shapes = shapes_of(model)
+        else:
+            shapes = {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
+        by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
+        for patch in patches:
+            by_key[patch.key].append(patch)
+        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora))
+        with opened as file:
+            placing = place(file, shapes)
+            modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
+        return AppliedVerdict(path, error=_said(error), findings=(unreadable(error),))
+    return AppliedVerdict(path, modules, findings=applied_findings(modules))
 
 
-def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
-    """‖ΔW‖ of a change that depends on the weight."""
-    if module.finite is False:
-        raise LoraFormatError("the module holds NaN or Inf.")
-    if len(module.layers) != 1:
-        raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
-    base = model.tensor(module.layers[0]).to(torch.float64)
-    return finite(lora.changes[module.name].frobenius_norm(base))
+def _applied_module(
+    lora: LoraFile, name: str, placing: Placement, patches: Mapping[str, Sequence[AppliedPatch]]
+) -> AppliedModule:
+    misfit = placing.misfits.get(name)
+    keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
+    if not keys:
+        return AppliedModule(name, detail="the model has no weight that it is for")
+    candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
+    if not candidates:
+        return AppliedModule(name, detail=f"nothing is on {keys[0]}")
+    try:
+        own = lora.change(name)
+        same = [
+            (key, patch, change)
+            for key, patch in candidates
+            for change in [_matching_form(own, placing, key, patch)]
+            if change is not None
+        ]
+    except NonFiniteError:
+        return AppliedModule(name, detail="it holds NaN or Inf, by which it cannot be told")
+    if not same:
+        others = {patch.source for _, patch in candidates if patch.source is not None}
+        by = f" of {', '.join(sorted(others))}" if others else ""
+        return AppliedModule(name, detail=f"only other changes{by} are on {keys[0]}")
+    return _there(name, same)
+
+
+def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
+    """The form of a file's change that a patch is, if any."""
+    if is_same(own, patch):
+        return own
+    # The same of one weight, where a fused matrix is divided or joined for it.
+    lora, layer = placing.lora, key.removesuffix(WEIGHT)
+    if lora is None or layer not in lora.modules:
+        return None
+    aligned = lora.modules[layer]
+    return aligned if is_same(aligned, patch) else None
+
+
+def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
+    keys = tuple(dict.fromkeys(key for key, _, _ in same))
+    counts = [sum(key == other for other, _, _ in same) for key in keys]
+    on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
+    strengths = [_strength(patch, change) for patch, change in on_first]
+    known = [strength for strength in strengths if strength is not None]
+    return AppliedModule(
+        name=name,
+        keys=keys,
+        times=max(counts),
+        states=tuple(dict.fromkeys(patch.state for _, patch, _ in same)),
+        state_reason=same[0][1].state_reason,
+        strength=sum(known) if len(known) == len(strengths) else None,
+        sources=tuple(dict.fromkeys(patch.source for _, patch, _ in same if patch.source is not None)),
+    )
+
+
+def _strength(patch: AppliedPatch, change: Change) -> float | None:
+    """What ΔW of the file is multiplied with by one patch."""
+    if patch.state in {"inactive", "failed"}:
+        return 0.0
+    if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
+        return None
+    times = times_of(change, patch)
+    return None if times is None else patch.strength * patch.scale * times
+
+
+def is_same(change: Change, patch: AppliedPatch) -> bool:
+    """Whether a patch is a change of a file, in whatever dtype and scale the host keeps it."""
+    if isinstance(change, LoraFactors) and {"up", "down"} <= patch.tensors.keys():
+        if "mid" in patch.tensors:
+            return False
+        return _same_product(change, patch)
+    own = tensors_of(change)
+    shared = own.keys() & patch.tensors.keys()
+    return bool(shared) and all(_same_numbers(own[name], patch.tensors[name]) for name in shared)
+
+
+def tensors_of(change: Change) -> Mapping[str, Tensor]:
+    """A change's tensors by the names that `AppliedPatch.tensors` has for them."""
+    if isinstance(change, LoraFactors):
+        return {"up": change.up, "down": change.down}
+    if isinstance(change, DoraChange):
+        return {**tensors_of(change.direction), "dora_scale": change.magnitude}
+    if isinstance(change, OpaqueChange):
+        return change.parts
+    if isinstance(change, Adapter):
+        return {_patch_name(name): tensor for name, tensor in change.parts.items()}
+    return {}
+
+
+def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
+    """How many times the file's ΔW a plain patch is, at strength and scale 1; None for other kinds and no change."""
+    if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys() or change.scale == 0.0:
+        return None
+    if _are_the_factors(change, patch):
+        return 1.0 / change.scale
+    own = change.frobenius_norm()
+    return _patch_factors(patch).frobenius_norm() / own if own > 0.0 else None
+
+
+def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """By ΔW, so that a host may divide, scale and re-factor as it likes; zero changes by their factors."""
+    if _are_the_factors(change, patch):
+        return True
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    if (up.shape[0], down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
+        return False
+    if _clearly_differ(change, up, down):
+        return False
+    factors = _patch_factors(patch)
+    plain = LoraFactors(
+        as_float64(change.up).cpu(), as_float64(change.down).cpu(), change.alpha, factors.weight_shape
+    )
+    lengths = plain.frobenius_norm() * factors.frobenius_norm()
+    if lengths > 0.0:
+        return plain.inner(factors) > _SAME * lengths
+    return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+
+
+def _clearly_differ(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
+    """Whether what they make of a few inputs already shows that two ΔW are no multiples of each other."""
+    probe = torch.randn(down.shape[1], _PROBES, generator=torch.Generator().manual_seed(0))
+    one, two = (
+        (first.detach().cpu().float() @ (second.detach().cpu().float() @ probe)).flatten()
+        for first, second in ((change.up, change.down), (up, down))
+    )
+    lengths = float(torch.linalg.vector_norm(one)) * float(torch.linalg.vector_norm(two))
+    return lengths > 0.0 and float(one @ two) < _SAME_ON_PROBES * lengths
+
+
+def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """Whether they are the very numbers, but for the rounding to the narrower of the two dtypes."""
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    return _are_equal(change.up, up) and _are_equal(change.down, down)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.detach().to(second.device, narrow), second.detach().to(narrow))
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    first, second = as_float64(one).cpu().flatten(), as_float64(other).cpu().flatten()
+    if len(first) != len(second):
+        return False
+    lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
+    if 0.0 in lengths:
+        return lengths == (0.0, 0.0)
+    return float(first @ second) > _SAME * lengths[0] * lengths[1]
+
+
+def _patch_factors(patch: AppliedPatch) -> LoraFactors:
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _patch_name(part: str) -> str:
+    for start in _STARTS:
+        part = part.removeprefix(start)
+    return _PATCH_NAMES.get(part, part)
+
+
+def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
+    """Findings for the modules of one file, the worst first."""
+    return (*_missing(modules), *_idle(modules), *_twice(modules))
+
+
+def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    missing = [module for module in modules if not module.is_there]
+    if not missing:
+        return
+    details = (module.detail or "" for module in missing)
+    without_weight = (_NOTHING_ON if detail.startswith("nothing is on") else detail for detail in details)
+    why, _ = Counter(without_weight).most_common(1)[0]
+    evidence: dict[str, JsonScalar] = {
+        "modules": len(modules),
+        "missing": len(missing),
+        "first": missing[0].name,
+        "detail": missing[0].detail,
+    }
+    advice = (
+        "Judge the file by the model (sigmascope lora inspect FILE --model MODEL): it says why, name by name."
+    )
+    if len(missing) == len(modules):
+        message = (
+            f"None of the file's {len(modules)} modules is on the model, although it was to be loaded: {why}."
+        )
+        yield Finding("lora_not_loaded", "critical", message, evidence, advice)
+    else:
+        message = (
+            f"{len(missing)} of the file's {len(modules)} modules are not on the model: {_named(missing)}."
+        )
+        yield Finding("lora_partly_loaded", "error", message, evidence, advice)
+
+
+def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    idle = [module for module in modules if module.is_there and not module.acts]
+    if not idle:
+        return
+    failed = [module for module in idle if "failed" in module.states]
+    reason = idle[0].state_reason or "switched off"
+    yield Finding(
+        "lora_not_applicable" if failed else "lora_not_acting",
+        "error" if failed else "warning",
+        f"{len(idle)} of the file's {len(modules)} modules are on the model and change nothing ({reason}): {_named(idle)}.",
+        {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
+        "Use a LoRA whose shapes fit the model."
+        if failed
+        else "Set its strength, or make the adapter active.",
+    )
+
+
+def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    twice = [module for module in modules if module.times > 1]
+    if twice:
+        yield Finding(
+            "lora_applied_twice",
+            "warning",
+            f"{len(twice)} of the file's {len(modules)} modules are applied more than once: {_named(twice)}.",
+            {
+                "modules": len(twice),
+                "times": max(module.times for module in twice),
+                "strength": twice[0].strength,
+            },
+            "Remove one, unless the doubled strength is meant.",
+        )
+
+
+def _named(modules: Sequence[AppliedModule]) -> str:
+    return first_few([module.name for module in modules], most=3)

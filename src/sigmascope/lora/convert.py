@@ -23,10 +23,10 @@ from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_name
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
+from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
-_NAMED_IN_A_MESSAGE: Final = 5
 _MOST_CONFIG_BYTES: Final = 1 << 20
 _TARGET: Final = "OUT"
 
@@ -257,11 +257,9 @@ def _require_family(
 
 
 def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
-    shown = "; ".join(f"{module.name} ({module.reason})" for module in left_out[:_NAMED_IN_A_MESSAGE])
-    more = len(left_out) - _NAMED_IN_A_MESSAGE
+    named = first_few([f"{module.name} ({module.reason})" for module in left_out], between="; ")
     return LoraFormatError(
-        f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {shown}"
-        f"{f'; and {more} more' if more > 0 else ''}.",
+        f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {named}.",
         hint="Give the model that the LoRA is for (--model), or leave these out (--drop_unsupported).",
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import require_memory
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, blocked_norm, frobenius_norm, is_real, root_sum_square
 from sigmascope.lora.patches import (
     change_by,

@@ -58,8 +58,7 @@ from sigmascope.lora.layer_extraction import (
     read_record,
     write_record,
 )
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
-from sigmascope.lora.layers import in_coverage, layer_order
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model, in_coverage, layer_order
 from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers

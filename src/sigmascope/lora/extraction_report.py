@@ -15,11 +15,11 @@ from sigmascope.lora.budget import Budget
 from sigmascope.lora.file import as_text
 from sigmascope.lora.formats import FormatName
 from sigmascope.lora.layer_extraction import LeftOutReason
-from sigmascope.lora.layers import Coverage, layer_order
+from sigmascope.lora.layer_names import Coverage, layer_order
 from sigmascope.lora.pairs import PairOptions, require_one_of
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.statistics import RIDGE, require_ridge
-from sigmascope.lora.validation_report import (
+from sigmascope.lora.validate import (
     BlockError,
     ModuleError,
     applied_errors,

@@ -16,10 +16,8 @@ from math import prod
 from typing import Final, Literal
 
 import torch
-from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
-from sigmascope.lora.linalg import at_least_float32
 
 Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,57 +25,36 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WEIGHT: Final = ".weight"
 UNET: Final = "a U-Net, whose family its shapes tell"
 # Family, naming of the denoiser, and the keys by which they are told.
-_SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+_SIGNATURES: Final = (
     (
         "flux",
         "diffusers",
-        (
-            "x_embedder.weight",
-            "time_text_embed.text_embedder.linear_1.weight",
-            "single_transformer_blocks.0.proj_mlp.weight",
-        ),
+        "x_embedder.weight time_text_embed.text_embedder.linear_1.weight single_transformer_blocks.0.proj_mlp.weight",
     ),
     (
         "flux",
         "original",
-        (
-            "img_in.weight",
-            "vector_in.in_layer.weight",
-            "double_blocks.0.img_attn.qkv.weight",
-            "single_blocks.0.linear1.weight",
-        ),
+        "img_in.weight vector_in.in_layer.weight double_blocks.0.img_attn.qkv.weight single_blocks.0.linear1.weight",
     ),
     (
         "sd3",
         "diffusers",
-        (
-            "pos_embed.proj.weight",
-            "context_embedder.weight",
-            "transformer_blocks.0.norm1_context.linear.weight",
-        ),
+        "pos_embed.proj.weight context_embedder.weight transformer_blocks.0.norm1_context.linear.weight",
     ),
     (
         "sd3",
         "original",
-        ("x_embedder.proj.weight", "context_embedder.weight", "joint_blocks.0.x_block.attn.qkv.weight"),
+        "x_embedder.proj.weight context_embedder.weight joint_blocks.0.x_block.attn.qkv.weight",
     ),
     (
         "wan",
         "diffusers",
-        (
-            "patch_embedding.weight",
-            "condition_embedder.time_embedder.linear_1.weight",
-            "blocks.0.attn1.to_q.weight",
-        ),
+        "patch_embedding.weight condition_embedder.time_embedder.linear_1.weight blocks.0.attn1.to_q.weight",
     ),
-    ("wan", "original", ("patch_embedding.weight", "head.modulation", "blocks.0.self_attn.q.weight")),
-    (
-        "qwen_image",
-        "diffusers",
-        ("img_in.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
-    ),
-    (UNET, "diffusers", ("conv_in.weight", "conv_out.weight", "time_embedding.linear_1.weight")),
-    (UNET, "sgm", ("input_blocks.0.0.weight", "out.2.weight", "time_embed.0.weight")),
+    ("wan", "original", "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight"),
+    ("qwen_image", "diffusers", "img_in.weight txt_norm.weight transformer_blocks.0.img_mod.1.weight"),
+    (UNET, "diffusers", "conv_in.weight conv_out.weight time_embedding.linear_1.weight"),
+    (UNET, "sgm", "input_blocks.0.0.weight out.2.weight time_embed.0.weight"),
 )
 _DENOISER_PREFIXES: Final = ("", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.")
 # What stands before the keys of each part: in diffusers' folders, in single files, and in LBM's checkpoints.
@@ -90,7 +67,7 @@ _COMPONENTS: Final[tuple[tuple[Part, str], ...]] = (
     ("text_encoder_2", "text_encoder_2."),
     ("text_encoder_3", "text_encoder_3."),
 )
-_SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
+SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
     ("denoiser", "model.diffusion_model."),
     ("vae", "first_stage_model."),
     ("vae", "vae."),
@@ -100,6 +77,7 @@ _SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
     ("text_encoder_2", "conditioner.embedders.0.model."),  # SDXL's refiner has this encoder alone
     ("text_encoder_2", "conditioner.embedders.1.model."),
     ("text_encoder", "text_encoders.clip_l.transformer."),
+    ("text_encoder", "text_encoders.clip_h.transformer."),
     ("text_encoder", "text_encoders.qwen25_7b.transformer."),
     ("text_encoder", "text_encoders.umt5xxl.transformer."),
     ("text_encoder_2", "text_encoders.clip_g.transformer."),
@@ -214,7 +192,7 @@ def layout_of(infos: Shapes) -> ModelLayout:
         return ModelLayout("lbm", "lbm", _present(infos, _LBM))
     for prefix in _DENOISER_PREFIXES:
         for family, naming, keys in _SIGNATURES:
-            if all(prefix + key in infos for key in keys):
+            if all(prefix + key in infos for key in keys.split()):
                 if family == UNET:
                     family = unet_family(infos, prefix)
                 elif misfit(family, _layers_under(infos, prefix)) is not None:
@@ -271,7 +249,7 @@ def misfit(family: str, shapes: Shapes) -> str | None:
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
     if denoiser in {"unet.", "transformer."}:
         return _present(infos, _COMPONENTS) | {"denoiser": denoiser}
-    prefixes = _present(infos, _SINGLE_FILE)
+    prefixes = _present(infos, SINGLE_FILE)
     if family == "sd3" and prefixes.get("text_encoder_2") == _T5:
         del prefixes["text_encoder_2"]
     if family == "sd3" and _starts(infos, _T5):
@@ -286,7 +264,7 @@ def _without_denoiser(infos: Shapes) -> ModelLayout:
     # One name alone proves nothing: language models begin all their keys with `transformer.`.
     if len(components) > 1:
         return ModelLayout("unknown", "diffusers", components)
-    if single := _present(infos, _SINGLE_FILE):
+    if single := _present(infos, SINGLE_FILE):
         return ModelLayout("unknown", "unknown", single)
     for part, naming, key in _BARE_PARTS:
         if key in infos:
@@ -377,7 +355,7 @@ def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
     for key in _hashed_keys(checkpoint):
         tensor = checkpoint.tensor(key)
-        rounded = tensor if tensor.dtype == torch.bfloat16 else _rounded(tensor)
+        rounded = tensor if tensor.dtype == torch.bfloat16 else tensor.to(torch.float32).to(torch.bfloat16)
         digest.update(f"{key!r}\n{tensor_fingerprint(rounded)}\n".encode())
     return digest.hexdigest()
 
@@ -397,7 +375,3 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
             chosen.append(key)
             room -= sizes[key]
     return sorted(chosen)
-
-
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)

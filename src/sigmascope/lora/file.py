@@ -261,28 +261,25 @@ def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -
             raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")
 
 
-_ARCHITECTURES: Final = {
-    "lbm": "lbm",
-    "sd15": "stable-diffusion-v1",
-    "sd2": "stable-diffusion-v2",
-    "sdxl": "stable-diffusion-xl-v1-base",
-    "sd3": "stable-diffusion-3",
-    "flux": "flux-1",
-    "wan": "wan",
-    "qwen_image": "qwen-image",
+class FamilyNames(NamedTuple):
+    """What a family of models is called: by its users, in `modelspec.architecture`, in `ss_base_model_version`."""
+
+    title: str
+    architecture: str
+    base_version: str
+
+
+FAMILIES: Final = {
+    "lbm": FamilyNames("LBM", "lbm", "lbm"),
+    "sd15": FamilyNames("Stable Diffusion 1.5", "stable-diffusion-v1", "sd_v1"),
+    "sd2": FamilyNames("Stable Diffusion 2", "stable-diffusion-v2", "sd_v2"),
+    "sdxl": FamilyNames("SDXL", "stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
+    "sd3": FamilyNames("Stable Diffusion 3", "stable-diffusion-3", "sd3"),
+    "flux": FamilyNames("FLUX", "flux-1", "flux1"),
+    "wan": FamilyNames("WAN", "wan", "wan"),
+    "qwen_image": FamilyNames("Qwen-Image", "qwen-image", "qwen_image"),
 }
-FAMILIES: Final = tuple(_ARCHITECTURES)
 """The families of models that are known by name."""
-_BASE_VERSIONS: Final = {
-    "lbm": "lbm",
-    "sd15": "sd_v1",
-    "sd2": "sd_v2",
-    "sdxl": "sdxl_base_v1-0",
-    "sd3": "sd3",
-    "flux": "flux1",
-    "wan": "wan",
-    "qwen_image": "qwen_image",
-}
 PEFT_CONFIGS: Final = "lora_adapter_metadata"
 """The field in which diffusers writes the configurations of all components, as JSON."""
 # Fields that are no longer true of a file that is made from another.
@@ -363,9 +360,9 @@ def lora_header(
         header |= {"ss_network_dim": str(first), "ss_network_alpha": str(alpha or first)}
     if format_name == "native":
         header["lbm_native_naming"] = "true"
-    if family in _ARCHITECTURES:
-        header["ss_base_model_version"] = _BASE_VERSIONS[family]
-        header["modelspec.architecture"] = f"{_ARCHITECTURES[family]}/lora"
+    if family in FAMILIES:
+        header["ss_base_model_version"] = FAMILIES[family].base_version
+        header["modelspec.architecture"] = f"{FAMILIES[family].architecture}/lora"
     if conv_rank is not None:
         header["ss_network_args"] = json.dumps(
             {"conv_dim": str(conv_rank), "conv_alpha": str(alpha or conv_rank)}
@@ -380,14 +377,14 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def family_in(metadata: Mapping[str, str]) -> str | None:
     """The family that a header names; None where it names none that is known."""
-    architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
-    for family, name in sorted(_ARCHITECTURES.items(), key=lambda item: -len(item[1])):
-        if architecture.startswith(name):
-            return family
-    version = metadata.get("ss_base_model_version", "")
-    for family, name in sorted(_BASE_VERSIONS.items(), key=lambda item: -len(item[1])):
-        if version.startswith(name):
-            return family
+    for said, field_name in (
+        (metadata.get("modelspec.architecture", "").partition("/")[0], "architecture"),
+        (metadata.get("ss_base_model_version", ""), "base_version"),
+    ):
+        names = {family: getattr(known, field_name) for family, known in FAMILIES.items()}
+        matching = [family for family, name in names.items() if said.startswith(name)]
+        if matching:
+            return max(matching, key=lambda family: len(names[family]))
     return None
 
 

@@ -28,7 +28,7 @@ file of a U-Net whose attention has modules of different rank has one alpha for 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
@@ -71,7 +70,7 @@ _KEY: Final = re.compile(
     r")"
 )
 _ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
-_WRITTEN_BY_PEFT: Final = ("lora_A", "lora_B", "lora", "lora_linear_layer", MAGNITUDE, "lora_embedding_")
+_KOHYA_FACTORS: Final = frozenset({"lora_up", "lora_down", "lora_mid"})
 # They change what a weight becomes, so a reader that skips them reads a different LoRA.
 _REFUSED: Final = (
     (re.compile(r".*\.(?:oft_blocks|oft_diag|oft_R)(?:\..+)?"), "an orthogonal transformation (OFT)"),
@@ -90,14 +89,8 @@ _PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".d
 _KOHYA_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
 _KOHYA_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
 _ATTENTION_PROJECTIONS: Final = (
-    "_to_q",
-    "_to_k",
-    "_to_v",
-    "_to_out_0",
-    "_q_proj",
-    "_k_proj",
-    "_v_proj",
-    "_out_proj",
+    *("_to_q", "_to_k", "_to_v", "_to_out_0"),
+    *("_q_proj", "_k_proj", "_v_proj", "_out_proj"),
 )
 
 # PEFT: how names of text encoders begin, those whose rank diffusers finds, and how a U-Net's layers begin.
@@ -106,7 +99,7 @@ _PEFT_FOUND_IN_ENCODERS: Final = (".q_proj", ".k_proj", ".v_proj", ".out_proj", 
 _PEFT_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
 
 # ComfyUI: how names begin, and the names of text encoders, by family or else by part.
-_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
+COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
 _T5: Final = "t5xxl"
 _COMFYUI_ENCODERS: Final[dict[tuple[str, Part], str]] = {
     ("sd2", "text_encoder"): "clip_h",
@@ -160,25 +153,15 @@ class FactorKeys:
         return [f"{module}.{end}" for end in (self.up, self.down, self.alpha) if end is not None]
 
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
-        """The tensors of plain factors by key, with alpha = rank (float32), contiguous."""
-        pair = factors.with_unit_scale()
-        up, down = pair.up.detach(), pair.down.detach()
-        if is_convolution(pair.weight_shape):
-            kernel = pair.weight_shape[2:]
-            up = up.reshape(*up.shape, *(1 for _ in kernel))
-            down = down.reshape(pair.rank, *pair.weight_shape[1:])
+        """The tensors of factors of scale 1 by key, with alpha = rank (float32), contiguous."""
+        up, down = factors.up.detach(), factors.down.detach()
+        if is_convolution(factors.weight_shape):
+            up = up.reshape(*up.shape, *(1 for _ in factors.weight_shape[2:]))
+            down = down.reshape(factors.rank, *factors.weight_shape[1:])
         tensors = {f"{module}.{self.up}": up.contiguous(), f"{module}.{self.down}": down.contiguous()}
         if self.alpha is not None:
-            tensors[f"{module}.{self.alpha}"] = torch.tensor(float(pair.rank))
+            tensors[f"{module}.{self.alpha}"] = torch.tensor(float(factors.rank))
         return tensors
-
-
-def _never(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
-    return False
-
-
-def _no_header(ranks: Mapping[str, int], has_dora: bool) -> dict[str, str]:
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +171,24 @@ class LoraFormat:
     Attributes:
         name: As in `LoraFile.format`.
         recognises: Whether a file with these keys is of this format.
-        naming: In which naming of a family's layers its names are; None: the checkpoint's own.
+        usual_naming: In which naming of a known family's layers its names are; None: the checkpoint's own.
         module_name: The name of a module by the part of the model, the layer's path there in that naming, the
             checkpoint's layout, and the prefix that the user asked for.
         keys: How a module's tensors are named.
-        alphas_mislead: Whether some reader scales modules of these ranks wrongly where alpha is each one's rank.
-        header: What the header must say of modules of these ranks, some with DoRA or none.
     """
 
     name: FormatName
     recognises: Callable[[KeyGroups], bool]
-    naming: Callable[[str], Naming | None]
+    usual_naming: Naming | None
     module_name: Callable[[Part, str, ModelLayout, str | None], str]
     keys: FactorKeys = field(default_factory=FactorKeys)
-    alphas_mislead: Callable[[Mapping[str, int], ModelLayout], bool] = _never
-    header: Callable[[Mapping[str, int], bool], dict[str, str]] = _no_header
+
+    def naming(self, family: str) -> Naming | None:
+        """In which naming of a family's layers the names are; None: the checkpoint's own."""
+        if family == "unknown":
+            return None
+        by_diffusers = self.name == "kohya" and family in _KOHYA_BY_DIFFUSERS
+        return "diffusers" if by_diffusers else self.usual_naming
 
     def name_for(
         self,
@@ -272,16 +258,6 @@ def format_named(name: str) -> LoraFormat:
     raise LoraFormatError(f"there is no LoRA format {name!r}.", hint=f"Use one of: {known}.")
 
 
-def _is_kohya(groups: KeyGroups) -> bool:
-    return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in groups.groups)
-
-
-def _kohya_naming(family: str) -> Naming | None:
-    if family == "unknown":
-        return None
-    return "diffusers" if family in _KOHYA_BY_DIFFUSERS else "original"
-
-
 def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     flat = path.replace(".", "_")
     if part == "denoiser":
@@ -298,13 +274,13 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
     )
 
 
-def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
-    """Whether diffusers would scale a U-Net's attention by other modules' alphas.
+def alphas_mislead(lora_format: LoraFormat, ranks: Mapping[str, int], layout: ModelLayout) -> bool:
+    """Whether diffusers would scale a U-Net's attention by other modules' alphas, where alpha is each one's rank.
 
-    It files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those the
+    Of kohya's files it files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those the
     alpha that most modules of their model have: which is right where that is their own, or all have the same.
     """
-    if layout.family not in UNET_FAMILIES:
+    if lora_format.name != "kohya" or layout.family not in UNET_FAMILIES:
         return False
     models = _by_start(ranks, "_", 2).values()
     return not all(
@@ -330,26 +306,12 @@ def _usual_rank(ranks: Mapping[str, int]) -> int | None:
 
 KOHYA = LoraFormat(
     name="kohya",
-    recognises=_is_kohya,
-    naming=_kohya_naming,
+    recognises=lambda groups: any(
+        name.startswith(FLAT_PREFIXES) and "." not in name for name in groups.groups
+    ),
+    usual_naming="original",
     module_name=_kohya_module_name,
-    alphas_mislead=_alphas_mislead,
 )
-_PEFT_KEYS: Final = FactorKeys(
-    up="lora_B.weight",
-    down="lora_A.weight",
-    alpha=None,
-    holds_changes=False,
-    magnitude="lora_magnitude_vector",
-)
-
-
-def _is_peft(groups: KeyGroups) -> bool:
-    return groups.by_peft
-
-
-def _peft_naming(family: str) -> Naming | None:
-    return None if family == "unknown" else "diffusers"
 
 
 def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
@@ -363,7 +325,7 @@ def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | 
     return path if part == "other" else f"{part}.{path}"
 
 
-def _peft_header(ranks: Mapping[str, int], has_dora: bool) -> dict[str, str]:
+def peft_header(ranks: Mapping[str, int], *, has_dora: bool) -> dict[str, str]:
     """PEFT's configuration of each component, where diffusers would not find the rank of a `text_projection`.
 
     It looks at the ranks of a text encoder's attention and feed-forward layers alone (as of 0.42), gives any other
@@ -398,20 +360,17 @@ def _finds_ranks(component: str, ranks: Mapping[str, int]) -> bool:
 
 PEFT = LoraFormat(
     name="peft",
-    recognises=_is_peft,
-    naming=_peft_naming,
+    recognises=lambda groups: groups.by_peft,
+    usual_naming="diffusers",
     module_name=_peft_module_name,
-    keys=_PEFT_KEYS,
-    header=_peft_header,
+    keys=FactorKeys(
+        up="lora_B.weight",
+        down="lora_A.weight",
+        alpha=None,
+        holds_changes=False,
+        magnitude="lora_magnitude_vector",
+    ),
 )
-
-
-def _is_comfyui(groups: KeyGroups) -> bool:
-    return any(name.startswith(_COMFYUI_STARTS) for name in groups.groups)
-
-
-def _comfyui_naming(family: str) -> Naming | None:
-    return None if family == "unknown" else "original"
 
 
 def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
@@ -427,36 +386,30 @@ def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str
 
 
 COMFYUI = LoraFormat(
-    name="comfyui", recognises=_is_comfyui, naming=_comfyui_naming, module_name=_comfyui_module_name
+    name="comfyui",
+    recognises=lambda groups: any(name.startswith(COMFYUI_STARTS) for name in groups.groups),
+    usual_naming="original",
+    module_name=_comfyui_module_name,
 )
 
 
-def _is_native(groups: KeyGroups) -> bool:
-    """Every file of dotted paths that no other format claims."""
-    return bool(groups.groups)
-
-
-def _native_naming(family: str) -> Naming | None:
-    return None
-
-
-def _native_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
-    return layout.prefixes.get(part, "") + path
-
-
 NATIVE = LoraFormat(
-    name="native", recognises=_is_native, naming=_native_naming, module_name=_native_module_name
+    name="native",
+    recognises=lambda groups: bool(groups.groups),  # every file of dotted paths that no other format claims
+    usual_naming=None,
+    module_name=lambda part, path, layout, prefix: layout.prefixes.get(part, "") + path,
 )
 FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
 """In the order in which they are tried."""
 
 
-def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
-    """The format of an open file.
+def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat:
+    """The format of a file.
 
     Args:
-        checkpoint: The file, for the message.
-        groups: Its keys.
+        path: The file, for the message.
+        keys: All of its keys, for the message.
+        groups: The same, sorted.
 
     Raises:
         LoraFormatError: Its keys follow none.
@@ -465,15 +418,13 @@ def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
         if lora_format.recognises(groups):
             return lora_format
     known = ", ".join(lora_format.name for lora_format in FORMATS)
-    keys = checkpoint.keys()
     if not keys:
         raise LoraFormatError(
-            f"{checkpoint.path}: it holds no tensors, so it is no LoRA.",
+            f"{path}: it holds no tensors, so it is no LoRA.",
             hint="The tool that wrote it saved nothing: make the file again.",
         )
     raise LoraFormatError(
-        f"{checkpoint.path}: its {len(keys)} keys are those of no known LoRA format. "
-        f"First keys: {', '.join(keys[:3])}.",
+        f"{path}: its {len(keys)} keys are those of no known LoRA format. First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
 
@@ -507,11 +458,7 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
                 f"{path} holds several adapters: {', '.join(sorted(adapters))}.",
                 hint="Save each adapter in a file of its own.",
             )
-        by_peft = words[0].startswith(_WRITTEN_BY_PEFT) and words[0] not in {
-            "lora_up",
-            "lora_down",
-            "lora_mid",
-        }
+        by_peft = words[0].startswith("lora") and words[0] not in _KOHYA_FACTORS
         groups.by_peft |= by_peft or "base_model.model." in match["name"]
         name = _module_name(match["name"], old=match["end"].startswith("_lora."))
         group = groups.groups.setdefault(name, {})
@@ -534,7 +481,7 @@ def _refuse(path: Path, key: str) -> None:
 def _role(words: list[str]) -> tuple[str, list[str]]:
     """What a tensor is, and the name of its adapter if the key has one."""
     first, *rest = words
-    if first in {"lora_up", "lora_down", "lora_mid"}:
+    if first in _KOHYA_FACTORS:
         return ".".join(words), []
     if first in {"lora", "lora_linear_layer"}:
         return _ROLES[rest[0]], []

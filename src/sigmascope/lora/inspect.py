@@ -2,11 +2,14 @@
 
 `inspect_lora` measures how strong each module is and in how many directions (`ModuleStrength`), and puts the modules
 of a block together (`BlockStrength`). Plain factors are measured from r×r matrices; other kinds of change are formed.
+
+`relative_strengths` measures how much of a model's weights a LoRA changes, ‖ΔW‖ / ‖W‖, from files: one weight in
+memory at a time.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod, sqrt
 from os import PathLike
@@ -18,14 +21,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.errors import NonFiniteError
-from sigmascope.lora.adapters import WeightChange
+from sigmascope.checkpoints import Checkpoint
+from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
+from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind
+from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
@@ -217,7 +222,7 @@ class LoraInspection:
         ordered = sorted(self.modules, key=lambda module: block_position(module.block))
         total = self.norm
         return tuple(
-            block_strength(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block)
+            _block_strength(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block)
         )
 
     def as_dict(self, *, spectra: bool = False) -> dict[str, Any]:
@@ -273,46 +278,29 @@ def inspect_lora(
 
 
 def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
+    facts = lora.facts[name]
+    module = ModuleStrength(name, facts.kind, facts.weight_shape, facts.rank, facts.parameters)
     try:
-        return _strength(name, lora.change(name), full_spectrum)
+        change = lora.change(name)
+        if isinstance(change, LoraFactors):
+            return _with_spectrum(module, change, full_spectrum)
+        if getattr(change, "needs_base", False):
+            return replace(module, problem="needs_base")
+        return replace(module, norm=change.frobenius_norm())
     except NonFiniteError:
-        facts = lora.facts[name]
-        return ModuleStrength(
-            name, facts.kind, facts.weight_shape, facts.rank, facts.parameters, problem="not_finite"
-        )
+        return replace(module, problem="not_finite")
 
 
-def _strength(name: str, change: LoraFactors | WeightChange, full_spectrum: bool) -> ModuleStrength:
-    if isinstance(change, LoraFactors):
-        quick = min(change.rank, max_rank(change.weight_shape)) <= _SPECTRUM_UP_TO
-        return strength_of_factors(name, change, spectrum=full_spectrum or quick)
-    rank = getattr(change, "rank", None)
-    if getattr(change, "needs_base", False):
-        shape = change.weight_shape
-        return ModuleStrength(name, change.kind, shape, rank, change.parameters, problem="needs_base")
-    norm = change.frobenius_norm()
-    return ModuleStrength(name, change.kind, change.weight_shape, rank, change.parameters, norm=norm)
-
-
-def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = True) -> ModuleStrength:
-    """Measure plain factors from r×r matrices, without forming ΔW.
-
-    Args:
-        name: Of the module.
-        factors: Its factors.
-        spectrum: Also the singular values, which at a rank above a thousand take a second.
-    """
-    values = factors.singular_values().tolist() if spectrum else []
-    return ModuleStrength(
-        name=name,
-        kind="lora",
-        shape=factors.weight_shape,
-        rank=factors.rank,
-        parameters=factors.parameters,
+def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
+    """From r×r matrices, without forming ΔW; at a rank above a thousand the spectrum takes a second."""
+    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _SPECTRUM_UP_TO
+    values = factors.singular_values().tolist() if full else []
+    return replace(
+        module,
         alpha=factors.alpha,
         scale=factors.scale,
         dtype=str(factors.up.dtype).removeprefix("torch."),
-        norm=root_sum_square(values) if spectrum else factors.frobenius_norm(),
+        norm=root_sum_square(values) if full else factors.frobenius_norm(),
         singular_values=tuple(values),
         dead_columns=_dead_columns(factors),
     )
@@ -324,7 +312,7 @@ def _dead_columns(factors: LoraFactors) -> int:
     return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 
-def block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
+def _block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
     """Put the modules of one block together; `total` is the whole LoRA's norm."""
     norm = norm_of(modules)
     ranks = [module.rank for module in modules if module.rank is not None]
@@ -343,3 +331,48 @@ def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
     """‖ΔW‖ of all modules that could be measured; None where none could, 0 without any."""
     measured = [module.norm for module in modules if module.norm is not None]
     return root_sum_square(measured) if measured or not modules else None
+
+
+def relative_strengths(
+    lora: str | PathLike[str], verdict: LoraVerdict, model: Checkpoint, *, progress: Progress = no_progress
+) -> Mapping[str, Effect]:
+    """Measure every module that matches beside the weights that it changes, at LoRA strength 1.
+
+    Args:
+        lora: The file.
+        verdict: Of this file and model, with values.
+        model: The open checkpoint, of which only the weights that the LoRA changes are read.
+        progress: Told after each module.
+
+    Returns:
+        The effects by the file's module names. A fused module's weight is all that it changes together.
+    """
+    effects: dict[str, Effect] = {}
+    with open_any_kind(Path(lora)) as file:
+        for module in verdict.matched:
+            effects[module.name] = _effect(file, module, model)
+            progress(len(effects), len(verdict.matched), module.name)
+    return effects
+
+
+def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
+    try:
+        whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
+        delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
+    except SigmascopeError as error:
+        missing = "delta_norm" if module.norm is None else "weight_norm"
+        unavailable = dict.fromkeys((missing, "relative_change"), error.message)
+        return Effect(module.norm, None, None, True, 1, unavailable=unavailable)
+    if whole == 0.0:
+        return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})
+    return Effect(delta, delta / whole, whole, True, 1)
+
+
+def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
+    """‖ΔW‖ of a change that depends on the weight."""
+    if module.finite is False:
+        raise LoraFormatError("the module holds NaN or Inf.")
+    if len(module.layers) != 1:
+        raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
+    base = model.tensor(module.layers[0]).to(torch.float64)
+    return finite(lora.changes[module.name].frobenius_norm(base))

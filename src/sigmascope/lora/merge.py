@@ -19,10 +19,9 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
-from sigmascope.lora.alignment import AlignedLoras, align_all
-from sigmascope.lora.bake import aligned_with
+from sigmascope.lora.alignment import AlignedLoras, align, align_all
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT
+from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
 from sigmascope.lora.file import LoraFile, check_target, family_in, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
@@ -189,8 +188,10 @@ class BaseWeights:
 
     def __init__(self, base: Checkpoint, loras: Sequence[LoraFile]) -> None:
         self._base = base
+        layers = [key.removesuffix(".weight") for key in base]
+        layout = layout_of({key: base.info(key).shape for key in base})
         self._layers = [
-            {name: layer for layer, names in aligned_with(base, lora).sources.items() for name in names}
+            {name: layer for layer, names in align(lora, layers, layout).sources.items() for name in names}
             for lora in loras
         ]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
-from sigmascope.lora.families import CONTEXT_WIDTHS, ModelLayout, Part, attends_to_itself, misfit
+from sigmascope.lora.families import CONTEXT_WIDTHS, SINGLE_FILE, ModelLayout, Part, attends_to_itself, misfit
 from sigmascope.lora.file import FAMILIES, LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -32,7 +32,6 @@ from sigmascope.lora.layer_names import (
     blocks_of,
     families_with,
     is_unet_layer,
-    likely_blocks,
     row_of_diffusers,
     row_of_original,
     to_diffusers,
@@ -78,7 +77,6 @@ _FLAT_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
     ("lora_te_", ("text_encoder", "text_encoder_2")),
 )
 _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("model.diffusion_model.", ("denoiser",)),
     ("diffusion_model.", ("denoiser",)),
     ("denoiser.", ("denoiser",)),
     ("unet.", ("denoiser",)),
@@ -86,20 +84,10 @@ _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
     ("text_encoder.", ("text_encoder",)),
     ("text_encoder_2.", ("text_encoder_2",)),
     ("text_encoder_3.", ("text_encoder_3",)),
-    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
-    ("text_encoders.clip_h.transformer.", ("text_encoder",)),
     ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
     ("text_encoders.t5xxl.transformer.", _TEXT_3),
-    ("text_encoders.umt5xxl.transformer.", ("text_encoder",)),
-    ("text_encoders.qwen25_7b.transformer.", ("text_encoder",)),
-    ("cond_stage_model.transformer.", ("text_encoder",)),
-    ("cond_stage_model.model.", ("text_encoder",)),
-    ("conditioner.embedders.0.transformer.", ("text_encoder",)),
-    ("conditioner.embedders.0.model.", ("text_encoder_2",)),
-    ("conditioner.embedders.1.model.", ("text_encoder_2",)),
     ("vae.vae_model.", ("vae",)),
-    ("vae.", ("vae",)),
-    ("first_stage_model.", ("vae",)),
+    *((prefix, (part,)) for part, prefix in SINGLE_FILE),
 )
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
@@ -113,18 +101,6 @@ _BLOCKS: Final = re.compile(
     r"|(middle_block)_(\d+))_(\w+)"
 )
 _TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
-
-FAMILY_TITLES: Final = {
-    "lbm": "LBM",
-    "sd15": "Stable Diffusion 1.5",
-    "sd2": "Stable Diffusion 2",
-    "sdxl": "SDXL",
-    "sd3": "Stable Diffusion 3",
-    "flux": "FLUX",
-    "wan": "WAN",
-    "qwen_image": "Qwen-Image",
-}
-"""Families by what their users call them."""
 
 # The family that a file is for.
 _MARKS_OF_SDXL: Final = {
@@ -158,6 +134,13 @@ class ModuleName:
     parts: tuple[Part, ...]
     path: str
     is_flat: bool = False
+
+    def dotted(self, part: Part) -> str | None:
+        """The path in one of the parts with its dots; None for a flat one of no known architecture."""
+        if not self.is_flat:
+            return self.path
+        is_text = part.startswith("text_encoder")
+        return unflattened_text_encoder(self.path) if is_text else unflattened_denoiser(self.path)
 
 
 def parse_name(name: str) -> ModuleName:
@@ -416,7 +399,6 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             unknown.append(name)
         else:
             placed[name] = place
-    paths = [path for part, path in placed.values() if part == "denoiser"]
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     otherwise = None if family is None else misfit(family, shapes)
     if otherwise is not None:
@@ -424,8 +406,8 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
             f"{lora} is not for the family {family}: {otherwise}.",
             hint="Give the model that it is for (--model).",
         )
-    family = family or _family(lora, placed, paths, shapes)
-    naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
+    family = family or _family(lora, placed, shapes)
+    naming, blocks = _naming(lora, family, shapes), blocks_of(shapes, usual_blocks(family), complete=False)
     layers = {
         name: _OWN_PREFIXES.get(part, "")
         + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)
@@ -439,51 +421,33 @@ def _placed(name: str) -> tuple[Part, str] | None:
     """The part and dotted path of a module; None for a flat name of no known architecture."""
     parsed = parse_name(name.removesuffix(_BIAS))
     part: Part = parsed.parts[0] if parsed.parts else "denoiser"
-    if not parsed.is_flat:
-        return part, parsed.path
-    undo = unflattened_text_encoder if part.startswith("text_encoder") else unflattened_denoiser
-    path = undo(parsed.path)
+    path = parsed.dotted(part)
     return None if path is None else (part, path)
 
 
-def _family(
-    lora: LoraFile,
-    placed: Mapping[str, tuple[Part, str]],
-    paths: list[str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> str:
+def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
     named = family_in(lora.metadata)
     if named is not None and misfit(named, shapes) is None:
         return named
-    if any(name.startswith("denoiser.") for name in placed):
+    if any(name.startswith("denoiser.") for name in names):
         return "lbm"
-    if any(_is_unet(path) for path in paths):
-        return _unet_family(lora, placed)
+    if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
+        return _unet_family(shapes)
     candidates = [
         family
-        for family in families_with(paths)
+        for family in families_with(shapes)
         if family not in {"open_clip", "t5"} and misfit(family, shapes) is None
     ]
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
-def _is_unet(path: str) -> bool:
-    return to_sgm(path) is not None or to_diffusers(path) is not None
-
-
-def _unet_family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]]) -> str:
+def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """By the width of what cross attention attends to; else by the number of blocks."""
-    layers = (
-        lora.shape_of(name)
-        for name, (part, path) in placed.items()
-        if part == "denoiser" and path.endswith(("attn2.to_k", "attn2.to_v"))
-    )
-    context = [shape for shape in layers if len(shape) == 2]
+    context = [shape for path, shape in shapes.items() if path.endswith(_CONTEXT_LAYERS) and len(shape) == 2]
     if context:
         return "lbm" if attends_to_itself(context) else _BY_CONTEXT_WIDTH.get(context[0][1], "sdxl")
     numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
-    deep = any(part == "denoiser" and path.startswith(numbered) for part, path in placed.values())
-    return "sd15" if deep else "sdxl"
+    return "sd15" if any(path.startswith(numbered) for path in shapes) else "sdxl"
 
 
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
@@ -596,8 +560,8 @@ def _denoiser_path(name: str) -> str | None:
     parsed = parse_name(name.removesuffix(_BIAS))
     if parsed.parts and not parsed.parts[0].startswith("denoiser"):
         return None
-    path = parsed.path.removeprefix(_VACE)
-    return (unflattened_denoiser(path) if parsed.is_flat else None) or path
+    parsed = replace(parsed, path=parsed.path.removeprefix(_VACE))
+    return parsed.dotted("denoiser") or parsed.path
 
 
 def _is_in_table(family: str, path: str) -> bool:
@@ -632,4 +596,4 @@ def _context_width(lora: LoraFile) -> int | None:
 
 def title_of(family: str | None) -> str:
     """The family as its users call it."""
-    return FAMILY_TITLES.get(family or "", "an unknown family")
+    return FAMILIES[family].title if family in FAMILIES else "an unknown family"

@@ -21,7 +21,7 @@ from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, RenamedCheckpoint
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.families import ModelLayout, Part, layout_of
 from sigmascope.lora.file import exists
-from sigmascope.lora.layers import WEIGHT, is_layer
+from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
 from sigmascope.records.run import Finding, JsonScalar
 

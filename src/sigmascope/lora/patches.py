@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
-from sigmascope.lora.adapters import DiffChange, LohaChange, LokrChange
+from sigmascope.lora.adapters import Adapter, DiffChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64
 from sigmascope.probes.applied_patch import AppliedPatch
@@ -35,7 +35,10 @@ _NEEDS_WEIGHT: Final = frozenset({"glora", "oft", "boft", "set", "dora"})
 _EPSILON: Final = torch.finfo(torch.float32).eps  # what ComfyUI adds to norms of weights in float32
 
 Shape = tuple[int, ...]
-_FACTS_BY_KIND: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
+_ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
+    "loha": ("hada_", LohaChange),
+    "lokr": ("lokr_", LokrChange),
+}
 
 _LEAST = 1e-8  # ComfyUI's guard against a division by zero
 
@@ -190,6 +193,8 @@ def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
     if form is None:
         why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
         raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
+    if patch.adapter_type in {"oft", "boft"} and is_by_peft(patch):
+        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
     change = form(patch, weight)
     _require_size(patch, tuple(change.shape), weight)
     return change.reshape(weight.shape)
@@ -214,16 +219,10 @@ def _product(patch: AppliedPatch, weight: Tensor) -> Tensor:
     return (factors.up @ factors.down).to(weight.device) * scale_of_patch(patch)
 
 
-def _loha(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    parts = _parts(patch, weight, "hada_", {"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"})
-    change = LohaChange(parts, scale_of_patch(patch))
-    _require_size(patch, change.weight_shape, weight)
-    return change.delta(dtype=torch.float64)
-
-
-def _lokr(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    parts = _parts(patch, weight, "lokr_", {"w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2"})
-    change = LokrChange(parts, scale_of_patch(patch))
+def _of_adapter(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    start, kind = _ADAPTERS[patch.adapter_type]
+    parts = {start + name: _tensor(patch, name, weight) for name in patch.tensors if name != "dora_scale"}
+    change = kind(parts, scale_of_patch(patch))
     _require_size(patch, change.weight_shape, weight)
     return change.delta(dtype=torch.float64)
 
@@ -253,37 +252,25 @@ def _is_old_glora(patch: AppliedPatch, weight: Tensor) -> bool:
 
 
 def _oft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    _refuse_by_peft(patch)
     return oft_change(weight, _tensor(patch, "blocks", weight), patch.alpha or 0.0, strength_of(patch))
 
 
 def _boft(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    _refuse_by_peft(patch)
+    blocks = _tensor(patch, "blocks", weight)
     rescale = _tensor(patch, "rescale", weight) if "rescale" in patch.tensors else None
-    return boft_change(
-        weight, _tensor(patch, "blocks", weight), rescale, patch.alpha or 0.0, strength_of(patch)
-    )
-
-
-def _refuse_by_peft(patch: AppliedPatch) -> None:
-    if is_by_peft(patch):
-        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
+    return boft_change(weight, blocks, rescale, patch.alpha or 0.0, strength_of(patch))
 
 
 _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
     "lora": _product,
     "dora": _product,
-    "loha": _loha,
-    "lokr": _lokr,
+    "loha": _of_adapter,
+    "lokr": _of_adapter,
     "glora": _glora,
     "oft": _oft,
     "boft": _boft,
     "diff": _diff,
 }
-
-
-def _parts(patch: AppliedPatch, weight: Tensor, start: str, names: set[str]) -> dict[str, Tensor]:
-    return {start + name: _tensor(patch, name, weight) for name in names & patch.tensors.keys()}
 
 
 def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
@@ -361,9 +348,11 @@ def own_shape(patch: AppliedPatch) -> Shape:
     """
     if patch.adapter_type == "diff" and "diff" in patch.tensors:
         return tuple(patch.tensors["diff"].shape)
-    if patch.adapter_type in _FACTS_BY_KIND:
-        start, facts = _FACTS_BY_KIND[patch.adapter_type]
-        return facts({start + name: tuple(part.shape) for name, part in patch.tensors.items()}).weight_shape
+    if patch.adapter_type in _ADAPTERS:
+        start, kind = _ADAPTERS[patch.adapter_type]
+        return kind.facts(
+            {start + name: tuple(part.shape) for name, part in patch.tensors.items()}
+        ).weight_shape
     if not is_product(patch):
         raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
     down = patch.tensors["down"]
@@ -387,7 +376,7 @@ def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> S
 
 def _shows_shape(patch: AppliedPatch) -> bool:
     whole = patch.adapter_type == "diff" and "diff" in patch.tensors
-    return whole or is_product(patch) or patch.adapter_type in _FACTS_BY_KIND
+    return whole or is_product(patch) or patch.adapter_type in _ADAPTERS
 
 
 def fits(patch: AppliedPatch, shape: Shape) -> bool:

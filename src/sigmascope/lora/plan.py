@@ -29,7 +29,7 @@ from sigmascope.lora.extract import (
 )
 from sigmascope.lora.extraction_report import ExtractOptions, resolve_device
 from sigmascope.lora.layer_extraction import LayerReader, LayerRecord, extract_layer
-from sigmascope.lora.layers import in_coverage
+from sigmascope.lora.layer_names import in_coverage
 from sigmascope.lora.pairs import CheckpointPair, open_pair
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import FixedRank

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.layers import matches, require_matches, require_pattern
+from sigmascope.lora.layer_names import matches, require_matches, require_pattern
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, is_convolution, max_rank
 
 __all__ = [

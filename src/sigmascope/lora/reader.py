@@ -14,13 +14,13 @@ four times too much. `true_alpha` tells such an alpha by the rank that the heade
 
 diffusers writes the configuration of each component as JSON into the header (`lora_adapter_metadata`:
 `unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`
-(`read_configs`).
+(`_read_configs`).
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -51,6 +51,7 @@ from sigmascope.lora.adapters import (
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, exists
 from sigmascope.lora.formats import (
+    COMFYUI_STARTS,
     EMBEDDING_DOWN,
     EMBEDDING_UP,
     FLAT_PREFIXES,
@@ -74,16 +75,13 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
 
 
 # Keys of OFT, BOFT and GLoRA.
-_UNREAD_KEY: Final = re.compile(
+_OPAQUE_KEY: Final = re.compile(
     r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
 )
 _BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
 _GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
-_UNREAD_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
+_OPAQUE_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
 _BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
-_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
-UNKNOWN_SHAPE: Final = ()
-"""Of a weight of which only the number of rows is known."""
 
 
 @contextmanager
@@ -121,22 +119,14 @@ def load_lora(path: str | Path) -> LoraFile:
         NonFiniteError: A factor holds NaN or Inf.
     """
     with open_lora(path) as lora:
-        return LoraFile(
-            modules=dict(lora.modules),
-            metadata=lora.metadata,
-            path=lora.path,
-            format=lora.format,
-            unused_keys=lora.unused_keys,
-            changes=dict(lora.changes),
-        )
+        return replace(lora, modules=dict(lora.modules), changes=dict(lora.changes), facts={})
 
 
 def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
-    groups = group_keys(checkpoint.path, checkpoint.keys())
-    lora_format = recognised(checkpoint, groups)
-    configs = (
-        read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
-    )
+    keys = checkpoint.keys()
+    groups = group_keys(checkpoint.path, keys)
+    lora_format = recognised(checkpoint.path, keys, groups)
+    configs = _read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = entries_of(checkpoint.path, groups)
     _refuse_twice(checkpoint.path, entries)
@@ -175,24 +165,6 @@ class PeftConfig:
     source: str
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def alpha_of(self, module: str) -> float | None:
-        """The alpha of a module, by its path inside the component; None when nothing is said.
-
-        Raises:
-            LoraFormatError: It is no number.
-        """
-        given = self._pattern("alpha_pattern", module)
-        if given is None:
-            given = self.values.get("lora_alpha", self.values.get("alpha"))
-        return None if given is None else self._number("alpha", given)
-
-    def rank_of(self, module: str) -> int | None:
-        """The rank of a module, likewise."""
-        given = self._pattern("rank_pattern", module)
-        if given is None:
-            given = self.values.get("r")
-        return None if given is None else int(self._number("r", given))
-
     def scale_of(self, module: str, rank: int | None) -> float | None:
         """The scale of a module's product; None when nothing is said.
 
@@ -203,12 +175,22 @@ class PeftConfig:
         Raises:
             LoraFormatError: alpha or r is no number above 0.
         """
-        alpha, divisor = self.alpha_of(module), rank or self.rank_of(module)
+        alpha = self._number("alpha", module, "alpha_pattern", "lora_alpha", "alpha")
+        divisor = rank or self._number("r", module, "rank_pattern", "r")
         if alpha is None or divisor is None:
             return None
         if divisor < 1:
-            raise LoraFormatError(f"{self.source}: r is {divisor}.", hint="Expected a rank of 1 or more.")
-        return scale_of(alpha, divisor, rank_stabilised=self.values.get("use_rslora") is True)
+            raise LoraFormatError(f"{self.source}: r is {divisor:g}.", hint="Expected a rank of 1 or more.")
+        return scale_of(alpha, int(divisor), rank_stabilised=self.values.get("use_rslora") is True)
+
+    def _number(self, what: str, module: str, patterns: str, *fields: str) -> float | None:
+        given = [self._pattern(patterns, module), *map(self.values.get, fields)]
+        value = next((value for value in given if value is not None), None)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoraFormatError(f"{self.source}: {what} is {str(value)[:80]!r}, not a number.")
+        return float(value)
 
     def _pattern(self, name: str, module: str) -> Any:
         """The value of the first pattern that the module's path ends with, as PEFT matches them."""
@@ -231,27 +213,6 @@ class PeftConfig:
                 return value
         return None
 
-    def _number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
-        return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class PeftConfigs:
-    """The configurations of all components by their prefix; "" is that of a file with one unnamed component."""
-
-    components: Mapping[str, PeftConfig] = field(default_factory=dict)
-
-    def scale_of(self, name: str, rank: int | None) -> float | None:
-        """The scale of a module by its name in the file; None when nothing is said."""
-        component, _, path = name.partition(".")
-        config = self.components.get(component)
-        if config is not None:
-            return config.scale_of(path, rank)
-        whole = self.components.get("")
-        return None if whole is None else whole.scale_of(name, rank)
-
 
 @dataclass(frozen=True, slots=True)
 class EntryReader:
@@ -261,13 +222,13 @@ class EntryReader:
 
     Attributes:
         checkpoint: The open file.
-        configs: PEFT's configurations that belong to it.
+        configs: PEFT's configurations that belong to it, by component; "" is that of a file with one unnamed.
         check_finite: Whether NaN and Inf are refused.
         keep_float8: Whether float8 stays float8; else it comes as float32.
     """
 
     checkpoint: Checkpoint
-    configs: PeftConfigs
+    configs: Mapping[str, PeftConfig]
     check_finite: bool = True
     keep_float8: bool = False
 
@@ -305,10 +266,8 @@ class EntryReader:
             )
         else:
             up, down = (self._tensor(entry.roles[role]).flatten(1) for role in (UP, DOWN))
-        try:
+        with self._named(entry):
             return LoraFactors(up, down, self._alpha(entry, rank, shape), shape)
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def change(self, entry: Entry) -> WeightChange:
         """Read an entry that is more than plain factors; raises what `factors` does."""
@@ -317,24 +276,20 @@ class EntryReader:
         plain = entry.kind in {"lora", "embedding"}
         direction = self.factors(entry) if plain else self._adapter(entry)
         magnitude = self._tensor(entry.magnitude)
-        try:
+        with self._named(entry):
             return DoraChange(direction, magnitude, self._per_output(entry, direction.weight_shape))
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def _adapter(self, entry: Entry) -> Adapter:
         _, rank = self._shape_and_rank(entry)
         parts = {role: self._tensor(key) for role, key in entry.roles.items() if _is_value(entry, role)}
-        try:
+        with self._named(entry):
             return _ADAPTERS[entry.kind](parts, self._scale(entry, rank))
-        except SigmascopeError as error:
-            raise self._named(entry, error) from error
 
     def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
         """Alpha such that alpha / rank is the scale of plain factors; raises LoraFormatError for one that is no number."""
         if entry.alpha is not None:
             return true_alpha(self._number(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
-        scale = self.configs.scale_of(entry.module, rank)
+        scale = self._stated_scale(entry.module, rank)
         return float(rank) if scale is None else scale * rank
 
     def _scale(self, entry: Entry, rank: int | None) -> float:
@@ -343,8 +298,16 @@ class EntryReader:
             return 1.0
         if entry.alpha is not None:  # LyCORIS stores an alpha beside whole LoKr factors too, and ignores it
             return 1.0 if rank is None else scale_of(self._number(entry.alpha), rank)
-        scale = self.configs.scale_of(entry.module, rank)
+        scale = self._stated_scale(entry.module, rank)
         return 1.0 if scale is None else scale
+
+    def _stated_scale(self, name: str, rank: int | None) -> float | None:
+        """What PEFT's configurations say of a module; None where they say nothing."""
+        component, _, path = name.partition(".")
+        if component in self.configs:
+            return self.configs[component].scale_of(path, rank)
+        whole = self.configs.get("")
+        return None if whole is None else whole.scale_of(name, rank)
 
     def _number(self, key: str) -> float:
         path, alpha = self.checkpoint.path, self.checkpoint.tensor(key)
@@ -362,7 +325,7 @@ class EntryReader:
     def _shape_and_rank(self, entry: Entry) -> AdapterFacts:
         """Raises LoraFormatError for tensors that do not fit together."""
         shapes = {role: self.checkpoint.info(key).shape for role, key in entry.roles.items()}
-        try:
+        with self._named(entry):
             if entry.kind == "lora":
                 facts = AdapterFacts(_plain_shape(shapes[UP], shapes[DOWN]), shapes[DOWN][0])
             elif entry.kind == "embedding":
@@ -376,8 +339,6 @@ class EntryReader:
                 count = prod(self.checkpoint.info(entry.magnitude).shape)
                 per_output = self._per_output(entry, facts.weight_shape)
                 require_magnitudes(count, facts.weight_shape, per_output=per_output)
-        except (SigmascopeError, IndexError) as error:
-            raise self._named(entry, error) from error
         return facts
 
     def _per_output(self, entry: Entry, shape: tuple[int, ...]) -> bool:
@@ -402,12 +363,16 @@ class EntryReader:
                 hint="Convert the file to bf16, fp16 or float with the tool that made it.",
             )
 
-    def _named(self, entry: Entry, error: Exception) -> SigmascopeError:
-        """The error with the file and the module before it."""
+    @contextmanager
+    def _named(self, entry: Entry) -> Iterator[None]:
+        """Errors with the file and the module before them."""
         where = f"{self.checkpoint.path}: {entry.module}"
-        if isinstance(error, SigmascopeError):
-            return type(error)(f"{where}: {error.message}", hint=error.hint)
-        return LoraFormatError(f"{where}: a tensor of it has too few axes.")
+        try:
+            yield
+        except SigmascopeError as error:
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+        except IndexError as error:
+            raise LoraFormatError(f"{where}: a tensor of it has too few axes.") from error
 
 
 def _is_value(entry: Entry, role: str) -> bool:
@@ -429,62 +394,48 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
-    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA; raises what that does."""
-    unread = open_unread(path)
-    if unread is not None:
-        yield unread
-        return
-    with open_lora(path, check_finite=check_finite) as lora:
+    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA and nothing else; raises what that does."""
+    exists(path)
+    with open_checkpoint(path) as checkpoint:
+        lora = _opaque_file(checkpoint)
+        if lora is None:
+            lora = _lazy_file(checkpoint, check_finite=check_finite, keep_float8=False)
         yield lora
 
 
-def open_unread(path: Path) -> LoraFile | None:
-    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else, by name; None for any other file.
-
-    Args:
-        path: The file. It is not kept open; a change that is read opens it again.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    with open_checkpoint(path) as checkpoint:
-        groups = _unread_groups(checkpoint)
-        if groups is None:
+def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:
+    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else; None for any other file."""
+    groups: dict[str, dict[str, str]] = {}
+    for key in checkpoint:
+        match = _OPAQUE_KEY.fullmatch(key)
+        if match is None:
             return None
-        facts = {name: _unread_facts(checkpoint, ends) for name, ends in groups.items()}
-        metadata = dict(checkpoint.metadata)
+        groups.setdefault(match["name"], {})[match["end"]] = key
+    facts = {name: _opaque_facts(checkpoint, ends) for name, ends in groups.items()}
     known = {name: module for name, module in facts.items() if module is not None}
-    if len(known) < len(groups):
+    if not groups or len(known) < len(groups):
         return None
+    first = next(iter(groups))
+    dotted = "comfyui" if first.startswith(COMFYUI_STARTS) else "native"
     return LoraFile(
         modules={},
-        metadata=metadata,
-        path=path,
-        format=_unread_format(next(iter(groups))),
+        metadata=dict(checkpoint.metadata),
+        path=checkpoint.path,
+        format="kohya" if first.startswith(FLAT_PREFIXES) and "." not in first else dotted,
         changes=LazyDict(
-            {name: name for name in groups}, lambda name: _read_unread(path, known[name], groups[name])
+            {name: name for name in groups},
+            lambda name: _opaque_change(checkpoint, known[name], groups[name]),
         ),
         facts=known,
     )
 
 
-def _unread_groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]] | None:
-    """Key by ending, for each module; None if a key is of another kind."""
-    groups: dict[str, dict[str, str]] = {}
-    for key in checkpoint:
-        match = _UNREAD_KEY.fullmatch(key)
-        if match is None:
-            return None
-        groups.setdefault(match["name"], {})[match["end"]] = key
-    return groups or None
-
-
-def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
+def _opaque_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
     shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
     parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
     blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
-    if blocks is not None:
-        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", UNKNOWN_SHAPE, None, parameters)
+    if blocks is not None:  # of the weight only the number of rows is known
+        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", (), None, parameters)
     if not all(end in shapes for end in _GLORA):
         return None
     b1, b2 = (shapes[end] for end in _GLORA[2:])
@@ -493,20 +444,13 @@ def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFact
     return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
 
 
-def _unread_format(name: str) -> str:
-    if name.startswith(FLAT_PREFIXES) and "." not in name:
-        return "kohya"
-    return "comfyui" if name.startswith(_COMFYUI_STARTS) else "native"
-
-
-def _read_unread(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
+def _opaque_change(checkpoint: Checkpoint, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
     """Raises NonFiniteError for NaN or Inf."""
     parts: dict[str, Tensor] = {}
-    with open_checkpoint(path) as checkpoint:
-        for end, key in ends.items():
-            parts[_UNREAD_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
-            if not bool(torch.isfinite(tensor).all()):
-                raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
+    for end, key in ends.items():
+        parts[_OPAQUE_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"{checkpoint.path}: {key} holds NaN or Inf.")
     parts.pop("alpha", None)
     return OpaqueChange(facts.kind, facts.weight_shape, facts.parameters, parts)
 
@@ -605,7 +549,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
+def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """The configurations that belong to a file.
 
     Args:
@@ -618,17 +562,17 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
     """
     if PEFT_CONFIGS in metadata:
         values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
-        return PeftConfigs(_by_component(f"{path}: {PEFT_CONFIGS}", values))
+        return _by_component(f"{path}: {PEFT_CONFIGS}", values)
     beside = path.with_name(_CONFIG_NAME)
     if path.stem != "adapter_model" or not beside.is_file():
-        return PeftConfigs()
+        return {}
     try:
         if beside.stat().st_size > _MOST_BYTES:
             raise LoraFormatError(f"{beside} is too large for a configuration.")
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoraFormatError(f"{beside} cannot be read ({error}).") from error
-    return PeftConfigs({"": PeftConfig(str(beside), values)})
+    return {"": PeftConfig(str(beside), values)}
 
 
 def _parsed(source: str, text: str) -> dict[str, Any]:

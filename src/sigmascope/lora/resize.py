@@ -31,7 +31,7 @@ from sigmascope.lora.budget import Budget, StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
 from sigmascope.lora.merge_methods import InputLora
 from sigmascope.lora.module_names import parse_name

@@ -1,4 +1,4 @@
-"""Validate a LoRA: how far base + LoRA is from the tuned model, on the factors as stored.
+"""Validate a LoRA: how far base + LoRA is from the tuned model, on the factors as stored, by layer, by block and as a whole.
 
 Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them. ΔW
 and B·A are never formed as a whole.
@@ -10,37 +10,84 @@ not the difference of two large numbers.
 
 Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an
 error of the LoRA only where little error is left: there, by a stated bound, the tensor is measured again in float64.
+
+The picture (`validation_svg`) shows the error of every layer along the model, and of every block. It is an SVG, which
+any browser shows, and in which each point names its layer under the mouse.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from math import fsum, prod
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sigmascope import svg
 from sigmascope.errors import ModelMismatchError, NonFiniteError
+from sigmascope.files import atomic_path
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import align
+from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
+from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layers import WEIGHT, write_layer_names
-from sigmascope.lora.linalg import blocked_energy
+from sigmascope.lora.layer_names import (
+    WEIGHT,
+    block_of_module,
+    block_position,
+    layer_order,
+    write_layer_names,
+)
+from sigmascope.lora.linalg import blocked_energy, root_sum_square
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
 from sigmascope.lora.parallel import ThreadScratch, run_layers
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.validation_report import ModuleError, ValidationReport, other_model
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
+
+Band = Literal["excellent", "good", "poor", "noise"]
+_MOST_OF: Final = 0.5
+_NEARLY_ALL: Final = 0.9
+Status = Literal["applied", "missing", "unmatched", "wrong_shape"]
+
+BANDS: Final[dict[Band, str]] = {
+    "excellent": "< 5 %",
+    "good": "5-50 %",
+    "poor": "50-100 %",
+    "noise": "> 100 %",
+}
+"""The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
+
+_VAE: Final = ("vae.", "first_stage_model.")
+_WORST = 10  # modules that `ValidationReport.worst` gives
+
+# The picture: its colours, and its places and sizes in pixels.
+_COLOURS: Final[dict[Band, str]] = {
+    "excellent": "#2e7d32",
+    "good": "#0277bd",
+    "poor": "#e68a00",
+    "noise": "#c62828",
+}
+_NO_BAND: Final = "#757575"
+_GRID: Final = "#e0e0e0"
+_WIDTH: Final = 960
+_LEFT: Final = 190
+_RIGHT: Final = 900
+_TOP: Final = 110  # of the layers' panel
+_FOOT: Final = 400
+_BLOCKS_TOP: Final = 500
+_ROW: Final = 18
+_LABEL_GAP: Final = 13  # between block names, which are as high as that
+_LONGEST: Final = 26  # characters of a block's name that fit before its bar
+_FLOOR: Final = 1e-4  # relative error at the foot of the axis; smaller ones lie on it
 
 Change = LoraFactors | WeightChange
 
@@ -51,6 +98,201 @@ _MOST_ROWS: Final = 256  # from which a product of a block is efficient, whateve
 _UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
 # Unit roundoffs of its size that a change of another kind than factors may be off by, and more.
 _ROUNDINGS_OF_OTHER_KINDS: Final = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleError:
+    """One layer of the model, or one module of the LoRA that fits no layer.
+
+    Attributes:
+        name: Path of the layer.
+        shape: Shape of the model's weight; of the LoRA's own where the model has none.
+        status: `applied`: the LoRA's factors fit the layer. `missing`: the layer changed and the LoRA has no
+            module for it. `unmatched`: the model has no such layer. `wrong_shape`: it has, with other sizes.
+        rank: Rank of the LoRA's factors; None where there are none.
+        delta_norm: ‖ΔW‖ of the model; 0 for an unmatched module.
+        error_norm: ‖ΔW − s·BA‖ of the stored factors. Without fitting factors it is ‖ΔW‖; where the layer
+            did not change it is ‖s·BA‖, what the LoRA adds to it.
+        relative_error: `error_norm` / `delta_norm`; None where ΔW = 0, which leaves only the absolute error.
+        detail: What does not fit, in words.
+        kind: What the LoRA holds for it: `lora` for factors, `loha`, `lokr`, `dora`, `diff`, …
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    status: Status
+    rank: int | None
+    delta_norm: float
+    error_norm: float
+    detail: str | None = None
+    kind: str | None = None
+
+    @property
+    def relative_error(self) -> float | None:
+        """See the class."""
+        return self.error_norm / self.delta_norm if self.delta_norm > 0 else None
+
+    @property
+    def band(self) -> Band | None:
+        """The band of the relative error; None where there is none."""
+        return None if self.relative_error is None else band_of(self.relative_error)
+
+    @property
+    def block(self) -> str:
+        """The block that the layer is in; the VAE is one."""
+        return "vae" if self.name.startswith(_VAE) else block_of_module(self.name)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorting key: by block in the order in which a latent passes them, then by name, 2 before 10."""
+        return block_position(self.block), layer_order(self.name)[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        return asdict(self) | {"relative_error": self.relative_error, "band": self.band}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockError:
+    """The modules of one block together.
+
+    Attributes:
+        name: Such as `up_blocks.1`.
+        modules: How many should be applied.
+        applied: How many are.
+        ranks: Lowest and highest rank among them; None where none has factors.
+        delta_norm: ‖ΔW‖ of all.
+        relative_error: Of all together, None where nothing changed.
+        average_error: Mean over the applied ones whose layer changed.
+        largest_error: Largest among those.
+    """
+
+    name: str
+    modules: int
+    applied: int
+    ranks: tuple[int, int] | None
+    delta_norm: float
+    relative_error: float | None
+    average_error: float | None
+    largest_error: float | None
+
+    @property
+    def band(self) -> Band | None:
+        """The band of the block's relative error."""
+        return None if self.relative_error is None else band_of(self.relative_error)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """The result of one validation.
+
+    Attributes:
+        base, tuned, lora: The files, as given.
+        modules: Every layer that changed and every module of the LoRA, in the model's order.
+        unchanged_layers: Layers with ΔW = 0 and without a module: nothing to do for them.
+        findings: What else to know.
+        seconds: Time of the validation.
+    """
+
+    base: Path
+    tuned: Path
+    lora: Path
+    modules: tuple[ModuleError, ...]
+    unchanged_layers: int
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def applied(self) -> int:
+        """Number of the LoRA's modules that fit a layer of the model."""
+        return sum(module.status == "applied" for module in self.modules)
+
+    @property
+    def failures(self) -> tuple[ModuleError, ...]:
+        """Changed layers without a module, and modules without a fitting layer."""
+        return tuple(module for module in self.modules if module.status != "applied")
+
+    @property
+    def success_rate(self) -> float:
+        """Applied modules in per cent of all that should be: changed layers and the LoRA's modules together."""
+        return 100.0 * self.applied / len(self.modules)
+
+    @property
+    def relative_error(self) -> float | None:
+        """‖ΔW − s·BA‖ / ‖ΔW‖ of all layers together; None when a LoRA is measured against no change at all."""
+        return overall_error(self.modules)
+
+    @property
+    def fidelity(self) -> float | None:
+        """How much of the change the LoRA reproduces, 0-100: 100·(1 − relative error), and 0 from an error of 100 % on."""
+        return None if self.relative_error is None else 100.0 * max(0.0, 1.0 - self.relative_error)
+
+    @property
+    def average_error(self) -> float | None:
+        """Mean relative error of the applied modules whose layer changed."""
+        return mean(applied_errors(self.modules))
+
+    @property
+    def band(self) -> Band | None:
+        """The band of the overall relative error."""
+        return None if self.relative_error is None else band_of(self.relative_error)
+
+    @property
+    def bands(self) -> dict[Band, int]:
+        """How many applied modules fall into each band."""
+        bands = [module.band for module in self.modules if module.status == "applied"]
+        return {band: bands.count(band) for band in BANDS}
+
+    @property
+    def blocks(self) -> tuple[BlockError, ...]:
+        """One summary a block, in the model's order."""
+        return summarise_blocks(self.modules)
+
+    @property
+    def worst(self) -> tuple[ModuleError, ...]:
+        """The ten applied modules with the largest relative errors, largest first."""
+        measured = [module for module in self.modules if module.status == "applied" and module.delta_norm > 0]
+        return tuple(sorted(measured, key=lambda module: -module.error_norm / module.delta_norm)[:_WORST])
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers that the LoRA changes, without biases and norms: what `lora_layer_names.txt` lists."""
+        applied = [module for module in self.modules if module.status == "applied"]
+        return tuple(module.name for module in applied if len(module.shape) > 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values, totals first."""
+        return {
+            "base": str(self.base),
+            "tuned": str(self.tuned),
+            "lora": str(self.lora),
+            "fidelity": self.fidelity,
+            "total_modules": len(self.modules),
+            "applied": self.applied,
+            "success_rate": self.success_rate,
+            "relative_error": self.relative_error,
+            "average_error": self.average_error,
+            "band": self.band,
+            "bands": self.bands,
+            "unchanged_layers": self.unchanged_layers,
+            "seconds": self.seconds,
+            "blocks": [asdict(block) | {"band": block.band} for block in self.blocks],
+            "worst": [module.name for module in self.worst],
+            "findings": [asdict(finding) for finding in self.findings],
+            "modules": [module.as_dict() for module in self.modules],
+        }
+
+
+class Residual(NamedTuple):
+    """The change of one tensor, and what a LoRA leaves of it.
+
+    Attributes:
+        delta_norm: ‖ΔW‖.
+        error_norm: ‖ΔW − s·B·A‖; ‖ΔW‖ where there is nothing to subtract.
+    """
+
+    delta_norm: float
+    error_norm: float
 
 
 def validate_lora(
@@ -91,27 +333,32 @@ def validate_lora(
         _open_with_changed_parts(base, tuned, file, options or PairOptions()) as pair,
     ):
         targets = changed_keys(file, pair.base, pair.layout)
-        measured = measure_layers(pair, targets, workers=workers, progress=progress)
-        if all(module.delta_norm == 0 for module in measured.modules):
+        errors = _measure_all(pair, targets, workers, progress)
+        layers = [layer + WEIGHT for layer in pair.layers]
+        changed = [key for key in layers if key in targets.names or errors[key].delta_norm > 0]
+        measured = [errors[key] for key in (*changed, *(key for key in pair.others if key in targets.names))]
+        if all(module.delta_norm == 0 for module in measured):
             raise ModelMismatchError(
-                f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
+                f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
                 "convolution layers: there is no change to compare the LoRA with.",
                 hint="Give the fine-tuned checkpoint as --tuned_model_path.",
             )
-        norms = [module.delta_norm for module in measured.modules]
-        findings = [
+        others = {key: errors[key].delta_norm for key in pair.others if key not in targets.names}
+        uncovered = {key: norm for key, norm in others.items() if norm > 0}
+        modules = [*measured, *_unmatched_modules(pair, file, targets)]
+        findings = (
+            *_other_model(modules),
             *_other_base(pair, file),
             *_unused_keys(file),
-            *pair_findings(pair, dict(measured.uncovered), norms),
-        ]
-        modules = [*measured.modules, *_unmatched_modules(pair, file, targets)]
+            *pair_findings(pair, uncovered, [module.delta_norm for module in measured]),
+        )
     return ValidationReport(
         base=Path(base),
         tuned=Path(tuned),
         lora=Path(lora),
         modules=tuple(sorted(modules, key=lambda module: module.order)),
-        unchanged_layers=measured.unchanged_layers,
-        findings=(*other_model(modules), *findings),
+        unchanged_layers=len(layers) - len(changed),
+        findings=findings,
         seconds=time.perf_counter() - started,
     )
 
@@ -133,81 +380,12 @@ def _open_with_changed_parts(
         yield pair
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedKeys:
-    """A LoRA sorted by what it changes in a model.
-
-    Attributes:
-        lora: The LoRA under the names of the model's layers, with fused matrices divided or put together.
-        names: The name in `lora` by key of the tensor that it changes.
-        unmatched: Names in the LoRA as it was given that no tensor of the model fits.
-    """
-
-    lora: LoraFile
-    names: Mapping[str, str]
-    unmatched: tuple[str, ...]
-
-    def change(self, key: str) -> Change:
-        """Read what is added to a tensor of the model.
-
-        Raises:
-            LoraFormatError: Its tensors do not fit together.
-            NonFiniteError: They hold NaN or Inf.
-        """
-        return self.lora.change(self.names[key])
-
-
-def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
-    """Find the tensor of each change by name alone; nothing is read.
-
-    Args:
-        lora: Of any format.
-        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
-        layout: How the model names them.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one tensor.
-    """
-    paths = {key.removesuffix(WEIGHT): key for key in keys}
-    aligned = align(lora, tuple(paths), layout)
-    names = {paths[path]: path for path in aligned.lora.names if path in paths}
-    # A change of the bias of a layer that has none is aligned all the same.
-    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
-    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All that was measured.
-
-    Attributes:
-        modules: The layers that changed, and whatever else the LoRA changes.
-        unchanged_layers: How many layers did not change and have no module.
-        uncovered: ‖Δ‖ by key of other tensors (biases, norms) that changed and are not in the LoRA.
-    """
-
-    modules: tuple[ModuleError, ...]
-    unchanged_layers: int
-    uncovered: Mapping[str, float]
-
-
-def measure_layers(
-    pair: CheckpointPair,
-    targets: ChangedKeys,
-    *,
-    workers: int | None,
-    progress: Progress,
-) -> Measured:
-    """Measure all compared tensors of a pair, several at a time.
-
-    Args:
-        pair: The two models.
-        targets: The LoRA, whose modules are read one at a time.
-        workers: Threads; as many as cores when None.
-        progress: Told after each tensor.
-    """
-    layers = [layer + WEIGHT for layer in pair.layers]
-    sizes = {key: prod(pair.base.info(key).shape) for key in (*layers, *pair.others)}
+def _measure_all(
+    pair: CheckpointPair, targets: ChangedKeys, workers: int | None, progress: Progress
+) -> dict[str, ModuleError]:
+    """Measure all compared tensors of a pair, several at a time."""
+    keys = (*(layer + WEIGHT for layer in pair.layers), *pair.others)
+    sizes = {key: prod(pair.base.info(key).shape) for key in keys}
     meter = ResidualMeter(pair)
     errors: dict[str, ModuleError] = {}
     for key, module in run_layers(
@@ -215,27 +393,26 @@ def measure_layers(
     ):
         errors[key] = module
         progress(len(errors), len(sizes), module.name)
-    changed = [errors[key] for key in layers if key in targets.names or errors[key].delta_norm > 0]
-    covered = [errors[key] for key in pair.others if key in targets.names]
-    uncovered = {key: errors[key].delta_norm for key in pair.others if key not in targets.names}
-    return Measured(
-        (*changed, *covered),
-        len(layers) - len(changed),
-        {key: norm for key, norm in uncovered.items() if norm > 0},
-    )
+    return errors
 
 
-@dataclass(frozen=True, slots=True)
-class Residual:
-    """The change of one tensor, and what a LoRA leaves of it.
-
-    Attributes:
-        delta_norm: ‖ΔW‖.
-        error_norm: ‖ΔW − s·B·A‖; ‖ΔW‖ where there is nothing to subtract.
-    """
-
-    delta_norm: float
-    error_norm: float
+def _measure_tensor(
+    meter: "ResidualMeter", pair: CheckpointPair, targets: ChangedKeys, key: str
+) -> ModuleError:
+    layer, shape = key.removesuffix(WEIGHT), pair.base.info(key).shape
+    name = targets.names.get(key)
+    if name is None:
+        norm = meter.measure(key).delta_norm
+        return ModuleError(layer, shape, "missing", None, norm, norm)
+    kind, rank = targets.lora.kind_of(name), targets.lora.rank_of(name)
+    try:
+        change = targets.change(key)
+        require_shape(change, shape)
+        residual = meter.measure(key, change)
+    except ModelMismatchError as error:
+        norm = meter.measure(key).delta_norm
+        return ModuleError(layer, shape, "wrong_shape", rank, norm, norm, error.message, kind)
+    return ModuleError(layer, shape, "applied", rank, residual.delta_norm, residual.error_norm, None, kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -340,25 +517,6 @@ class ResidualMeter:
                 error_energy.append(_energy(block))
         total = math.fsum(delta_energy)
         return total, total if taken is None else math.fsum(error_energy)
-
-
-def _measure_tensor(
-    meter: ResidualMeter, pair: CheckpointPair, targets: ChangedKeys, key: str
-) -> ModuleError:
-    layer, shape = key.removesuffix(WEIGHT), pair.base.info(key).shape
-    name = targets.names.get(key)
-    if name is None:
-        norm = meter.measure(key).delta_norm
-        return ModuleError(layer, shape, "missing", None, norm, norm)
-    kind, rank = targets.lora.kind_of(name), targets.lora.rank_of(name)
-    try:
-        change = targets.change(key)
-        require_shape(change, shape)
-        residual = meter.measure(key, change)
-    except ModelMismatchError as error:
-        norm = meter.measure(key).delta_norm
-        return ModuleError(layer, shape, "wrong_shape", rank, norm, norm, error.message, kind)
-    return ModuleError(layer, shape, "applied", rank, residual.delta_norm, residual.error_norm, None, kind)
 
 
 def _energy(block: Tensor) -> float:
@@ -488,3 +646,184 @@ def _unmatched_modules(pair: CheckpointPair, lora: LoraFile, targets: ChangedKey
 def _unmatched_module(lora: LoraFile, name: str, detail: str) -> ModuleError:
     shape, rank, kind = lora.shape_of(name), lora.rank_of(name), lora.kind_of(name)
     return ModuleError(name, shape, "unmatched", rank, 0.0, 0.0, detail, kind)
+
+
+def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
+    """One finding where the LoRA is for another model: most of it fits no layer, or makes nearly every layer worse.
+
+    No rank is so low that a LoRA makes a layer worse than no LoRA would.
+    """
+    own = [module for module in modules if module.status != "missing"]
+    fitting = [module for module in own if module.status == "applied"]
+    worse = [module for module in fitting if module.band == "noise"]
+    if len(fitting) < _MOST_OF * len(own):
+        message = f"{len(own) - len(fitting)} of its {len(own)} modules fit no layer of this one."
+    elif fitting and len(worse) > _NEARLY_ALL * len(fitting):
+        message = (
+            f"it takes {len(worse)} of {len(fitting)} layers farther from the tuned model than they were."
+        )
+    else:
+        return []
+    return [
+        Finding(
+            id="lora.other_model",
+            severity="error",
+            message=f"The LoRA is for another model: {message}",
+            evidence={"modules": len(own), "fitting": len(fitting), "worse": len(worse)},
+            advice="Check that base, tuned model and LoRA belong together, and the LoRA's alpha.",
+        )
+    ]
+
+
+def summarise_blocks(modules: Sequence[ModuleError]) -> tuple[BlockError, ...]:
+    """One summary a block, in the order in which a latent passes them."""
+    ordered = sorted(modules, key=lambda module: block_position(module.block))
+    return tuple(_summarise(name, list(group)) for name, group in groupby(ordered, lambda m: m.block))
+
+
+def _summarise(name: str, modules: Sequence[ModuleError]) -> BlockError:
+    errors = applied_errors(modules)
+    ranks = [module.rank for module in modules if module.rank is not None]
+    return BlockError(
+        name=name,
+        modules=len(modules),
+        applied=sum(module.status == "applied" for module in modules),
+        ranks=(min(ranks), max(ranks)) if ranks else None,
+        delta_norm=root_sum_square([module.delta_norm for module in modules]),
+        relative_error=overall_error(modules),
+        average_error=mean(errors),
+        largest_error=max(errors, default=None),
+    )
+
+
+def overall_error(modules: Sequence[ModuleError]) -> float | None:
+    """‖error‖ / ‖ΔW‖ of several layers together; None when none of them changed."""
+    change = root_sum_square([module.delta_norm for module in modules])
+    return root_sum_square([module.error_norm for module in modules]) / change if change > 0 else None
+
+
+def applied_errors(modules: Sequence[ModuleError]) -> list[float]:
+    """Relative errors of the applied modules whose layer changed."""
+    applied = [module.relative_error for module in modules if module.status == "applied"]
+    return [error for error in applied if error is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, None of nothing."""
+    return fsum(values) / len(values) if values else None
+
+
+def band_of(relative_error: float) -> Band:
+    """The band of a relative error given as a fraction (0.05 is 5 %)."""
+    if relative_error < 0.05:
+        return "excellent"
+    if relative_error < 0.5:
+        return "good"
+    return "poor" if relative_error <= 1.0 else "noise"
+
+
+def save_validation_picture(path: str | PathLike[str], report: ValidationReport) -> None:
+    """Write the picture whole or not at all.
+
+    Args:
+        path: An `.svg` file, replaced if it is there.
+        report: What to draw.
+
+    Raises:
+        WriteError: The file cannot be written.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(validation_svg(report), encoding="utf-8")
+
+
+def validation_svg(report: ValidationReport) -> str:
+    """Draw a report as an SVG document, 960 pixels in width."""
+    blocks = report.blocks
+    height = _BLOCKS_TOP + _ROW * len(blocks) + 24
+    return svg.document(_WIDTH, height, [*_heading(report), *_layers(report.modules), *_block_bars(blocks)])
+
+
+def _heading(report: ValidationReport) -> Iterator[str]:
+    yield svg.label(16, 30, f"LoRA validation: {report.lora.name}", size=18)
+    yield svg.label(
+        16,
+        54,
+        f"Error overall {_percent(report.relative_error)}, average {_percent(report.average_error)}. "
+        f"{report.applied} of {len(report.modules)} modules applied ({report.success_rate:.1f} %).",
+    )
+    for index, (band, count) in enumerate(report.bands.items()):
+        x = 16 + 190 * index
+        yield svg.dot(x + 5, 74, 5, _COLOURS[band])
+        yield svg.label(x + 16, 78, f"{band} ({BANDS[band]}): {count}")
+    if report.failures:
+        yield svg.cross(781, 74, 4, _COLOURS["noise"])
+        yield svg.label(792, 78, f"not applied: {len(report.failures)}")
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The logarithmic axis of relative errors."""
+
+    largest: float
+
+    def height(self, error: float) -> float:
+        share = math.log(max(error, _FLOOR) / _FLOOR) / math.log(self.largest / _FLOOR)
+        return _FOOT - (_FOOT - _TOP) * share
+
+    def lines(self) -> Iterator[str]:
+        for power in range(round(math.log10(_FLOOR)), math.floor(math.log10(self.largest)) + 1):
+            y = self.height(10.0**power)
+            yield svg.line((_LEFT, y), (_RIGHT, y), _GRID)
+            yield svg.label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", anchor="end")
+
+
+def _layers(modules: Sequence[ModuleError]) -> Iterator[str]:
+    """One point a layer, in the order in which a latent passes them; what is not applied is a cross."""
+    axis = _Axis(2 * max(1.0, *(module.relative_error or 0.0 for module in modules)))
+    yield svg.label(16, _TOP + 12, "Error by layer")
+    yield from axis.lines()
+    step = (_RIGHT - _LEFT) / max(len(modules), 1)
+    ordered = sorted(modules, key=lambda module: block_position(module.block))
+    x, free = _LEFT + step / 2, 0.0
+    for block, members in groupby(ordered, lambda module: module.block):
+        group, edge = list(members), x - step / 2
+        yield svg.line((edge, _TOP), (edge, _FOOT + 5), _GRID)
+        if edge >= free and len(group) * step > _LABEL_GAP / 2:
+            yield svg.label(edge + 2, _FOOT + 14, _shortened(block), size=11, turned=35)
+            free = edge + _LABEL_GAP
+        for module in group:
+            yield _mark(x, axis, module)
+            x += step
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+
+
+def _mark(x: float, axis: _Axis, module: ModuleError) -> str:
+    colour = _NO_BAND if module.band is None else _COLOURS[module.band]
+    if module.status != "applied":
+        tip = f"{module.name}: {module.status.replace('_', ' ')}"
+        return svg.cross(x, axis.height(1.0), 3, _COLOURS["noise"], tip)
+    rank = "" if module.rank is None else f", rank {module.rank}"
+    tip = f"{module.name}: {_percent(module.relative_error)}{rank}"
+    return svg.dot(x, axis.height(module.relative_error or 0.0), 2.2, colour, tip)
+
+
+def _block_bars(blocks: Sequence[BlockError]) -> Iterator[str]:
+    """One bar a block, of the error of its layers together."""
+    largest = max((block.relative_error or 0.0 for block in blocks), default=0.0) or 1.0
+    yield svg.label(16, _BLOCKS_TOP - 10, "Error by block")
+    for index, block in enumerate(blocks):
+        y = _BLOCKS_TOP + _ROW * index
+        error = block.relative_error or 0.0
+        colour = _NO_BAND if block.band is None else _COLOURS[block.band]
+        length = (_RIGHT - _LEFT - 60) * error / largest
+        tip = f"{block.name}: {block.applied} of {block.modules} modules applied"
+        yield svg.label(_LEFT - 8, y + 12, _shortened(block.name), anchor="end")
+        yield svg.bar(_LEFT, y + 2, (length, _ROW - 5), colour, tip)
+        yield svg.label(_LEFT + length + 6, y + 12, _percent(block.relative_error))

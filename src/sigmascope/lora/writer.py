@@ -6,13 +6,14 @@
   format's.
 
 Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`);
-where some reader would mix the alphas up, all get one (`ModuleTensors`).
-Changes that are more than that are named as kohya's and LyCORIS' tools name them (`change_tensors`). A `Tally` counts
+where some reader would mix the alphas up, all get one.
+Changes that are more than that are named as kohya's and LyCORIS' tools name them (`_change_tensors`). A `Tally` counts
 what has been written, for the header.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -39,7 +40,7 @@ from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
-from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
+from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 
@@ -180,7 +181,8 @@ class LoraWriter:
             room.append("x" * _FIELDS_BYTES)
         first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
         self._file = StreamingWriter(self.path, first, expected=room, header_bytes=0 if compact else None)
-        self._tensors = ModuleTensors(self._file, self.format)
+        self._ranks: dict[str, int] = {}
+        self._has_dora = False
 
     def __enter__(self) -> "LoraWriter":
         self._file.__enter__()
@@ -192,12 +194,9 @@ class LoraWriter:
         if error is not None:
             self._file.__exit__(kind, error, trace)
             return
-        try:
+        with ExitStack() as stack:
+            stack.push(self._file)  # puts it in place, or takes it away if this fails
             self._finish()
-        except BaseException as failure:
-            self._file.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._file.__exit__(None, None, None)
 
     def write(self, layer: str, factors: LoraFactors) -> None:
         """Write the factors of one layer.
@@ -257,7 +256,7 @@ class LoraWriter:
         if isinstance(change, TuckerChange) and not keys.holds_changes:
             self.write(name, change.factors())
             return
-        if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
+        if not isinstance(change, Adapter | DoraChange) or not _holds(keys, change):
             raise LoraFormatError(
                 f"{name}: {self.format.name} files hold no such change ({change.kind}).",
                 hint="Write kohya's or ComfyUI's format, or leave such changes out.",
@@ -266,9 +265,10 @@ class LoraWriter:
             module = self._own_names[name].removesuffix(_BIAS)
         else:
             module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
-        tensors = change_tensors(change, keys, is_bias=name != layer)
-        stored = {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
-        self._tensors.write(module, stored)
+        tensors = _change_tensors(change, keys, is_bias=name != layer)
+        self._write_tensors(
+            module, {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
+        )
         self.tally.add_change(change.kind)
 
     def storage(self, dtype: torch.dtype, others: Mapping[str, int]) -> StorageCost:
@@ -295,7 +295,7 @@ class LoraWriter:
         stored = stored_factors(factors, self._dtype)
         for factor in (stored.up, stored.down):
             require_finite(layer, factor)
-        self._tensors.write(name, self.format.keys.tensors(name, stored))
+        self._write_tensors(name, self.format.keys.tensors(name, stored))
         if self._dtype is None and stored.up.dtype != factors.up.dtype:
             self.widened.append(layer)
         self.tally.add(stored.rank, stored.weight_shape)
@@ -321,8 +321,42 @@ class LoraWriter:
         family = self.layout.family
         if self._own_names is not None:
             family = family_in(self._inherited) or "unknown"
-        header = self._tensors.finish(self.tally, self.layout, family)
+        header = self.tally.header(self.format.name, family, self._write_alphas())
+        if self.format.name == "peft":
+            header |= peft_header(self._ranks, has_dora=self._has_dora)
         self._file.update_metadata(header | self._metadata)
+
+    def _write_tensors(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of one module, by key; the alphas of plain factors wait until all ranks are known."""
+        keys = self.format.keys
+        down, alpha = f"{module}.{keys.down}", f"{module}.{keys.alpha}"
+        is_plain = down in tensors and f"{module}.{MID}" not in tensors
+        if is_plain:
+            self._ranks[module] = tensors[down].shape[0]
+        self._has_dora |= f"{module}.{keys.magnitude}" in tensors
+        for key, tensor in tensors.items():
+            if not (is_plain and key == alpha):
+                self._file.write(key, tensor)
+
+    def _write_alphas(self) -> int | None:
+        """Write of each module its rank, or one alpha for all where that would mislead; then give that one.
+
+        One for all is the smallest rank, and factors of more rank are scaled up for it. So alpha is above no
+        module's rank: such an alpha could be taken for a rank that was asked for and cannot be (`true_alpha`).
+
+        Raises:
+            NonFiniteError: A factor does not fit its dtype any more.
+        """
+        keys = self.format.keys
+        if keys.alpha is None:
+            return None
+        mislead = alphas_mislead(self.format, self._ranks, self.layout)
+        common_rank = min(self._ranks.values()) if mislead else None
+        for module, rank in self._ranks.items():
+            if common_rank is not None and rank != common_rank:
+                self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / common_rank))
+            self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(common_rank or rank)))
+        return common_rank
 
 
 def writer_of_aligned(
@@ -361,59 +395,6 @@ def writer_of_aligned(
     )
 
 
-class ModuleTensors:
-    """Writes modules' tensors; the alphas of plain factors wait until the ranks of all modules are known.
-
-    Args:
-        file: Entered.
-        format: Of the file.
-    """
-
-    def __init__(self, file: StreamingWriter, format: LoraFormat) -> None:
-        self._file = file
-        self._format = format
-        self._ranks: dict[str, int] = {}
-        self._has_dora = False
-
-    def write(self, module: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one module, by key; plain factors have alpha = rank."""
-        keys = self._format.keys
-        down, alpha = f"{module}.{keys.down}", f"{module}.{keys.alpha}"
-        is_plain = down in tensors and f"{module}.{MID}" not in tensors
-        if is_plain:
-            self._ranks[module] = tensors[down].shape[0]
-        self._has_dora |= f"{module}.{keys.magnitude}" in tensors
-        for key, tensor in tensors.items():
-            if not (is_plain and key == alpha):
-                self._file.write(key, tensor)
-
-    def finish(self, tally: "Tally", layout: ModelLayout, family: str) -> dict[str, str]:
-        """Write the alphas, and give the header: of each module its rank, or one for all where that would mislead.
-
-        One for all is the smallest rank, and factors of more rank are scaled up for it. So alpha is above no
-        module's rank: such an alpha could be taken for a rank that was asked for and cannot be (`true_alpha`).
-
-        Args:
-            tally: Of the modules.
-            layout: Of the model.
-            family: For the header.
-
-        Raises:
-            NonFiniteError: A factor does not fit its dtype any more.
-        """
-        common_rank, keys = None, self._format.keys
-        if keys.alpha is not None:
-            common_rank = (
-                min(self._ranks.values()) if self._format.alphas_mislead(self._ranks, layout) else None
-            )
-            for module, rank in self._ranks.items():
-                if common_rank is not None and rank != common_rank:
-                    self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / common_rank))
-                self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(common_rank or rank)))
-        configs = self._format.header(self._ranks, self._has_dora)
-        return tally.header(self._format.name, family, common_rank) | configs
-
-
 def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
     scaled = factor.to(torch.float64).mul(scale).to(factor.dtype)
     require_finite(module, scaled)
@@ -440,7 +421,7 @@ def _agreed_metadata(loras: Sequence[LoraFile]) -> dict[str, str]:
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
-def change_tensors(
+def _change_tensors(
     change: Adapter | DoraChange, keys: FactorKeys, *, is_bias: bool = False
 ) -> dict[str, Tensor]:
     """The tensors of a change by the end of their key, with an alpha where they have a scale.
@@ -487,7 +468,7 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     return tensors
 
 
-def holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
+def _holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
     """Whether a format can hold a change that is more than plain factors."""
     is_plain = (
         isinstance(change, DoraChange) and isinstance(change.direction, LoraFactors) and change.per_output

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 
 from sigmascope.analysis.diagnostics import MODEL_STATE
-from sigmascope.analysis.leaks import HEAP
+from sigmascope.analysis.memory import HEAP
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.recorder import LiveStage, Recorder
@@ -44,12 +44,10 @@ from sigmascope.records.run import KEEP_GENERATIONS, Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
 from sigmascope.stages.baseline import TEXT_NOT_KEPT, beside_the_stage, memory_now, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
+from sigmascope.stages.latent_encoding import record_of_step
 from sigmascope.stages.latent_facts import find_latent
-from sigmascope.stages.latent_performance import record_of_step
-from sigmascope.stages.latent_summary import end_lines, print_lines
-from sigmascope.stages.latent_summary import sections as latent_sections
-from sigmascope.stages.lora_application import Keys
-from sigmascope.stages.lora_summary import sections as lora_sections
+from sigmascope.stages.latent_summary import end_lines, latent_sections, print_lines
+from sigmascope.stages.lora_application import Keys, lora_sections
 from sigmascope.stages.summary import (
     NO_ACCELERATOR,
     Row,

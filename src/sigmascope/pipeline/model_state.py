@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigmascope.stages.vae_facts import inner_vae
+from sigmascope.stages.latent_facts import inner_vae
 
 _NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
 """What a module has in its `__dict__` and gets back in another way than its attributes."""

@@ -41,7 +41,7 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import MIB, MemorySnapshot
 from sigmascope.records.run import Run
-from sigmascope.stages.vae_facts import inner_vae
+from sigmascope.stages.latent_facts import inner_vae
 
 MARGIN_ON_ACCELERATOR = 0.1
 MARGIN_IN_RAM = 0.25

@@ -20,7 +20,7 @@ from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.image_preprocessing import Values, rescaled
 from sigmascope.pipeline.model_state import execution_device, has_diffusers_hooks, modules_in, tensors_of
 from sigmascope.records.latents import VaeFacts
-from sigmascope.stages.vae_facts import inner_vae, is_comfyui_vae, vae_facts
+from sigmascope.stages.latent_facts import inner_vae, is_comfyui_vae, vae_facts
 
 _OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 """VAEs that have an axis for frames and make pictures: several are a batch, and no video."""

@@ -315,7 +315,7 @@ class Made:
 def others_of(facts: Mapping[str, Any]) -> float | None:
     """How busy others kept the processor during a run, of its facts; None: not known."""
     noted = facts.get(BENCHMARK)
-    share = noted.get(OTHERS) if isinstance(noted, Mapping) else None
+    share = noted.get(OTHERS) if isinstance(noted, Mapping) else facts.get(OTHERS)
     return float(share) if isinstance(share, int | float) else None
 
 

@@ -33,6 +33,10 @@ STAGES = (
 Severity = Literal["info", "warning", "error", "critical"]
 DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
+RECIPE: Final = "recipe"
+"""The fact of a generation that holds what else it was made with: other arguments, LoRAs, threads."""
+SCHEDULER_SECONDS: Final = "scheduler_seconds"
+"""The fact of a denoising that holds what the scheduler's steps took together, on the host."""
 KEEP_GENERATIONS: Final = 100
 """So many are in the record of a watch in full, unless it is told otherwise."""
 LONGEST_SECONDS: Final = 1e11
@@ -383,15 +387,37 @@ class Run:
 
         save_run(self, path)
 
-    def print(self, console: "rich.console.Console | None" = None) -> None:
-        """Print stages, memory, tensors and findings, as `sigmascope.reports.print_run` does.
+    def print(self, console: "rich.console.Console | None" = None, *, full: bool = False) -> None:
+        """Print the verdict, where the time went and the findings, as `sigmascope.print_run` does.
 
         Args:
             console: Where to; standard output by default.
+            full: Whether to print every stage, device, tensor and finding as well.
         """
         from sigmascope import print_run
 
-        print_run(self, console)
+        print_run(self, console, full=full)
+
+    def to_html(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
+        """Write the run as one HTML file for any browser, as `sigmascope.write_html` does.
+
+        Args:
+            path: The file.
+            prompts: What the file says of prompts that the run holds as text.
+
+        Raises:
+            ConfigError: There is no such privacy.
+            WriteError: The file cannot be written. What was there before stays.
+        """
+        from sigmascope import write_html
+
+        write_html(self, path, prompts=prompts)
+
+    def _repr_html_(self) -> str:
+        """The verdict and where the time went, in a notebook."""
+        from sigmascope import to_html
+
+        return to_html(self, only_verdict=True)
 
     def to_trace(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
         """Write the run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.

@@ -1,7 +1,8 @@
-"""The record of a run in the terminal: stages, devices, memory, tensors, findings. Fits 80 columns.
+"""The record of a run in the terminal: the verdict, where the time went, what to do. Fits 80 columns.
 
-The profile of a denoiser's steps has two tables more: which blocks and which operators take its time. All of
-it is shown without what it could make the terminal do.
+In full there are stages, devices, memory, tensors and all findings as well. The profile of a denoiser's steps has two
+tables more: which blocks and which operators take its time. All of it is shown without what it could make the terminal
+do.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
+from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,
@@ -41,22 +43,94 @@ SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical
 
 # How many lines of these are shown at most.
 _MOST_DAMAGE: Final = 5
+_MOST_FINDINGS: Final = 5
 _MOST_OPERATORS = 10
+_BAR_CELLS: Final = 24
 
 
-def print_run(run: Run, console: Console | None = None) -> None:
-    """Print the whole record.
+def print_run(run: Run, console: Console | None = None, *, full: bool = False) -> None:
+    """Print a record: the verdict in a sentence, where the time went, and the findings that weigh most.
 
     Args:
         run: The record.
         console: Where to; standard output by default, plain when that is no terminal.
+        full: Whether to print every stage, device, tensor and finding as well.
     """
-    (console or Console()).print(render_run(run))
+    (console or Console()).print(render_run(run) if full else render_summary(run))
+
+
+def render_summary(run: Run) -> RenderableType:
+    """Return what to know first: the headline, a bar for each part of the time, and five findings at most."""
+    findings = findings_of(run)
+    verdict = headline(run)
+    state = "" if run.complete else " (not complete)"
+    parts: list[RenderableType] = [
+        Rule(Text(f"Run: {run.name}{state}")),
+        Text(verdict, style="bold"),
+        *_time_bars(run),
+        *_damage(run),
+        *(_short_finding(finding, verdict) for finding in findings[:_MOST_FINDINGS]),
+    ]
+    left = len(findings) - _MOST_FINDINGS
+    more = f"{left} more finding{'s' * (left > 1)}, stages" if left > 0 else "Stages"
+    parts.append(Text(f"{more}, memory and tensors: run.print(full=True), or --full", style="dim"))
+    return Harmless(Group(*parts))
+
+
+def _short_finding(finding: Finding, verdict: str) -> Text:
+    """What was seen, unless the verdict says it, and what to do."""
+    text = Text.assemble((finding.severity, SEVERITY_STYLE.get(finding.severity, "")), " ")
+    callback = finding.evidence.get("callback")
+    is_told = finding.message in verdict or (isinstance(callback, str) and callback in verdict)
+    lines = [*([] if is_told else [finding.message]), *([finding.advice] if finding.advice else [])]
+    return text.append("\n  ".join(lines or [finding.message]))
+
+
+def _time_bars(run: Run) -> Iterator[RenderableType]:
+    rows, small = large_rows(run)
+    if not rows:
+        return
+    table = new_table("")
+    table.add_column("Where the time went", overflow="fold")
+    for name in ("Time", "Share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in rows:
+        share = min(row.seconds / run.seconds, 1.0)
+        table.add_row(
+            Text(row.label),
+            seconds(row.seconds),
+            percent(row.seconds, run.seconds),
+            Text("█" * max(1, round(_BAR_CELLS * share)), style="cyan"),
+            Text(_row_note(row), style="dim"),
+        )
+    if small > 0:
+        table.add_row("all else", seconds(small), percent(small, run.seconds))
+    yield table
+    if sum(row.seconds for row in rows) > 1.01 * run.seconds:
+        yield Text("Stages ran side by side, so that the shares sum to more than 100 %.", style="dim")
+
+
+def _row_note(row: TimeShare) -> str:
+    if row.callback is not None:
+        return row.callback
+    return f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
+
+
+def _damage(run: Run) -> Iterator[Text]:
+    for wrong in islice(impossible_times(run), _MOST_DAMAGE):
+        yield Text(f"Damaged: {wrong}.", style="yellow")
 
 
 def render_run(run: Run) -> RenderableType:
-    """Return the record as one renderable: header, stages, tensors, devices, errors, findings."""
-    parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
+    """Return the record in full: headline, machine, stages, tensors, devices, errors, findings."""
+    parts: list[RenderableType] = [
+        Rule(Text(f"Run: {run.name}")),
+        Text(headline(run), style="bold"),
+        *_header(run),
+        _stage_table(run),
+    ]
     if run.folded is not None:
         parts.append(_folded_table(run.folded))
     devices = accelerator_table(run)
@@ -67,11 +141,9 @@ def render_run(run: Run) -> RenderableType:
         parts.append(_tensor_table(run))
     parts += owner_lines(run)
     parts += device_lines(run)
-    parts += [
-        Text(f"Damaged: {wrong}.", style="yellow") for wrong in islice(impossible_times(run), _MOST_DAMAGE)
-    ]
+    parts += _damage(run)
     parts += _errors(run)
-    parts += [_finding(finding) for finding in _all_findings(run)]
+    parts += map(_finding, findings_of(run))
     return Harmless(Group(*parts))
 
 
@@ -215,12 +287,6 @@ def _finding(finding: Finding) -> RenderableType:
     if finding.advice:
         text.append(f"\n  What to do: {finding.advice}")
     return text
-
-
-def _all_findings(run: Run) -> Iterator[Finding]:
-    yield from run.findings
-    for stage in run.walk():
-        yield from stage.findings
 
 
 def accelerator_table(run: Run) -> Table | None:

@@ -1,17 +1,19 @@
-"""What every stage's baseline and analysis hold: memory, time, peaks, what was raised, and models' states.
+"""The skeleton of every stage: a baseline before it, a measurement after it, and models' states at both moments.
 
-A baseline keeps what its analysis needs in `references`, and no model and no tensor alive. An analysis begins with
-`measure`, and `Measurement.as_dict` gives the entries that all analyses have; a stage adds what is its own.
+A stage's `capture_…_baseline` gives `baseline_of` with entries of its own. Its `references` keep what the analysis
+needs, and no model and no tensor alive. `analyze_…_results` begins with `measure`, which reads memory and checks
+time and peaks, and ends with `Measurement.as_dict`: what all analyses hold, failures too. `summary` prints them.
 """
 
 import math
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar, cast
+from uuid import UUID
 
+import torch
 from torch import nn
 
 from sigmascope.probes import Accelerator, memory_snapshot
@@ -20,7 +22,9 @@ from sigmascope.probes.reading import error_text, exception_details, lookup, rea
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
+    GpuPeak,
     MemoryImpact,
+    MemoryImpactDict,
     MemorySnapshot,
     PeakMemory,
     PeakMemoryDict,
@@ -56,8 +60,12 @@ COMPARED = (
 
 _ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 """What of an analysis its stage holds."""
+_FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
+"""What of a baseline is no fact."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Dict = TypeVar("_Dict")
+_Counted = TypeVar("_Counted")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,6 +74,7 @@ class References:
 
     snapshot: MemorySnapshot
     accelerator: Accelerator | None
+    models: Mapping[str, Callable[[], Any] | None] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(…)"
@@ -74,8 +83,19 @@ class References:
 _References = TypeVar("_References", bound=References)
 
 
-def baseline_of(references: References) -> StageBaseline:
-    """The entries that all baselines have."""
+def baseline_of(
+    kind: type[References], accelerator: Accelerator | None, models: Mapping[str, object], **own: Any
+) -> StageBaseline:
+    """The entries that all baselines have: memory is read, and models are referred to weakly.
+
+    Args:
+        kind: What the stage keeps for its analysis.
+        accelerator: What to ask about devices; None finds out.
+        models: By the name of the baseline's entry with their state, for `state_now`.
+        own: What `kind` has beside all stages' entries.
+    """
+    weakly = {name: reference_to(model) for name, model in models.items()}
+    references = kind(memory_snapshot(accelerator), accelerator, weakly, **own)
     return {"timestamp": time.time(), "memory": memory_now(references.snapshot), "references": references}
 
 
@@ -86,11 +106,16 @@ def references_of(baseline: object, kind: type[_References]) -> _References | No
 
 
 def plain_baseline(baseline: object) -> dict[str, Any] | None:
-    """The baseline without what it keeps for the analysis."""
+    """The baseline as plain values, without what it keeps for the analysis."""
     if not isinstance(baseline, Mapping):
         return None
-    entries = read_host(lambda: dict(baseline)).value or {}
-    return {name: value for name, value in entries.items() if name != "references"}
+    return read_host(lambda: _plain(baseline)).value or {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(held) for name, held in value.items() if name not in _FOR_THE_ANALYSIS}
+    return str(value) if isinstance(value, torch.device | UUID) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +144,15 @@ class Measurement:
             "error": problems or None if error is None else error_text(error),
             "exception_details": exception_dict(error) if isinstance(error, BaseException) else None,
             "elapsed_time": self.seconds,
-            "peak_memory": self.peak.as_dict() if isinstance(self.peak, PeakMemory) else self.peak,
+            "peak_memory": _peak_dict(self.peak),
             "baseline": plain_baseline(self.baseline),
             "current_memory": memory_now(self.snapshot),
             "unavailable": {**self._reasons(), **unavailable},
         }
+
+    def impact_dict(self) -> MemoryImpactDict | None:
+        """`memory_impact`, the same for all stages; None without a baseline."""
+        return None if self.impact is None else self.impact.as_dict()
 
     def _reasons(self) -> dict[str, str]:
         reasons = {} if self.impact is not None else {"memory_impact": NO_BASELINE}
@@ -134,6 +163,23 @@ class Measurement:
         return reasons
 
 
+def _peak_dict(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
+    """The peaks as analyses hold them, none reserved below the allocated one: that was read at another moment."""
+    if peak is None or isinstance(peak, PeakMemory):
+        return None if peak is None else peak.as_dict()
+    gpus = read_host(lambda: {device: _true_reserved(gpu) for device, gpu in peak["gpus"].items()}).value
+    gpu = read_host(lambda: _true_reserved(peak["gpu"])).value
+    return peak if gpus is None or gpu is None else {**peak, "gpu": gpu, "gpus": gpus}
+
+
+def _true_reserved(gpu: GpuPeak) -> GpuPeak:
+    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
+    if allocated is None or reserved is None or reserved >= allocated:
+        return gpu
+    at_seconds = gpu["peak_allocated_at_seconds"]
+    return {**gpu, "peak_reserved_mb": allocated, "peak_reserved_at_seconds": at_seconds}
+
+
 def measure(
     baseline: object,
     elapsed_time: object,
@@ -141,9 +187,7 @@ def measure(
     error: BaseException | str | None,
 ) -> Measurement:
     """Read memory, before the analysis takes any itself, and check what the caller handed over."""
-    references = references_of(baseline, References)
-    now = memory_snapshot(None if references is None else references.accelerator)
-    before = memory_before(baseline)
+    now, before = memory_of_now(baseline), memory_before(baseline)
     impact = None if before is None else MemoryImpact(before, now)
     return Measurement(baseline, now, impact, *checked_seconds(elapsed_time), peak_memory, error)
 
@@ -151,6 +195,12 @@ def measure(
 def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
     """What of an analysis the stage itself does not hold already."""
     return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
+
+
+def memory_of_now(baseline: object) -> MemorySnapshot:
+    """Memory now, of the devices that the baseline was taken of."""
+    references = references_of(baseline, References)
+    return memory_snapshot(None if references is None else references.accelerator)
 
 
 def memory_before(baseline: object) -> MemorySnapshot | None:
@@ -212,6 +262,16 @@ def exception_dict(error: BaseException) -> dict[str, str]:
     return asdict(exception_details(error)) | {"type": type(error).__qualname__}
 
 
+def device_before_and_after(
+    impact: MemoryImpact | None,
+) -> tuple[str | None, AcceleratorMemory, AcceleratorMemory]:
+    """The device in use and its memory at both moments; all unknown where there is none."""
+    device = None if impact is None else impact.current.device_in_use()
+    if impact is None or device is None:
+        return None, AcceleratorMemory(""), AcceleratorMemory("")
+    return device, impact.baseline.accelerator(device), impact.current.accelerator(device)
+
+
 def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
     """The share of the growth to the peak that was given back, or None and why it is not known.
 
@@ -267,15 +327,22 @@ def model_state(model: object) -> ModelStateDict:
     """
     if model is None:
         return _unknown_state("no model was given")
-    reading = read_host(lambda: _state_of(model))
-    return _unknown_state(reading.reason or "unknown") if reading.value is None else reading.value
+    return read_or(lambda: _state_of(model), _unknown_state)
 
 
-def state_now(baseline: object, name: str, reference: Callable[[], Any] | None) -> ModelStateDict:
-    """A model's state now, with what changed since the baseline."""
-    if references_of(baseline, References) is None:
+def read_or(read: Callable[[], _Read], otherwise: Callable[[str], _Read]) -> _Read:
+    """What is read off the host's objects; where that fails, what stands for it, by the reason."""
+    reading = read_host(read)
+    return otherwise(reading.reason or "unknown") if reading.value is None else reading.value
+
+
+def state_now(baseline: object, name: str) -> ModelStateDict:
+    """The state of a model of the baseline as it is now, with what changed since."""
+    references = references_of(baseline, References)
+    if references is None:
         return _unknown_state(NO_BASELINE)
     before: ModelStateDict = lookup(baseline, name)
+    reference = references.models.get(name)
     model = None if reference is None else reference()
     if model is None and before["model_id"] is not None:
         return _unknown_state("the model is gone, or takes no weak reference")
@@ -296,8 +363,8 @@ def _state_of(model: object) -> ModelStateDict:
     patches = getattr(patcher, "patches", None)
     if not isinstance(patches, Mapping):
         unavailable |= dict.fromkeys(("patches_count", "patches_uuid"), NO_PATCHER)
-    device = _most_common(facts.devices)
-    dtype = _most_common(facts.dtypes)
+    device = most_common(facts.devices)
+    dtype = most_common(facts.dtypes)
     if device is None:
         unavailable.setdefault("device", "it has no weights")
         unavailable.setdefault("dtype", "it has no weights")
@@ -316,9 +383,9 @@ def _state_of(model: object) -> ModelStateDict:
     }
 
 
-def _most_common(counts: Mapping[str, int]) -> str | None:
-    """Where most elements are, or of which type most are."""
-    return next((name for name, _ in Counter(counts).most_common(1)), None)
+def most_common(counts: Mapping[_Counted, int]) -> _Counted | None:
+    """What was counted most often, the first of several; None where nothing was."""
+    return max(counts, key=lambda counted: counts[counted], default=None)
 
 
 def identity(model: object) -> int:
@@ -383,9 +450,13 @@ def tensor_dict(facts: TensorFacts) -> TensorDict:
 
 
 def facts_as(kind: type[_Dict], facts: object, **others: object) -> _Dict:
-    """A dict of `schema` with the attributes of an object that have its names, and with the others."""
+    """A dict of `schema` with what an object or a mapping has under its names, and with the others."""
+
+    def fact(name: str) -> object:
+        return facts[name] if isinstance(facts, Mapping) else getattr(facts, name)
+
     names = kind.__annotations__
-    return cast(_Dict, {name: others[name] if name in others else getattr(facts, name) for name in names})
+    return cast(_Dict, {name: others[name] if name in others else fact(name) for name in names})
 
 
 def with_reasons(

@@ -5,6 +5,7 @@ arrays or tensors, a list of such lists, and a mapping that holds one of these. 
 converted. `pictures_dict` gives the facts as baselines and analyses hold them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes.reading import node_outputs, read_host
+from sigmascope.probes.reading import node_outputs
 from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import TensorFacts
-from sigmascope.stages.baseline import facts_as, unknown
+from sigmascope.stages.baseline import facts_as, read_or, unknown
 from sigmascope.stages.schema import PicturesDict
 
 NAMES = (
@@ -63,8 +64,9 @@ class Pictures:
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
     """Facts about pictures or a video. Never raises."""
-    reading = read_host(lambda: _read(node_outputs(data), vae, statistics))
-    return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
+    return read_or(
+        lambda: _read(node_outputs(data), vae, statistics), lambda reason: Pictures(None, reason=reason)
+    )
 
 
 def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str = "") -> Pictures:
@@ -79,7 +81,7 @@ def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str
         return _read_list(data, vae, statistics) if apart is data else _read(apart[0], vae, statistics)
     if _is_picture(data):
         return _read_list([data], vae, statistics)
-    inner = _held_by_name(data)
+    inner = held_by_name(data, NAMES)
     if inner is None:
         return Pictures(None, reason=f"{type(data).__name__} holds no pictures that are known how to find")
     return _read(inner, vae, statistics, type(data).__name__)
@@ -185,9 +187,9 @@ def _fold(combine: Any, values: Sequence[Any]) -> Any:
     return None if any(value is None for value in values) else combine(values)
 
 
-def _held_by_name(data: object) -> Any:
-    """What a mapping or a pipeline's output holds under one of the names."""
-    held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
+def held_by_name(thing: object, names: Sequence[str]) -> Any:
+    """What a mapping or a pipeline's output holds under the first of these names that it has."""
+    held = (thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None) for name in names)
     return next((value for value in held if value is not None and not callable(value)), None)
 
 
@@ -294,15 +296,11 @@ class Video:
 
 def video_of(length: object, height: object, width: object) -> Video:
     """The dimensions that a caller names, without those that are none."""
-    return Video(_size_or_none(length, least=0), _size_or_none(height), _size_or_none(width))
+    return Video(whole(length, least=0), whole(height), whole(width))
 
 
-def _size_or_none(size: object, least: int = 1) -> int | None:
-    if (
-        isinstance(size, bool)
-        or not isinstance(size, int | float)
-        or size != size
-        or abs(size) == float("inf")
-    ):
+def whole(number: object, least: int = 1) -> int | None:
+    """A whole number of whatever type, from `least` on; None for anything else."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         return None
-    return int(size) if size == int(size) and size >= least else None
+    return int(number) if number == int(number) and number >= least else None

@@ -18,44 +18,64 @@ None, with the reason in the `unavailable` beside it. The three whose names begi
 of the analysis.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from math import prod
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.probes import Accelerator, memory_snapshot
+from sigmascope.probes import Accelerator
 from sigmascope.probes.reading import lookup, read_host
 from sigmascope.records.latents import (
-    VAE_STAGES,
+    STRATEGIES,
     Direction,
     EncodingEvent,
     EncodingRecord,
     Layout,
+    SampleFacts,
+    Strategy,
     StrategyAttempt,
     VaeFacts,
+    as_plain,
+    attempts_in,
+    record_in,
+    strategy_label,
+    strategy_number,
 )
 from sigmascope.records.memory import (
-    GpuPeak,
+    MIB,
+    AcceleratorMemory,
+    MemoryImpact,
     MemoryImpactDict,
     MemorySnapshot,
     PeakMemory,
     PeakMemoryDict,
+    change,
     highest,
+    mib,
 )
+from sigmascope.records.run import Stage
+from sigmascope.stages import latent_summary
 from sigmascope.stages.baseline import (
+    NO_ACCELERATOR,
     NO_BASELINE,
     References,
     baseline_of,
     checked_seconds,
+    cleanup_effectiveness,
+    device_before_and_after,
+    device_memory,
     measure,
     memory_before,
+    memory_of_now,
     model_state,
     nbytes_in,
-    reference_to,
     references_of,
     state_now,
+    with_reasons,
 )
 from sigmascope.stages.image_facts import Pictures, Video, pictures_dict, read_pictures, video_of
 from sigmascope.stages.latent_facts import (
@@ -63,29 +83,14 @@ from sigmascope.stages.latent_facts import (
     LatentSearch,
     count_not_finite,
     find_latent,
+    inner_vae,
     latent_analysis,
     no_latent,
     read_latent,
     reference_frames,
     vace_analysis,
-)
-from sigmascope.stages.latent_performance import (
-    UsedStrategy,
-    attempts_of,
-    gpu_changes,
-    memory_change,
-    memory_efficiency,
-    performance_analysis,
-    strategy_dicts,
-    used_strategy,
-)
-from sigmascope.stages.latent_summary import (
-    DECODING_TITLE,
-    ENCODING_TITLE,
-    event_lines,
-    print_lines,
-    sections,
-    start_lines,
+    vae_dict,
+    vae_facts,
 )
 from sigmascope.stages.latent_validation import (
     CodingFacts,
@@ -96,14 +101,15 @@ from sigmascope.stages.latent_validation import (
     validation_of,
 )
 from sigmascope.stages.schema import (
+    GpuChanges,
     LatentAnalysis,
     LatentBaseline,
     LatentEncodingAnalysis,
+    MemoryEfficiency,
     PerformanceAnalysis,
     PicturesDict,
 )
 from sigmascope.stages.summary import print_analysis
-from sigmascope.stages.vae_facts import inner_vae, vae_dict, vae_facts
 
 __all__ = [
     "LatentAnalysis",
@@ -122,6 +128,15 @@ __all__ = [
     "print_latent_generation_start",
 ]
 
+
+_NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
+_TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
+    "dummy": ("dummy", "emergency"),
+    "cpu": ("cpu",),
+    "tiled": ("tiled", "tile"),
+    "direct": ("direct", "standard", "normal"),
+}
+COLOURS = 3
 _VAE_FIELDS = tuple(entry.name for entry in fields(VaeFacts) if entry.name != "nbytes")
 
 
@@ -159,9 +174,8 @@ def _baseline(
 ) -> LatentBaseline:
     inner = read_host(lambda: inner_vae(vae)).value or vae
     state = model_state(inner)
-    references = LatentReferences(memory_snapshot(accelerator), accelerator, reference_to(inner), reading)
     return {
-        **baseline_of(references),
+        **baseline_of(LatentReferences, accelerator, {"model_state": inner}, latent=reading),
         "direction": direction,
         "vae": vae_dict(facts),
         "model_state": state,
@@ -174,8 +188,7 @@ def _baseline(
 class LatentReferences(References):
     """What a latent stage's baseline keeps: the VAE weakly, of a latent only facts."""
 
-    vae: Callable[[], Any] | None
-    latent: LatentReading | None
+    latent: LatentReading | None = None
 
 
 def analyze_latent_generation_results(
@@ -217,23 +230,18 @@ def analyze_latent_generation_results(
         statistics: As for the baseline; NaN and Inf in the latent are counted whatever it says.
         may_wait: False leaves an accelerator's latent uncounted, for a caller in the middle of the host's work.
     """
+    video = video_of(video_length, video_height, video_width)
     return _analysis(
+        "encoding",
         baseline,
-        CodingResult(
-            "encoding",
-            init_latent,
-            elapsed_time,
-            strategy_used,
-            immediate_gpu_changes,
-            video_of(video_length, video_height, video_width),
-            record,
-            tuple(attempts),
-            peak_memory,
-            error,
-            latent_layout,
-            statistics,
-            may_wait,
-        ),
+        lambda vae: _encoded(baseline, init_latent, vae, video, latent_layout, statistics, may_wait),
+        elapsed_time,
+        strategy_used,
+        immediate_gpu_changes,
+        record,
+        attempts,
+        peak_memory,
+        error,
     )
 
 
@@ -246,7 +254,7 @@ def print_latent_generation_analysis_summary(
         analysis: What `analyze_latent_generation_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_analysis(ENCODING_TITLE, analysis, sections, console)
+    print_analysis(latent_summary.ENCODING_TITLE, analysis, latent_summary.latent_sections, console)
 
 
 def print_latent_generation_start(
@@ -259,7 +267,7 @@ def print_latent_generation_start(
         step: What the step is called.
         console: Where to; standard output by default.
     """
-    print_lines(start_lines(baseline, step), console)
+    latent_summary.print_lines(latent_summary.start_lines(baseline, step), console)
 
 
 def print_encoding_event(event: EncodingEvent, console: Console | None = None) -> None:
@@ -269,7 +277,7 @@ def print_encoding_event(event: EncodingEvent, console: Console | None = None) -
         event: A strategy that begins or ends.
         console: Where to; standard output by default.
     """
-    print_lines(event_lines(event), console)
+    latent_summary.print_lines(latent_summary.event_lines(event), console)
 
 
 def capture_latent_decoding_baseline(
@@ -335,19 +343,16 @@ def analyze_latent_decoding_results(
         statistics: As for the baseline; NaN and Inf are known from `record` whatever it says.
     """
     return _analysis(
+        "decoding",
         baseline,
-        CodingResult(
-            "decoding",
-            decoded,
-            elapsed_time,
-            strategy_used,
-            immediate_gpu_changes,
-            record=record,
-            attempts=tuple(attempts),
-            peak_memory=peak_memory,
-            error=error,
-            statistics=statistics,
-        ),
+        lambda vae: _decoded(baseline, decoded, vae, record, statistics),
+        elapsed_time,
+        strategy_used,
+        immediate_gpu_changes,
+        record,
+        attempts,
+        peak_memory,
+        error,
     )
 
 
@@ -360,119 +365,99 @@ def print_latent_decoding_analysis_summary(
         analysis: What `analyze_latent_decoding_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_analysis(DECODING_TITLE, analysis, sections, console)
+    print_analysis(latent_summary.DECODING_TITLE, analysis, latent_summary.latent_sections, console)
 
 
-@dataclass(frozen=True, slots=True)
-class CodingResult:
-    """What a caller hands over beside the baseline; see `analyze_latent_generation_results`."""
-
-    direction: Direction
-    output: object
-    elapsed_time: object = None
-    strategy_used: object = None
-    immediate_gpu_changes: object = None
-    video: Video = field(default_factory=Video)
-    record: EncodingRecord | None = None
-    attempts: tuple[StrategyAttempt, ...] = ()
-    peak_memory: PeakMemory | PeakMemoryDict | None = None
-    error: BaseException | str | None = None
-    latent_layout: Layout | None = None
-    statistics: bool | None = None
-    may_wait: bool = True
-
-
-def _analysis(baseline: Mapping[str, Any] | None, result: CodingResult) -> LatentEncodingAnalysis:
-    """The analysis of an encoding or a decoding."""
-    elapsed = result.elapsed_time
-    if elapsed is None and result.record is not None:
-        elapsed = result.record.seconds
-    used = used_strategy(result.strategy_used, result.record, result.direction, result.attempts)
-    attempts = attempts_of(result.record, result.attempts, used, checked_seconds(elapsed)[0])
-    measured = measure(baseline, elapsed, _peak(result.peak_memory, attempts), result.error)
-    vae = _vae_before(baseline) or (None if result.record is None else result.record.vae)
-    media = (_encoded if result.direction == "encoding" else _decoded)(baseline, result, vae)
-    dummy = used.strategy == "dummy" or (result.record is not None and result.record.dummy)
-    if dummy and result.direction == "encoding" and media.latent["status"] == "success":
+def _analysis(
+    direction: Direction,
+    baseline: object,
+    media_by: Callable[[VaeFacts | None], PicturesAndLatent],
+    elapsed_time: object,
+    strategy_used: object,
+    immediate_gpu_changes: object,
+    record: EncodingRecord | None,
+    attempts: Sequence[StrategyAttempt],
+    peak_memory: PeakMemory | PeakMemoryDict | None,
+    error: BaseException | str | None,
+) -> LatentEncodingAnalysis:
+    """The analysis of an encoding or a decoding. `media_by` reads the pictures and the latent by the VAE's facts."""
+    known = record or EncodingRecord(direction, attempts=tuple(attempts))
+    elapsed = known.seconds if elapsed_time is None else elapsed_time
+    used = used_strategy(strategy_used, record, direction, known.attempts)
+    tried = known.attempts if record or attempts else _named_attempt(used, checked_seconds(elapsed)[0])
+    measured = measure(baseline, elapsed, _peak_of(tried) if peak_memory is None else peak_memory, error)
+    vae = _vae_before(baseline) or known.vae
+    media = media_by(vae)
+    dummy = used.strategy == "dummy" or known.dummy
+    if dummy and direction == "encoding" and media.latent["status"] == "success":
         media.latent["status"] = "dummy"
-    known = references_of(baseline, LatentReferences)
+    vae_before, vae_now = lookup(baseline, "model_state"), state_now(baseline, "model_state")
+    if record is None:
+        tried = _failed_if_not_finite(tried, media, direction)
+    efficiency = memory_efficiency(measured.impact, measured.peak)
     facts = CodingFacts(
-        VAE_STAGES[result.direction],
-        result.direction,
-        media,
-        vae,
-        lookup(baseline, "model_state"),
-        state_now(baseline, "model_state", None if known is None else known.vae),
-        _failed_if_not_finite(attempts, media, result.direction) if result.record is None else attempts,
-        used,
-        memory_efficiency(measured.impact, measured.peak),
-        measured.impact,
-        dummy,
+        direction, media, vae, vae_before, vae_now, tried, used.strategy, efficiency, measured.impact, dummy
     )
-    findings = findings_of(facts, () if result.record is None else result.record.findings)
+    findings = findings_of(facts, known.findings)
     failures = failures_of([*findings["output"], *(findings["strategies"] if dummy else ())])
-    success = result.error is None and not failures
+    success = error is None and not failures
+    problems = " ".join(finding.message for finding in failures)
+    pictures = media.pictures
     return {
-        **measured.as_dict(
-            success, " ".join(finding.message for finding in failures), **_why_no_strategy(used)
-        ),
+        **measured.as_dict(success, problems, **_why_no_strategy(used)),
         "encoding_success": success,
-        "direction": result.direction,
+        "direction": direction,
         "strategy_used": used.name,
         "strategy_number": used.number,
-        "strategies": strategy_dicts(facts.attempts, result.direction),
+        "strategies": strategy_dicts(tried, direction),
         "dummy": dummy,
         "vae": vae_dict(vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
-        "pictures": media.pictures,
+        "pictures": pictures,
         "latent_analysis": media.latent,
         "vace_conditioning": media.vace,
         "performance_analysis": performance_analysis(
-            elapsed,
-            used.name,
-            media.video,
-            colours=media.pictures["channels"],
-            input_mb=media.pictures["size_mb"],
+            elapsed, used.name, media.video, colours=pictures["channels"], input_mb=pictures["size_mb"]
         ),
-        "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
-        "immediate_gpu_changes": gpu_changes(result.immediate_gpu_changes, measured.impact),
-        "efficiency": facts.efficiency,
-        "model_state": {"vae": facts.vae_now},
+        "memory_impact": measured.impact_dict(),
+        "immediate_gpu_changes": gpu_changes(immediate_gpu_changes, measured.impact),
+        "efficiency": efficiency,
+        "model_state": {"vae": vae_now},
         "validation": validation_of(facts, findings),
         "findings": [asdict(finding) for of_subject in findings.values() for finding in of_subject],
     }
 
 
-def _peak(
-    peak: PeakMemory | PeakMemoryDict | None, attempts: tuple[StrategyAttempt, ...]
-) -> PeakMemory | PeakMemoryDict | None:
-    """The stage's peak; without one the highest of its attempts, one after the other."""
-    if isinstance(peak, Mapping):
-        return _with_true_reserved(peak)
-    if peak is not None:
-        return peak
+class UsedStrategy(NamedTuple):
+    """The strategy that gave the latent: what it is called, and which one it is, if that is known."""
+
+    name: str | None
+    strategy: Strategy | None
+
+    @property
+    def number(self) -> int | None:
+        """1 to 4; None for words of the caller's own."""
+        return None if self.strategy is None else strategy_number(self.strategy)
+
+
+def _named_attempt(used: UsedStrategy, seconds: float | None) -> tuple[StrategyAttempt, ...]:
+    """The strategy that the caller names, where nobody saw what was tried."""
+    if used.strategy is None:
+        return ()
+    reasons = {
+        "measured_peak_bytes": "it was not watched apart",
+        "predicted_peak_bytes": "nothing was predicted",
+    }
+    return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
+
+
+def _peak_of(attempts: Sequence[StrategyAttempt]) -> PeakMemory | None:
+    """The highest peak of attempts, one after the other."""
     began, peaks = 0.0, []
     for attempt in attempts:
         if attempt.peak is not None:
             peaks.append((began, attempt.peak))
         began += attempt.seconds or 0.0
     return highest(peaks) if peaks else None
-
-
-def _with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
-    """The peaks with no reserved one below the allocated one, which was read at another moment."""
-    gpus = {device: _true_reserved(gpu) for device, gpu in peak.get("gpus", {}).items()}
-    return {**peak, "gpu": _true_reserved(peak["gpu"]), "gpus": gpus}
-
-
-def _true_reserved(gpu: GpuPeak) -> GpuPeak:
-    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
-    if allocated is None or reserved is None or reserved >= allocated:
-        return gpu
-    return {
-        **gpu,
-        "peak_reserved_mb": allocated,
-        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
-    }
 
 
 def _vae_before(baseline: object) -> VaeFacts | None:
@@ -503,15 +488,22 @@ def _why_no_strategy(used: UsedStrategy) -> dict[str, str]:
     return {"strategy_number": "it is none of the four"} if used.number is None else {}
 
 
-def _encoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
+def _encoded(
+    baseline: object,
+    output: object,
+    vae: VaeFacts | None,
+    given: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    may_wait: bool,
+) -> PicturesAndLatent:
     """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
     pictures: PicturesDict | None = lookup(baseline, "pictures")
     if pictures is None:
         pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
-    video = result.video.or_else(_video_of_pictures(pictures))
-    search = find_latent(result.output)
-    vace = vace_analysis(result.output, result.statistics)
-    latent = _latent(search, result, vae, video)
+    video = given.or_else(_video_of_pictures(pictures))
+    vace = vace_analysis(output, statistics)
+    latent = _latent(output, vae, video, layout, statistics, may_wait=may_wait)
     frames, added = latent["frames"], reference_frames(latent, vace)
     if frames is not None and video.length is not None and 0 < added < frames:
         latent["temporal_compression"] = video.length / (frames - added)
@@ -522,28 +514,40 @@ def _video_of_pictures(pictures: PicturesDict) -> Video:
     return video_of(pictures["length"], pictures["height"], pictures["width"])
 
 
-def _latent(search: LatentSearch, result: CodingResult, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
+def _latent(
+    output: object,
+    vae: VaeFacts | None,
+    video: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    *,
+    may_wait: bool,
+) -> LatentAnalysis:
+    search = find_latent(output)
     if search.tensor is None:
         return no_latent(search)
-    reading = read_latent(search.tensor, vae, video, result.latent_layout, result.statistics)
-    if result.may_wait or search.tensor.device.type == "cpu":
+    reading = read_latent(search.tensor, vae, video, layout, statistics)
+    if may_wait or search.tensor.device.type == "cpu":
         reading = count_not_finite(reading, search.tensor)
     return latent_analysis(reading, search.structure, vae, video)
 
 
-def _decoded(baseline: object, result: CodingResult, vae: VaeFacts | None) -> PicturesAndLatent:
+def _decoded(
+    baseline: object,
+    output: object,
+    vae: VaeFacts | None,
+    record: EncodingRecord | None,
+    statistics: bool | None,
+) -> PicturesAndLatent:
     """The latent from the baseline, pictures from the output."""
-    pictures = _with_counts(
-        pictures_dict(read_pictures(result.output, vae, result.statistics)), result.record
-    )
-    video = result.video.or_else(_video_of_pictures(pictures))
+    pictures = _with_counts(pictures_dict(read_pictures(output, vae, statistics)), record)
+    video = _video_of_pictures(pictures)
     known = references_of(baseline, LatentReferences)
     latent: LatentAnalysis | None = lookup(baseline, "latent")
     if known is not None and known.latent is not None and latent is not None:
         latent = latent_analysis(known.latent, latent["structure"], vae, video)
-    return PicturesAndLatent(
-        pictures, latent or no_latent(LatentSearch(None, "none", NO_BASELINE)), video, {}
-    )
+    latent = latent or no_latent(LatentSearch(None, "none", NO_BASELINE))
+    return PicturesAndLatent(pictures, latent, video, {})
 
 
 def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> PicturesDict:
@@ -555,6 +559,196 @@ def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> Pictu
     known = {name: count for name, count in counts.items() if count is not None}
     reasons = {name: why for name, why in pictures["unavailable"].items() if name not in known}
     return {**pictures, **known, "unavailable": reasons}  # type: ignore[typeddict-item]
+
+
+def used_strategy(
+    named: object,
+    record: EncodingRecord | None,
+    direction: Direction,
+    attempts: Sequence[StrategyAttempt] = (),
+) -> UsedStrategy:
+    """The strategy by the caller's words, else by the record, else by what was seen to succeed."""
+    if named is None and record is not None:
+        return UsedStrategy(record.strategy_label, record.strategy)
+    if named is None:
+        seen = next((attempt.name for attempt in reversed(attempts) if attempt.outcome == "succeeded"), None)
+        return UsedStrategy(None if seen is None else strategy_label(seen, direction), seen)
+    if isinstance(named, int) and not isinstance(named, bool) and 1 <= named <= len(STRATEGIES):
+        strategy = STRATEGIES[named - 1]
+        return UsedStrategy(strategy_label(strategy, direction), strategy)
+    if not isinstance(named, str) or not named.strip():
+        return UsedStrategy(None, None)
+    known = strategy_of(named)
+    return UsedStrategy(strategy_label(known, direction) if named in STRATEGIES and known else named, known)
+
+
+def record_of_step(
+    stage: Stage, direction: Direction, named: object, output: SampleFacts | None
+) -> EncodingRecord | None:
+    """What a step did with the VAE; None where nothing is known of it."""
+    left = record_in(stage)
+    if left is not None and left.direction == direction:
+        return left
+    attempts = attempts_in(stage, direction)
+    used = used_strategy(named, None, direction, attempts).strategy
+    counts = () if output is None else (output.tensor.nan_count, output.tensor.inf_count)
+    success = stage.success and not any(counts)
+    if used is not None and not attempts:
+        attempts = (StrategyAttempt(used, "succeeded" if success else "failed", stage.seconds, stage.error),)
+    if not attempts and output is None:
+        return None
+    return EncodingRecord(
+        direction, success, used, attempts, stage.seconds, output=output, dummy=used == "dummy" and success
+    )
+
+
+def strategy_of(words: str) -> Strategy | None:
+    """The strategy that words name: by number, else by the word that is typical of it."""
+    numbered = _NUMBERED.search(words)
+    if numbered is not None:
+        return STRATEGIES[int(numbered[1]) - 1]
+    lowered = re.findall(r"[a-z]+", words.lower())
+    return next(
+        (strategy for strategy, typical in _TYPICAL_WORDS.items() if set(typical) & set(lowered)), None
+    )
+
+
+def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) -> list[dict[str, Any]]:
+    """Attempts as an analysis holds them: in MiB, with number and name."""
+    plain = as_plain(EncodingRecord(attempts=attempts))["attempts"]
+    return [
+        {
+            **shown,
+            "number": strategy_number(attempt.name),
+            "strategy": attempt.name,
+            "name": strategy_label(attempt.name, direction),
+            "peak": None if attempt.peak is None else attempt.peak.as_dict(),
+            "unavailable": {_in_mb(name): reason for name, reason in attempt.unavailable.items()},
+        }
+        for attempt, shown in zip(attempts, plain, strict=True)
+    ]
+
+
+def _in_mb(name: str) -> str:
+    """What a figure in bytes is called in an analysis."""
+    return name.removesuffix("_bytes") + "_mb" if name.endswith("_bytes") else name
+
+
+def performance_analysis(
+    elapsed: object,
+    strategy: str | None,
+    video: Video,
+    *,
+    colours: int | None = None,
+    input_mb: float | None = None,
+) -> PerformanceAnalysis:
+    """Sizes and rates of an encoding or decoding.
+
+    Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
+    whatever type the pictures were handed over in; `input_mb` has their real size.
+    """
+    seconds, why_no_time = checked_seconds(elapsed)
+    if seconds == 0:
+        why_no_time = "it took no measurable time"
+    sizes = {"frames": video.length, "height": video.height, "width": video.width}
+    missing = ", ".join(name for name, size in sizes.items() if size is None)
+    pixels = None if missing else prod(size or 0 for size in sizes.values())
+    megabytes = None if pixels is None else pixels * (colours or COLOURS) / MIB
+
+    def by_second(amount: int | float | None) -> tuple[float | None, str]:
+        rate = amount / seconds if amount is not None and seconds else None
+        return rate, why_no_time or "the size of the video is unknown"
+
+    return with_reasons(
+        PerformanceAnalysis,
+        {
+            "total_pixels": (pixels, f"unknown of the video: {missing}"),
+            "total_mb": (megabytes, f"unknown of the video: {missing}"),
+            "input_mb": (input_mb, "the pictures were not looked at"),
+            "elapsed_time": (seconds, why_no_time),
+            "strategy_used": (strategy, "no strategy was named"),
+            "pixels_per_second": by_second(pixels),
+            "mb_per_second": by_second(megabytes),
+            "frames_per_second": by_second(video.length),
+        },
+        video_dimensions={"length": video.length, "height": video.height, "width": video.width},
+    )
+
+
+def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemorySnapshot) -> MemoryImpactDict:
+    """`memory_impact`: memory at the end beside that of the baseline.
+
+    Args:
+        before: The baseline's memory.
+        ram: RAM at the end: a mapping of `used`, `available` and `total` with `_mb` (also if nothing is said),
+            `_gb` or `_bytes` behind them; psutil's `virtual_memory()`, in bytes; None: as `now` has it.
+        gpu: The device at the end: a mapping of `allocated`, `reserved` and `total` likewise; None: as `now` has it.
+        now: Memory at the end, for all that is not given.
+    """
+    total, used, available = (now.ram_total_bytes, now.ram_used_bytes, now.ram_available_bytes)
+    if ram is not None:
+        total, used, available = (nbytes_in(ram, name) for name in ("total", "used", "available"))
+    devices = now.accelerators if gpu is None else _with_device(before, now, gpu)
+    after = MemorySnapshot(
+        before.ram_total_bytes if total is None else total,
+        used,
+        available,
+        now.process_rss_bytes,
+        devices,
+        current_device=devices[0].device if gpu is not None and devices else now.current_device,
+    )
+    return MemoryImpact(before, after).as_dict()
+
+
+def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tuple[AcceleratorMemory, ...]:
+    device = now.device_in_use() or before.device_in_use() or "gpu"
+    memory = device_memory(device, gpu)
+    if memory == AcceleratorMemory(device):
+        return ()
+    if memory.total_bytes is None:
+        memory = replace(memory, total_bytes=before.accelerator(device).total_bytes)
+    return (memory, *(other for other in now.accelerators if other.device != device))
+
+
+def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
+    """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now."""
+    by = "analysis"
+    if isinstance(measured, MemoryImpact):
+        by, impact = "stage", measured
+    _, before, after = device_before_and_after(impact)
+    allocated = change(before.allocated_bytes, after.allocated_bytes)
+    reserved = change(before.reserved_bytes, after.reserved_bytes)
+    reason = _why_not_told(impact)
+    if isinstance(measured, Mapping):
+        by, reason = "caller", "the caller's measurement lacks it"
+        allocated, reserved = (nbytes_in(measured, f"{name}_change") for name in ("allocated", "reserved"))
+    readings = {
+        "allocated_change_mb": (mib(allocated), reason),
+        "reserved_change_mb": (mib(reserved), reason),
+    }
+    return with_reasons(GpuChanges, readings, measured_by=by)
+
+
+def _why_not_told(impact: MemoryImpact | None) -> str:
+    """Why a figure of the device in use is not known."""
+    if impact is None:
+        return NO_BASELINE
+    return "the device does not tell" if impact.current.accelerators else NO_ACCELERATOR
+
+
+def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
+    """How the device's allocator stands after the encoding, and the share of the growth that was given back."""
+    _, before, after = device_before_and_after(impact)
+    reason = _why_not_told(impact)
+    return with_reasons(
+        MemoryEfficiency,
+        {
+            "allocated_reserved_ratio": (after.allocated_ratio(), reason),
+            "fragmentation": (after.fragmentation(), reason),
+            "free_vram_change_mb": (mib(change(before.free_bytes, after.free_bytes)), reason),
+            "cleanup_effectiveness": cleanup_effectiveness(peak, impact),
+        },
+    )
 
 
 def _analyze_latent_output(
@@ -578,11 +772,8 @@ def _analyze_latent_output(
         latent_layout: Such as "BFCHW".
         statistics: Whether to read the values.
     """
-    search, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
-    if search.tensor is None:
-        return no_latent(search)
-    reading = read_latent(search.tensor, vae, video, latent_layout, statistics)
-    return latent_analysis(count_not_finite(reading, search.tensor), search.structure, vae, video)
+    video = video_of(video_length, video_height, video_width)
+    return _latent(init_latent, vae, video, latent_layout, statistics, may_wait=True)
 
 
 def _analyze_vae_encoding_performance(
@@ -616,6 +807,5 @@ def _calculate_latent_generation_memory_change(
             `virtual_memory()`; None: read now.
         current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
     """
-    known = references_of(baseline, LatentReferences)
-    now = memory_snapshot(None if known is None else known.accelerator)
-    return memory_change(memory_before(baseline) or MemorySnapshot(), current_ram, current_gpu, now)
+    before, now = memory_before(baseline) or MemorySnapshot(), memory_of_now(baseline)
+    return memory_change(before, current_ram, current_gpu, now)

@@ -1,4 +1,4 @@
-"""What a latent is, which of its axes is what, how far it is compressed, and what WAN-VACE's conditioning adds.
+"""What a VAE says of its latents, what a latent is, how far it is compressed, and what WAN-VACE's conditioning adds.
 
 Known forms of a latent: a tensor or array; ComfyUI's `{"samples": tensor}`, alone or in a node's outputs;
 diffusers' outputs with `latent_dist`, `latents`, `latent` or `sample`; any mapping or sequence of these.
@@ -10,23 +10,27 @@ WAN-VACE's conditioning holds the content that its latent does not. ComfyUI's Wa
 (batch, 16, frames, h, w) of zeros, and in both conditionings `vace_frames` (1, 32, frames, h, w): what to
 change and what to keep, 16 channels each, and `vace_mask` (1, 64, frames, h, w): the 8x8 pixels of each
 latent pixel. A reference picture is one latent frame more at the beginning (`trim_latent`).
+
+Everything is known by names, configs and layers, so that neither diffusers nor ComfyUI is imported.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
-from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
-from sigmascope.records.run import Finding, TensorFacts
-from sigmascope.stages.baseline import tensor_dict, unknown, with_reasons
-from sigmascope.stages.image_facts import Sizes, Video, sizes_of
-from sigmascope.stages.schema import LatentAnalysis
+from sigmascope.records.latents import Layout, VaeFacts
+from sigmascope.records.memory import mib
+from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
+from sigmascope.stages.baseline import facts_as, most_common, read_or, tensor_dict, unknown, with_reasons
+from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of, whole
+from sigmascope.stages.schema import LatentAnalysis, VaeDict
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
 UNKNOWN_TYPE = "Unknown Latent"
@@ -92,15 +96,11 @@ def _held_by_name(output: Any) -> Any:
     """What a distribution has as its mean, or a mapping or an output under one of the names."""
     if isinstance(output, list) or type(output) is tuple:
         return None
-    distribution = _value(output, "latent_dist") or output
+    distribution = held_by_name(output, ("latent_dist",))
+    distribution = output if distribution is None else distribution
     if callable(getattr(distribution, "mode", None)):
         return getattr(distribution, "mean", None)
-    held = (_value(output, name) for name in _LATENT_NAMES)
-    return next((value for value in held if value is not None and not callable(value)), None)
-
-
-def _value(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return held_by_name(output, _LATENT_NAMES)
 
 
 def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | None:
@@ -142,22 +142,13 @@ class Unpacked:
         return (self.batch, self.channels, *frames, self.height, self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentReading:
+class LatentReading(NamedTuple):
     """A latent's tensor facts with the axes that they were read by."""
 
     tensor: TensorFacts
     axes: Axes | None
     sizes: Sizes
     unpacked: Unpacked | None = None
-
-    def sample(self, form: str) -> SampleFacts:
-        """The same as a record keeps it."""
-        sizes = self.sizes
-        layout = None if self.axes is None else self.axes.layout
-        return SampleFacts(
-            self.tensor, layout, sizes.batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form
-        )
 
 
 def read_latent(
@@ -172,7 +163,7 @@ def read_latent(
             words = f"{facts.shape[1]} tokens of {whole.patch}x{whole.patch} latent pixels"
             return LatentReading(facts, Axes("packed", words), sizes, whole)
     channels = None if vae is None else vae.latent_channels
-    axes = latent_layout(facts.shape, channels, expected_latent(vae, video).frames, layout)
+    axes = latent_layout(facts.shape, channels, _expected_frames(vae, video), layout)
     return LatentReading(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
 
 
@@ -226,10 +217,12 @@ def unpacked(
     if len(shape) != 3 or height is None or width is None:
         return None
     batch, tokens, values = shape
+    known = None if vae is None else vae.latent_channels
     for patch in _PATCHES:
         channels = values // patch**2
         factor = _packed_factor(tokens, patch, vae, height, width)
-        if factor is None or channels * patch**2 != values or not _channels_fit(channels, patch, vae):
+        fits = patch == _USUAL_PATCH if known is None else channels == known
+        if factor is None or channels * patch**2 != values or not fits:
             continue
         high, wide = height // (factor * patch), width // (factor * patch)
         frames = _packed_frames(vae, length)
@@ -248,11 +241,6 @@ def _packed_factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, w
     return factor or None
 
 
-def _channels_fit(channels: int, patch: int, vae: VaeFacts | None) -> bool:
-    known = None if vae is None else vae.latent_channels
-    return patch == _USUAL_PATCH if known is None else channels == known
-
-
 def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
     """Latent frames of a VAE whose latents have an axis of them."""
     if vae is None or not vae.is_video or vae.temporal_factor == 1:
@@ -260,51 +248,36 @@ def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
     return None if length is None else vae.latent_frames(length)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedLatent:
-    """What a VAE should give for a video. `frames` is None for pictures, all else where it is unknown."""
+def expected_shape(vae: VaeFacts | None, video: Video) -> list[int] | None:
+    """[channels, frames, height, width] that a VAE should give, without the frames of pictures.
 
-    channels: int | None
-    frames: int | None
-    height: int | None
-    width: int | None
-
-    @property
-    def shape(self) -> list[int] | None:
-        """[channels, frames, height, width] without the frames of pictures; None unless all is known."""
-        if self.channels is None or self.height is None or self.width is None:
-            return None
-        return [self.channels, *([] if self.frames is None else [self.frames]), self.height, self.width]
+    None unless all is known. A side that the factor does not divide is cut off.
+    """
+    if vae is None or vae.latent_channels is None or vae.spatial_factor is None:
+        return None
+    if video.height is None or video.width is None:
+        return None
+    frames = _expected_frames(vae, video)
+    sides = [side // vae.spatial_factor for side in (video.height, video.width)]
+    return [vae.latent_channels, *([] if frames is None else [frames]), *sides]
 
 
-def expected_latent(vae: VaeFacts | None, video: Video) -> ExpectedLatent:
-    """From the VAE's channels and factors; a side that the factor does not divide is cut off."""
-    if vae is None:
-        return ExpectedLatent(None, None, None, None)
-    factor = vae.spatial_factor
-    frames = vae.latent_frames(video.length) if vae.is_video and video.length is not None else None
-    return ExpectedLatent(
-        vae.latent_channels, frames, _divided(video.height, factor), _divided(video.width, factor)
-    )
-
-
-def _divided(side: int | None, factor: int | None) -> int | None:
-    return None if side is None or factor is None else side // factor
+def _expected_frames(vae: VaeFacts | None, video: Video) -> int | None:
+    if vae is None or not vae.is_video or video.length is None:
+        return None
+    return vae.latent_frames(video.length)
 
 
 def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
-    """With NaN and Inf count_not_finite in any case, which waits for the latent's device: it is small."""
+    """With NaN and Inf counted in any case, which waits for the latent's device: it is small."""
     facts = reading.tensor
     if facts.nan_count is not None:
         return reading
-    read = tensor_facts(latent, statistics=True)
-    reasons = dict(facts.unavailable)
-    for name in ("nan_count", "inf_count"):
-        reasons.pop(name, None)
-        if name in read.unavailable:
-            reasons[name] = read.unavailable[name]
+    read, names = tensor_facts(latent, statistics=True), ("nan_count", "inf_count")
+    reasons = {name: why for name, why in facts.unavailable.items() if name not in names}
+    reasons |= {name: why for name, why in read.unavailable.items() if name in names}
     counts = replace(facts, nan_count=read.nan_count, inf_count=read.inf_count, unavailable=reasons)
-    return replace(reading, tensor=counts)
+    return reading._replace(tensor=counts)
 
 
 def latent_analysis(
@@ -315,7 +288,6 @@ def latent_analysis(
     rank = len(tensor["shape"])
     layout, evidence = (None, None) if axes is None else axes
     no_axis = f"no layout is known for a latent of {rank} axes" if axes is None else f"{layout} has none"
-    expected = expected_latent(vae, video).shape
     analysis = with_reasons(
         LatentAnalysis,
         {
@@ -332,7 +304,7 @@ def latent_analysis(
                 "it is not packed",
             ),
             "expected_shape": (
-                expected,
+                expected_shape(vae, video),
                 "it takes the VAE's channels and factor, and the size of the pictures",
             ),
         },
@@ -358,36 +330,25 @@ def no_latent(search: LatentSearch) -> LatentAnalysis:
 def _compression(
     sizes: Sizes, vae: VaeFacts | None, video: Video
 ) -> dict[str, tuple[float | None, str | None]]:
+    """(H·W) / (h·w), and frames by latent frames; of pictures encoded one by one, those by latents."""
+    area = None if video.height is None or video.width is None else video.height * video.width
+    latent_area = (sizes.height or 0) * (sizes.width or 0)
+    length, frames = video.length, sizes.frames
+    if frames is None and length:
+        frames = length if sizes.batch == length else None
     factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
-    sides = video.height is not None and video.width is not None
     return {
         "spatial_compression": (
-            spatial_compression(video, sizes),
-            "the latent's sides are unknown" if sides else "the size of the pictures is unknown",
+            area / latent_area if area is not None and latent_area else None,
+            "the size of the pictures is unknown" if area is None else "the latent's sides are unknown",
         ),
         "temporal_compression": (
-            temporal_compression(video, sizes),
-            "the latent has no frames" if video.length is not None else "the number of frames is unknown",
+            length / frames if length is not None and frames else None,
+            "the number of frames is unknown" if length is None else "the latent has no frames",
         ),
         "nominal_spatial_compression": (None if factor is None else float(factor**2), _NO_FACTOR),
         "nominal_temporal_compression": (None if time is None else float(time), _NO_FACTOR),
     }
-
-
-def spatial_compression(video: Video, sizes: Sizes) -> float | None:
-    """(H·W) / (h·w): pixels of a picture by those of its latent."""
-    if video.height is None or video.width is None or not sizes.height or not sizes.width:
-        return None
-    return video.height * video.width / (sizes.height * sizes.width)
-
-
-def temporal_compression(video: Video, sizes: Sizes) -> float | None:
-    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
-    if video.length is None:
-        return None
-    if sizes.frames is None:
-        return 1.0 if sizes.batch and sizes.batch == video.length else None
-    return video.length / sizes.frames if sizes.frames else None
 
 
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
@@ -429,16 +390,13 @@ def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
     return int(is_empty and len(expected or ()) == 4 and latent["frames"] == (expected or [0, 0])[1] + 1)
 
 
-def vace_findings(
-    vace: Mapping[str, Any], latent: LatentAnalysis, vae: VaeFacts | None, stage: str
-) -> Iterator[Finding]:
+def vace_findings(vace: Mapping[str, Any], latent: LatentAnalysis, vae: VaeFacts | None) -> Iterator[Finding]:
     """Parts of the conditioning that do not fit the latent, or hold NaN.
 
     Args:
         vace: What `vace_analysis` gave.
         latent: The latent beside it.
         vae: What encoded; where it is unknown, a factor of 8 is taken, which is WAN's.
-        stage: The stage's name.
     """
     channels, side = latent["channels"], (None if vae is None else vae.spatial_factor) or 8
     wanted = {
@@ -455,10 +413,199 @@ def vace_findings(
         if None not in expected and shape[1:] != expected:
             message = f"{name} is {shape[1:]} where the latent asks for {expected} (channels, frames, height, width)."
             evidence = {"found": "x".join(map(str, shape)), "expected": "x".join(map(str, expected))}
-            yield Finding("vace_shape_unexpected", "error", message, evidence, stage=stage)
+            yield Finding("vace_shape_unexpected", "error", message, evidence)
         broken = {
             key: facts["statistics"][key] for key in ("nan_count", "inf_count") if facts["statistics"][key]
         }
         if broken:
             message = f"{name} is not finite: {broken}."
-            yield Finding("vace_not_finite", "error", message, broken, stage=stage)
+            yield Finding("vace_not_finite", "error", message, broken)
+
+
+_HOLDERS = ("vae", "vae_model", "_orig_mod")
+"""Where pipelines, an LBM model's VAE and torch.compile keep the VAE itself."""
+_MOST_FRAMES = 65
+_FACTS = ("latent_channels", "image_channels", "spatial_factor", "temporal_factor", "is_video")
+_VIDEO_KEYS = frozenset(
+    {"temperal_downsample", "temporal_compression_ratio", "temporal_expansions", "scale_factor_temporal"}
+)
+_LATENT_CHANNELS = ("latent_channels", "z_dim", "vq_embed_dim", "encoder_hidden_size")
+_PICTURE_CHANNELS = ("in_channels", "input_channels", "out_channels")
+_WIDTHS = ("down_block_out_channels", "encoder_block_out_channels", "block_out_channels")
+
+
+def vae_facts(vae: object) -> VaeFacts:
+    """The facts of a diffusers VAE, a ComfyUI VAE, a pipeline that has one, or an unknown one. Never raises.
+
+    What neither config nor layers tell is None, with the reason in `unavailable`.
+    """
+    return read_or(
+        lambda: _facts(inner_vae(vae)),
+        lambda reason: VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason)),
+    )
+
+
+def _facts(vae: object) -> VaeFacts:
+    module = module_facts(vae)
+    if vae is None:
+        return _unknown("NoneType", "no VAE was given", module)
+    if is_comfyui_vae(vae):
+        return _comfyui(vae, module)
+    config = getattr(vae, "config", None)
+    if isinstance(config, Mapping):
+        facts = config_facts(vae, config)
+        return VaeFacts(type(vae).__name__, **_weight_facts(module), **_with_reasons(facts, "config"))
+    return _unknown(type(vae).__name__, f"{type(vae).__name__} has no config that is known", module)
+
+
+def _unknown(class_name: str, reason: str, module: ModuleFacts) -> VaeFacts:
+    return VaeFacts(class_name, **_weight_facts(module), unavailable=dict.fromkeys(_FACTS, reason))
+
+
+def _weight_facts(module: ModuleFacts) -> dict[str, Any]:
+    """Where most of the weights are, of which type, and their bytes."""
+    return {
+        "dtype": most_common(module.dtypes),
+        "device": most_common(module.devices),
+        "nbytes": module.nbytes,
+    }
+
+
+def is_comfyui_vae(vae: object) -> bool:
+    """Whether it is ComfyUI's VAE, told by what it holds."""
+    return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
+
+
+def _comfyui(vae: Any, module: ModuleFacts) -> VaeFacts:
+    """ComfyUI's VAE: ratios are numbers, or a function of frames with two numbers for video."""
+    down = vae.downscale_ratio
+    over_time = down[0] if isinstance(down, tuple) else None
+    factor, apart = _temporal_factor_of(over_time) if callable(over_time) else (1, False)
+    is_video = getattr(vae, "latent_dim", 2) == 3
+    facts = {
+        "latent_channels": whole(getattr(vae, "latent_channels", None)),
+        "image_channels": whole(getattr(vae, "output_channels", None)),
+        "spatial_factor": whole(down[-1] if isinstance(down, tuple) else down),
+        "temporal_factor": factor,
+        "first_frame_apart": apart,
+        "is_video": is_video,
+    }
+    name = type(getattr(vae, "first_stage_model", vae)).__name__
+    return VaeFacts(name, **_weight_facts(module), **_with_reasons(facts, "ComfyUI's VAE"))
+
+
+def _temporal_factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None, bool]:
+    """Factor and causality of a function from frames to latent frames, found by asking it.
+
+    A causal one begins with one latent frame for one frame, and its second needs a whole factor more.
+    """
+    for frames in range(2, _MOST_FRAMES):
+        if latent_frames(frames) >= 2:
+            causal = latent_frames(1) == 1 and latent_frames(2 * frames - 1) >= 3
+            return (frames - 1, True) if causal else (frames // 2, False)
+    return None, False
+
+
+def _with_reasons(facts: dict[str, Any], source: str) -> dict[str, Any]:
+    missing = [name for name in _FACTS if facts.get(name) is None]
+    return {
+        **facts,
+        "source": source,
+        "unavailable": dict.fromkeys(missing, f"neither {source} nor layers tell"),
+    }
+
+
+def inner_vae(vae: object) -> object:
+    """The VAE inside a pipeline, a mapping with a `vae`, an LBM model's VAE or a compiled module."""
+    for _ in range(len(_HOLDERS)):
+        held = vae.get("vae") if isinstance(vae, Mapping) else _held(vae)
+        if held is None:
+            return vae
+        vae = held
+    return vae
+
+
+def _held(vae: object) -> object:
+    if is_comfyui_vae(vae):
+        return None
+    held = (getattr(vae, name, None) for name in _HOLDERS)
+    return next((value for value in held if value is not None and not _is_function(value)), None)
+
+
+def _is_function(thing: object) -> bool:
+    return callable(thing) and not isinstance(thing, nn.Module)
+
+
+def config_facts(vae: object, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `VaeFacts` that say something of latents, None where nothing tells."""
+    is_video = _is_video(vae, config)
+    return {
+        "latent_channels": _first_number(config, _LATENT_CHANNELS),
+        "image_channels": _picture_channels(config),
+        "spatial_factor": _spatial(vae, config),
+        "temporal_factor": _temporal(vae, config) if is_video else 1,
+        "first_frame_apart": is_video and _is_causal(vae, config),
+        "is_video": is_video,
+    }
+
+
+def _is_video(vae: object, config: Mapping[str, Any]) -> bool:
+    """Whether frames have an axis of their own: a factor of time in the config, or 3-D layers to encode."""
+    return bool(_VIDEO_KEYS & config.keys()) or any(
+        isinstance(part, nn.Conv3d) for part in _encoder_parts(vae)
+    )
+
+
+def _encoder_parts(vae: object) -> Iterator[nn.Module]:
+    encoder = getattr(vae, "encoder", vae)
+    return modules_in(encoder) if isinstance(encoder, nn.Module) else iter(())
+
+
+def _first_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    numbers = (whole(config.get(name)) for name in names)
+    return next((number for number in numbers if number is not None), None)
+
+
+def _picture_channels(config: Mapping[str, Any]) -> int | None:
+    """Where `in_channels` counts what patches or Fourier features make of them, a picture still has 3."""
+    if whole(config.get("patch_size")) is not None or "temporal_expansions" in config:
+        return 3
+    return _first_number(config, _PICTURE_CHANNELS)
+
+
+def _spatial(vae: object, config: Mapping[str, Any]) -> int | None:
+    stages = config.get("temperal_downsample")
+    if isinstance(stages, list | tuple):  # WAN and Qwen-Image: the layers, whatever the config claims
+        return (1 << len(stages)) * (whole(config.get("patch_size")) or 1)
+    ratio = _own_attribute(vae, "spatial_compression_ratio")
+    ratio = ratio or _first_number(config, ("spatial_compression_ratio", "scale_factor_spatial"))
+    widths = next((config[name] for name in _WIDTHS if isinstance(config.get(name), list | tuple)), None)
+    return ratio or (None if widths is None else 1 << (len(widths) - 1))
+
+
+def _own_attribute(vae: object, name: str) -> int | None:
+    """An attribute of the object itself: asking diffusers for one that only its config has makes it warn."""
+    return whole(vars(vae).get(name))
+
+
+def _temporal(vae: object, config: Mapping[str, Any]) -> int | None:
+    stages = config.get("temperal_downsample")
+    if isinstance(stages, list | tuple):
+        return 1 << sum(map(bool, stages))
+    expansions = config.get("temporal_expansions")
+    if isinstance(expansions, list | tuple):
+        return int(math.prod(expansions))
+    ratio = _own_attribute(vae, "temporal_compression_ratio")
+    return ratio or _first_number(config, ("temporal_compression_ratio", "scale_factor_temporal"))
+
+
+def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
+    causal = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
+    if causal is not None:
+        return bool(causal)
+    return any("Causal" in type(part).__name__ for part in _encoder_parts(vae))
+
+
+def vae_dict(facts: VaeFacts) -> VaeDict:
+    """The VAE's facts as an analysis holds them."""
+    return facts_as(VaeDict, facts, size_mb=mib(facts.nbytes), unavailable=dict(facts.unavailable))

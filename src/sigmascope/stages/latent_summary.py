@@ -52,7 +52,7 @@ Line = tuple[str, str]
 _MB_IN_GB = 1024
 
 
-def sections(analysis: Facts) -> Iterator[Section]:
+def latent_sections(analysis: Facts) -> Iterator[Section]:
     """Every section; an analysis that lacks a part lacks its section."""
     yield Section("", "", list(_overview(analysis)))
     which = "INPUT" if is_decoding(analysis) else "OUTPUT"

@@ -5,11 +5,13 @@ and about the device's memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sigmascope.records.latents import (
+    VAE_STAGES,
     Direction,
+    Strategy,
     StrategyAttempt,
     VaeFacts,
     findings_of_attempts,
@@ -17,10 +19,9 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.records.run import Finding
-from sigmascope.stages.baseline import check_of
+from sigmascope.stages.baseline import check_of, device_before_and_after
 from sigmascope.stages.image_facts import Video
 from sigmascope.stages.latent_facts import reference_frames, vace_findings
-from sigmascope.stages.latent_performance import UsedStrategy
 from sigmascope.stages.schema import (
     Check,
     LatentAnalysis,
@@ -54,54 +55,50 @@ class PicturesAndLatent(NamedTuple):
 class CodingFacts:
     """What the findings are drawn from."""
 
-    stage: str
     direction: Direction
     media: PicturesAndLatent
     vae: VaeFacts | None
     vae_before: Mapping[str, Any] | None
     vae_now: ModelStateDict
     attempts: tuple[StrategyAttempt, ...]
-    used: UsedStrategy
+    strategy: Strategy | None
     efficiency: MemoryEfficiency
     impact: MemoryImpact | None
     dummy: bool
 
 
 def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
-    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each."""
-    stage = facts.stage
-    encodes = facts.direction == "encoding"
-    pictures = list(picture_findings(facts.media.pictures, stage, decoded=not encodes))
-    over = frames_over(facts.media.video, facts.vae)
-    latent = list(latent_findings(facts.media.latent, stage, facts.media.vace, over))
-    latent += vace_findings(facts.media.vace, facts.media.latent, facts.vae, stage)
-    if encodes:
-        pictures += cut_findings(facts.media.video, facts.vae, stage)
-    elif facts.media.pictures["shape"] is None:
-        reason = facts.media.pictures["unavailable"]["shape"]
-        pictures.append(
-            Finding("pictures_missing", "error", f"There are no pictures: {reason}.", stage=stage)
-        )
-    tried = list(
-        findings_of_attempts(facts.attempts, facts.used.strategy, facts.direction, dummy=facts.dummy)
-    )
-    return {
-        "strategies": tried + without_known(of_record, tried),
+    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`."""
+    media, encodes = facts.media, facts.direction == "encoding"
+    pictures = [*picture_findings(media.pictures, decoded=not encodes)]
+    pictures += cut_findings(media.video, facts.vae) if encodes else missing_pictures(media.pictures)
+    latent = [
+        *latent_findings(media.latent, media.vace, frames_over(media.video, facts.vae)),
+        *vace_findings(media.vace, media.latent, facts.vae),
+    ]
+    _, before, after = device_before_and_after(facts.impact)
+    growth_mb = mib(change(before.allocated_bytes, after.allocated_bytes))
+    tried = list(findings_of_attempts(facts.attempts, facts.strategy, facts.direction, dummy=facts.dummy))
+    own = {
         "input": pictures if encodes else latent,
         "output": latent if encodes else pictures,
-        "vae": list(vae_findings(facts.vae_before, facts.vae_now, stage)),
-        "memory": _findings_on_memory(facts),
+        "vae": list(vae_findings(facts.vae_before, facts.vae_now)),
+        "memory": list(memory_findings(facts.efficiency, mib(after.reserved_bytes), growth_mb)),
+    }
+    return {
+        "strategies": tried + without_known(of_record, tried),
+        **{
+            subject: [replace(finding, stage=VAE_STAGES[facts.direction]) for finding in found]
+            for subject, found in own.items()
+        },
     }
 
 
-def _findings_on_memory(facts: CodingFacts) -> list[Finding]:
-    impact = facts.impact
-    device = None if impact is None else impact.current.device_in_use()
-    if impact is None or device is None:
-        return []
-    before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
-    growth = mib(change(before.allocated_bytes, after.allocated_bytes))
-    return list(memory_findings(facts.efficiency, mib(after.reserved_bytes), growth, facts.stage))
+def missing_pictures(pictures: PicturesDict) -> Iterator[Finding]:
+    """Pictures that a decoding should have given."""
+    if pictures["shape"] is None:
+        reason = pictures["unavailable"]["shape"]
+        yield Finding("pictures_missing", "error", f"There are no pictures: {reason}.")
 
 
 def failures_of(findings: Iterable[Finding]) -> list[Finding]:
@@ -137,36 +134,24 @@ def _unread(facts: CodingFacts) -> Iterator[str]:
             yield f"The {name} were not looked at for NaN and Inf: {reason}."
 
 
-def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
+def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterator[Finding]:
     """Findings about pictures by themselves."""
     if pictures["length"] == 0:
-        yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
-    yield from _pictures_of_mixed_sizes(pictures, stage)
-    yield from _pictures_not_finite(pictures, stage)
-    yield from _pictures_out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
+        yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0})
+    if len(pictures["sizes"]) > 1:
+        sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
+        message = f"The pictures are of different sizes: {sizes}."
+        advice = "Resize or crop them to one size: a video has one."
+        evidence = {"sizes": len(pictures["sizes"])}
+        yield Finding("pictures_of_mixed_sizes", "error", message, evidence, advice)
+    not_finite, words = not_finite_in(pictures)
+    if not_finite:
+        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite)
+    yield from _pictures_out_of_range(pictures, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
     if pictures["shape"] is not None and pictures["length"] is None:
         reason = pictures["unavailable"].get("layout", "")
         message = f"What the axes of the pictures are is unknown: {reason}."
-        yield Finding("pictures_layout_unknown", "warning", message, stage=stage)
-
-
-def _pictures_of_mixed_sizes(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    if len(pictures["sizes"]) > 1:
-        sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
-        yield Finding(
-            "pictures_of_mixed_sizes",
-            "error",
-            f"The pictures are of different sizes: {sizes}.",
-            {"sizes": len(pictures["sizes"])},
-            "Resize or crop them to one size: a video has one.",
-            stage,
-        )
-
-
-def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    not_finite, words = not_finite_in(pictures)
-    if not_finite:
-        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite, stage=stage)
+        yield Finding("pictures_layout_unknown", "warning", message)
 
 
 def not_finite_in(facts: Mapping[str, Any]) -> tuple[dict[str, int], str]:
@@ -176,7 +161,7 @@ def not_finite_in(facts: Mapping[str, Any]) -> tuple[dict[str, int], str]:
     return not_finite, " and ".join(f"{count:,} {name}" for name, count in not_finite.items())
 
 
-def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
+def _pictures_out_of_range(pictures: PicturesDict, limit: float) -> Iterator[Finding]:
     low, high, dtype = pictures["min"], pictures["max"], pictures["dtype"] or ""
     if low is None or high is None:
         return
@@ -186,92 +171,62 @@ def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> 
         return
     expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"
     by_255 = is_float and low >= 0 and high > _BYTE_LIMIT / 5
-    yield Finding(
-        "pictures_out_of_range",
-        "warning",
-        f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}.",
-        {"min": low, "max": high},
-        "They look like bytes: divide by 255." if by_255 else "Check how they were normalised.",
-        stage,
-    )
+    message = f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}."
+    advice = "They look like bytes: divide by 255." if by_255 else "Check how they were normalised."
+    yield Finding("pictures_out_of_range", "warning", message, {"min": low, "max": high}, advice)
 
 
-def latent_findings(
-    latent: LatentAnalysis, stage: str, vace: Mapping[str, Any] | None = None, frames_over: int = 0
-) -> Iterator[Finding]:
+def latent_findings(latent: LatentAnalysis, vace: Mapping[str, Any], frames_over: int) -> Iterator[Finding]:
     """Findings about a latent by itself.
 
     Args:
         latent: What is known of it.
-        stage: The stage's name.
         vace: WAN-VACE's conditioning beside it, which has its content and may add frames of a reference.
         frames_over: Frames that fill no chunk; some VAEs (Cosmos) make a latent frame of them, others none.
     """
     if latent["shape"] is None:
         reason = latent["unavailable"]["shape"]
-        yield Finding("latent_missing", "error", f"There is no latent: {reason}.", stage=stage)
+        yield Finding("latent_missing", "error", f"There is no latent: {reason}.")
         return
     if latent["num_elements"] == 0:
-        yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.", stage=stage)
-    yield from _latent_not_finite(latent, stage)
-    if not vace:
-        yield from _latent_constant(latent, stage)
-    yield from _latent_shape_unexpected(latent, stage, reference_frames(latent, vace or {}), frames_over)
-
-
-def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
-    not_finite, words = not_finite_in(latent["statistics"] or {})
-    if not not_finite:
-        return
-    half = latent["dtype"] == "float16"
-    yield Finding(
-        "latent_not_finite",
-        "error",
-        f"{words} among the {latent['num_elements']:,} elements of the latent.",
-        {**not_finite, "elements": latent["num_elements"]},
-        "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None,
-        stage,
-    )
-
-
-def _latent_constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
-    values = latent["statistics"]
-    low, high = (None, None) if values is None else (values["min"], values["max"])
-    if low is None or low != high or (latent["num_elements"] or 0) < 2:
-        return
-    yield Finding(
-        "latent_constant",
-        "warning",
-        f"Every element of the latent is {low:.4g}.",
-        {"value": low},
-        "An empty latent to begin from is so, and that of WanVaceToVideo, whose content is in its conditioning.",
-        stage,
-    )
+        yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.")
+    values: Mapping[str, Any] = latent["statistics"] or {}
+    not_finite, words = not_finite_in(values)
+    if not_finite:
+        message = f"{words} among the {latent['num_elements']:,} elements of the latent."
+        half = latent["dtype"] == "float16"
+        advice = "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None
+        evidence = {**not_finite, "elements": latent["num_elements"]}
+        yield Finding("latent_not_finite", "error", message, evidence, advice)
+    low, several = values.get("min"), (latent["num_elements"] or 0) > 1
+    if not vace and several and low is not None and low == values["max"]:
+        message = f"Every element of the latent is {low:.4g}."
+        advice = (
+            "An empty latent to begin from is so, and that of WanVaceToVideo, "
+            "whose content is in its conditioning."
+        )
+        yield Finding("latent_constant", "warning", message, {"value": low}, advice)
+    yield from _latent_shape_unexpected(latent, reference_frames(latent, vace), frames_over)
 
 
 def _latent_shape_unexpected(
-    latent: LatentAnalysis, stage: str, added_frames: int, frames_over: int
+    latent: LatentAnalysis, added_frames: int, frames_over: int
 ) -> Iterator[Finding]:
     expected, own = latent["expected_shape"], _own_shape(latent)
-    if expected is not None and len(expected) == 4:
-        expected = [expected[0], expected[1] + added_frames, *expected[2:]]
-    if expected is None or own is None or _shapes_agree(own, expected):
+    if expected is None or own is None:
         return
-    if (
-        len(expected) == 4
-        and frames_over
-        and _shapes_agree(own, [expected[0], expected[1] + 1, *expected[2:]])
-    ):
+    possible = [expected]
+    if len(expected) == 4:
+        channels, frames, *sides = expected
+        possible = [[channels, frames + added_frames + over, *sides] for over in {0, bool(frames_over)}]
+    if any(_shapes_agree(own, shape) for shape in possible):
         return
-    yield Finding(
-        "latent_shape_unexpected",
-        "error",
-        f"The latent is {_shape_words(own)} where the VAE and the pictures give {_shape_words(expected)} "
-        f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width).",
-        {"found": _shape_words(own), "expected": _shape_words(expected)},
-        "Check that the latent is of these pictures and this VAE.",
-        stage,
-    )
+    found, wanted = ("x".join(map(str, sizes)) for sizes in (own, possible[0]))
+    axes = f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width)"
+    message = f"The latent is {found} where the VAE and the pictures give {wanted} {axes}."
+    advice = "Check that the latent is of these pictures and this VAE."
+    evidence = {"found": found, "expected": wanted}
+    yield Finding("latent_shape_unexpected", "error", message, evidence, advice)
 
 
 def _own_shape(latent: LatentAnalysis) -> list[int] | None:
@@ -286,39 +241,28 @@ def _shapes_agree(own: list[int], expected: list[int]) -> bool:
     if len(own) != len(expected):
         return len(own) == 4 and own[1] == 1 and _shapes_agree([own[0], *own[2:]], expected)
     if own[0] == expected[0] * _FOLDED_PATCH**2:
-        own = [
-            own[0] // _FOLDED_PATCH**2,
-            *own[1:-2],
-            own[-2] * _FOLDED_PATCH,
-            own[-1] * _FOLDED_PATCH,
-        ]
+        own = [expected[0], *own[1:-2], own[-2] * _FOLDED_PATCH, own[-1] * _FOLDED_PATCH]
         expected = [*expected[:-2], *(side // _FOLDED_PATCH * _FOLDED_PATCH for side in expected[-2:])]
     sides = all(side in (wanted, wanted + 1) for side, wanted in zip(own[-2:], expected[-2:], strict=True))
     return own[:-2] == expected[:-2] and sides
 
 
-def _shape_words(shape: list[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Finding]:
+def cut_findings(video: Video, vae: VaeFacts | None) -> Iterator[Finding]:
     """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
     if vae is None:
         return
     factor = vae.spatial_factor or 1
     rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
     if any(rest.values()):
-        sizes = f"{video.width}x{video.height}"
-        message = (
-            f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
-        )
-        yield Finding("pictures_cut", "info", message, {"factor": factor, **rest}, stage=stage)
+        size = f"{video.width}x{video.height}"
+        message = f"{size} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
+        yield Finding("pictures_cut", "info", message, {"factor": factor, **rest})
     time, over = vae.temporal_factor or 1, frames_over(video, vae)
     if over:
         form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
         message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
         evidence = {"frames": video.length, "over": over, "factor": time}
-        yield Finding("frames_cut", "info", message, evidence, stage=stage)
+        yield Finding("frames_cut", "info", message, evidence)
 
 
 def frames_over(video: Video, vae: VaeFacts | None) -> int:
@@ -328,44 +272,32 @@ def frames_over(video: Video, vae: VaeFacts | None) -> int:
     return (video.length - (1 if vae.first_frame_apart else 0)) % (vae.temporal_factor or 1)
 
 
-def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict, stage: str) -> Iterator[Finding]:
+def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict) -> Iterator[Finding]:
     """A VAE that is not as it was: on another device, of another type, with other patches."""
     changed = [name for name in now["changed"] or () if name != "model_id"]
     if not changed or before is None:
         return
     evidence = {name: f"{before.get(name)} → {now.get(name)}" for name in changed}
     words = ", ".join(f"{name} {values}" for name, values in evidence.items())
-    yield Finding(
-        "vae_changed",
-        "warning",
-        f"The VAE is not as it was: {words}.",
-        evidence,
-        "Put it back, or the next stage runs on another device or in another type.",
-        stage,
-    )
+    advice = "Put it back, or the next stage runs on another device or in another type."
+    yield Finding("vae_changed", "warning", f"The VAE is not as it was: {words}.", evidence, advice)
 
 
 def memory_findings(
-    efficiency: MemoryEfficiency, reserved_mb: float | None, growth_mb: float | None, stage: str
+    efficiency: MemoryEfficiency, reserved_mb: float | None, growth_mb: float | None
 ) -> Iterator[Finding]:
     """Memory of the device that is reserved and not used, or that the stage kept."""
     share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
     if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
-        yield Finding(
-            "memory_fragmented",
-            "info",
-            f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use.",
-            {"fragmentation": share, "reserved_mb": reserved_mb},
+        message = f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use."
+        advice = (
             "torch.cuda.empty_cache() gives it to the stages after, PYTORCH_CUDA_ALLOC_CONF="
-            "expandable_segments:True keeps it whole.",
-            stage,
+            "expandable_segments:True keeps it whole."
         )
+        evidence = {"fragmentation": share, "reserved_mb": reserved_mb}
+        yield Finding("memory_fragmented", "info", message, evidence, advice)
     if cleanup is not None and cleanup < _KEPT_BELOW and (growth_mb or 0) > _WORTH_TELLING_MB:
-        yield Finding(
-            "memory_kept",
-            "info",
-            f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept.",
-            {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb},
-            "Move the VAE off the device when it has done its work.",
-            stage,
-        )
+        message = f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept."
+        evidence = {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb}
+        advice = "Move the VAE off the device when it has done its work."
+        yield Finding("memory_kept", "info", message, evidence, advice)

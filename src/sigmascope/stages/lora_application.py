@@ -11,23 +11,18 @@ is None, with the reason in the `unavailable` beside it; so it is where reading 
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
 
-from sigmascope.lora.load_check import AppliedVerdict
+from sigmascope.lora.compatibility import AppliedVerdict
+from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import Reading, lookup, node_outputs, read_host
-from sigmascope.records.memory import (
-    MemorySnapshot,
-    PeakMemory,
-    PeakMemoryDict,
-    change,
-    mib,
-)
+from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
     NO_ACCELERATOR,
     NO_BASELINE,
@@ -35,13 +30,14 @@ from sigmascope.stages.baseline import (
     baseline_of,
     beside_the_stage,
     measure,
-    plain_baseline,
+    read_or,
     references_of,
     with_reasons,
 )
-from sigmascope.stages.lora_findings import FileFindings, findings_of
 from sigmascope.stages.lora_on_model import (
     FUSED,
+    file_findings,
+    findings_of,
     host_of,
     lora_file_facts,
     match_applied,
@@ -50,7 +46,6 @@ from sigmascope.stages.lora_on_model import (
     patch_analysis,
     with_fused,
 )
-from sigmascope.stages.lora_summary import TITLE, sections
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -73,7 +68,29 @@ from sigmascope.stages.schema import (
     UnetBaseline,
     WeightChanges,
 )
-from sigmascope.stages.summary import print_analysis
+from sigmascope.stages.summary import (
+    BAD,
+    GOOD,
+    NOTABLE,
+    Facts,
+    Row,
+    Section,
+    as_it_is,
+    error_rows,
+    figure,
+    finding_rows,
+    mb,
+    memory_rows,
+    number,
+    part,
+    peak_rows,
+    print_analysis,
+    printable,
+    reason_for,
+    seconds,
+    shown,
+    unknown,
+)
 from sigmascope.stages.weight_changes import BeforeAndAfter, look_again, weight_changes
 
 __all__ = [
@@ -89,8 +106,10 @@ __all__ = [
     "track_weight_modifications",
 ]
 
+
 Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
+_Baseline = TypeVar("_Baseline")
 _IN_DETAIL = frozenset(
     {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
 )
@@ -123,11 +142,12 @@ def capture_lora_baseline(
         take_snapshot(model, name, keys=_keys_to_look_at(keys, verdict.value, name), contents=keys != "none")
         for model, name in ((unet_model, "UNet"), (clip_model, "CLIP"))
     ]
-    memory = memory_snapshot(accelerator)
+    shared = baseline_of(LoraReferences, accelerator, {}, lora_path=lora_path, verdict=verdict)
+    memory = shared["references"].snapshot
     return {
-        **baseline_of(LoraReferences(memory, accelerator, lora_path, verdict)),
-        "unet": _unet_baseline(before[0], memory),
-        "clip": _clip_baseline(before[1], memory),
+        **shared,
+        "unet": _model_baseline(UnetBaseline, before[0], memory),
+        "clip": _model_baseline(ClipBaseline, before[1], memory, "patcher_"),
         "lora_file": lora_file_facts(lora_path),
     }
 
@@ -136,8 +156,8 @@ def capture_lora_baseline(
 class LoraReferences(References):
     """What a LoRA application's baseline keeps; `unet` and `clip` of the baseline keep their models' snapshots."""
 
-    lora_path: object
-    verdict: Reading[LoraVerdict]
+    lora_path: object = None
+    verdict: Reading[LoraVerdict] = field(default_factory=lambda: Reading(None))
 
 
 def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -> Collection[str] | None:
@@ -156,42 +176,36 @@ def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -
     return frozenset((*names, *(f"{name}.weight" for name in names)))
 
 
-def _unet_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> UnetBaseline:
+def _model_baseline(
+    kind: type[_Baseline], captured: ModelSnapshot, snapshot: MemorySnapshot, prefix: str = ""
+) -> _Baseline:
+    """One model's part of a baseline. `prefix` stands before the names of what ComfyUI's patcher tells."""
     device = snapshot.accelerator(snapshot.device_in_use() or "")
     seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
-    unavailable = dict(captured.unavailable)
-    if device.allocated_bytes is None:
-        unavailable["memory_allocated"] = NO_ACCELERATOR
-    if device.reserved_bytes is None:
-        unavailable["memory_reserved"] = NO_ACCELERATOR
-    if seconds is None:
-        unavailable |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
-    elif not nbytes:
-        unavailable["fingerprint_gb_per_second"] = "there was nothing to look at"
-    return {
-        "model_id": captured.model_id,
-        "class": captured.class_name,
-        "device": captured.placement.device,
-        "patches_count": captured.patch_count,
-        "patches_uuid": captured.patches_uuid,
-        "memory_allocated": device.allocated_bytes,
-        "memory_reserved": device.reserved_bytes,
-        "keys": len(captured.keys),
-        "fingerprinted_keys": len(captured.fingerprints),
-        "fingerprint_seconds": seconds,
-        "fingerprint_gb_per_second": nbytes / seconds / 1e9 if seconds and nbytes else None,
-        "captured": captured,
-        "unavailable": unavailable,
-    }
-
-
-def _clip_baseline(captured: ModelSnapshot, snapshot: MemorySnapshot) -> ClipBaseline:
-    entries: dict[str, Any] = dict(_unet_baseline(captured, snapshot))
-    for name in ("patches_count", "patches_uuid"):
-        entries[f"patcher_{name}"] = entries.pop(name)
-        if name in entries["unavailable"]:
-            entries["unavailable"][f"patcher_{name}"] = entries["unavailable"].pop(name)
-    return cast(ClipBaseline, entries)
+    why_no_speed = "not asked for" if seconds is None else "there was nothing to look at"
+    patcher = {"patches_count": captured.patch_count, "patches_uuid": captured.patches_uuid}
+    names = {name: f"{prefix}{name}" for name in patcher}
+    baseline: Any = with_reasons(
+        kind,
+        {
+            "memory_allocated": (device.allocated_bytes, NO_ACCELERATOR),
+            "memory_reserved": (device.reserved_bytes, NO_ACCELERATOR),
+            "fingerprint_seconds": (seconds, "not asked for"),
+            "fingerprint_gb_per_second": (
+                nbytes / seconds / 1e9 if seconds and nbytes else None,
+                why_no_speed,
+            ),
+        },
+        **{"class": captured.class_name},
+        **{names[name]: value for name, value in patcher.items()},
+        model_id=captured.model_id,
+        device=captured.placement.device,
+        keys=len(captured.keys),
+        fingerprinted_keys=len(captured.fingerprints),
+        captured=captured,
+    )
+    baseline["unavailable"] |= {names.get(name, name): why for name, why in captured.unavailable.items()}
+    return cast(_Baseline, baseline)
 
 
 def analyze_lora_application_results(
@@ -218,11 +232,10 @@ def analyze_lora_application_results(
     """
     began = time.perf_counter()
     measured = measure(baseline, elapsed_time, peak_memory, error)
-    known = references_of(baseline, LoraReferences)
+    known = references_of(baseline, LoraReferences) or LoraReferences(measured.snapshot, None)
     unet = _analyze_model(baseline, "unet", "UNet", modified_unet, measured.snapshot)
     clip = _analyze_model(baseline, "clip", "CLIP", modified_clip, measured.snapshot)
-    path = None if known is None else known.lora_path
-    verdict: Reading[LoraVerdict] = Reading(None) if known is None else known.verdict
+    path, verdict = known.lora_path, known.verdict
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     applied = node_outputs(lora_result) is not None
@@ -232,7 +245,7 @@ def analyze_lora_application_results(
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
     findings = findings_of(
         [("UNet", unet.weights, unet.patches), ("CLIP", clip.weights, clip.patches)],
-        FileFindings(verdict.value, on_model.value, host_of(modified_unet, modified_clip)),
+        [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
         effective,
         applied=applied,
         left_off=left_off,
@@ -245,7 +258,7 @@ def analyze_lora_application_results(
         unavailable["effective"] = (
             "contents of before and now could not be compared, and no change is registered"
         )
-    impact: Mapping[str, Any] = {} if measured.impact is None else measured.impact.as_dict()
+    impact: Mapping[str, Any] = measured.impact_dict() or {}
     lora_file = lookup(baseline, "lora_file")
     return {
         **measured.as_dict(error is None and effective is True and not failed, **unavailable),
@@ -272,7 +285,6 @@ def analyze_lora_application_results(
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
         "applied_verdict": None if on_model.value is None else on_model.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
-        "baseline": _plain_lora_baseline(baseline),
     }
 
 
@@ -312,19 +324,20 @@ def _analyze_model(
 
 def _safe_weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     """`weight_changes`, or its structure with the reason why there is nothing in it."""
-    reading = read_host(lambda: weight_changes(looks))
-    if reading.value is not None:
-        return reading.value
-    nothing = ModelSnapshot(looks.after.model_type, unavailable={"weights": reading.reason or "unknown"})
-    return weight_changes(BeforeAndAfter(nothing, nothing, None, ModelPatches()))
+
+    def nothing(reason: str) -> WeightChanges:
+        snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": reason})
+        return weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()))
+
+    return read_or(lambda: weight_changes(looks), nothing)
 
 
 def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     """`patch_analysis`, or its structure with the reason why there is nothing in it."""
-    reading = read_host(lambda: patch_analysis(patches))
-    if reading.value is not None:
-        return reading.value
-    return patch_analysis(ModelPatches(unavailable={"model": reading.reason or "unknown"}))
+    return read_or(
+        lambda: patch_analysis(patches),
+        lambda reason: patch_analysis(ModelPatches(unavailable={"model": reason})),
+    )
 
 
 def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:
@@ -396,19 +409,6 @@ def _count_models(lora_result: object) -> int:
         return 0
     count = read_host(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)
     return 1 if count.value is None else count.value
-
-
-def _plain_lora_baseline(baseline: object) -> dict[str, Any] | None:
-    """The baseline as JSON values, without what it keeps for the analysis."""
-    plain = plain_baseline(baseline)
-    for name in ("unet", "clip"):
-        if plain is None or not isinstance(plain.get(name), Mapping):
-            continue
-        plain[name] = {entry: value for entry, value in plain[name].items() if entry != "captured"}
-        for entry in ("device", "patches_uuid", "patcher_patches_uuid"):
-            if plain[name].get(entry) is not None:
-                plain[name][entry] = str(plain[name][entry])
-    return plain
 
 
 def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
@@ -539,4 +539,240 @@ def print_lora_analysis_summary(analysis: Mapping[str, Any] | None, console: Con
         analysis: What `analyze_lora_application_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_analysis(TITLE, analysis, sections, console)
+    print_analysis(TITLE, analysis, lora_sections, console)
+
+
+TITLE = "LORA APPLICATION ANALYSIS SUMMARY"
+_SIDES = (("unet", "UNET"), ("clip", "CLIP"))
+_BAR, _MOST_BLOCKS, _MOST_FAILED = 16, 24, 3
+
+
+def lora_sections(analysis: Facts) -> Iterator[Section]:
+    """Every section of the summary; an analysis that lacks a part lacks its section, a foreign one is as it is."""
+    if "lora_application_success" not in analysis:
+        yield from as_it_is(analysis)
+        return
+    icon = "✅" if analysis.get("success") else "❌"
+    yield Section(icon, "LORA APPLICATION", list(_basics(analysis)))
+    yield Section("📊", "LORA FILE", list(_file(part(analysis, "lora_file"))))
+    yield Section("🔍", "FILE AGAINST MODEL", list(_verdict(analysis)))
+    for side, name in _SIDES:
+        yield Section("🔧", f"{name} MODEL CHANGES", list(_identity(part(analysis, f"{side}_changes"))))
+        yield Section("🔧", f"{name} WEIGHTS", list(weight_rows(part(analysis, f"{side}_weight_changes"))))
+        yield Section("🔧", f"{name} LORA PATCHES", list(patch_rows(part(analysis, f"{side}_lora_patches"))))
+    yield Section("🔧", "PLACEMENT", list(_placement(part(analysis, "placement_changes"))))
+    yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
+    yield Section("📊", "PEAK MEMORY", list(peak_rows(analysis)) if "peak_memory" in analysis else [])
+    yield Section("⚠️ ", "FINDINGS", list(finding_rows(analysis.get("findings") or ())))
+    yield Section("❌", "ERRORS", list(error_rows(analysis)))
+
+
+def _basics(analysis: Facts) -> Iterator[Row]:
+    success = analysis.get("lora_application_success")
+    yield Row("LoRA application success", "✅ YES" if success else "❌ NO", GOOD if success else BAD)
+    yield Row("Models returned", number(analysis.get("models_returned")))
+    if "effective" in analysis:
+        effective = analysis["effective"]
+        text, style = {True: ("✅ YES", GOOD), False: ("❌ NO", BAD)}.get(effective, (unknown(), ""))
+        yield Row(
+            "Anything changed",
+            text if effective is not None else unknown(reason_for(analysis, "effective")),
+            style,
+        )
+    if "elapsed_time" in analysis:
+        yield Row("Time", figure(analysis, "elapsed_time", seconds))
+
+
+def _file(facts: Facts) -> Iterator[Row]:
+    if not facts or facts.get("filename") is None:
+        return
+    yield Row("File", printable(facts["filename"]))
+    exists = facts.get("file_exists")
+    yield Row("Exists", "✅ yes" if exists else "❌ no", GOOD if exists else BAD)
+    if not exists:
+        return
+    yield Row("Size", figure(facts, "file_size", mb))
+    yield Row("Format", printable(facts.get("format") or unknown(reason_for(facts, "format"))))
+    yield Row("Modules", figure(facts, "modules", number))
+    for name in ("rank", "alpha"):
+        others = len(facts.get(f"{name}s") or ()) - 1
+        text = figure(facts, name, number)
+        yield Row(name.capitalize(), f"{text}, and {others} others" if others > 0 else text)
+    hint = facts.get("base_hint")
+    yield Row("Base model", printable(hint) if hint else unknown(reason_for(facts, "base_hint")))
+
+
+def _verdict(analysis: Facts) -> Iterator[Row]:
+    verdict = part(analysis, "verdict")
+    if not verdict:
+        return
+    if verdict.get("error"):
+        yield Row("Not read", printable(verdict["error"]), BAD)
+        return
+    matched, total = verdict.get("matched_modules"), verdict.get("total_modules")
+    whole = matched == total and bool(total)
+    mark = "✅" if whole else "⚠️ " if matched else "❌"
+    yield Row("Modules matched", f"{mark} {number(matched)} of {number(total)}", GOOD if whole else BAD)
+    on_model = part(analysis, "applied_verdict")
+    if on_model.get("total_modules"):
+        there, complete = on_model.get("modules_there"), on_model.get("complete")
+        text = f"{'✅' if complete else '❌'} {number(there)} of {number(on_model['total_modules'])}"
+        yield Row("Modules on the model", text, GOOD if complete else BAD)
+    yield Row("Made for", _family(verdict.get("file_family")))
+    yield Row("The model is", _family(verdict.get("model_family")))
+    for reason, count in part(verdict, "reasons").items():
+        yield Row("Unmatched", f"{number(count)}: {printable(reason).replace('_', ' ')}", BAD)
+    unmatched = [module for module in verdict.get("modules", ()) if not module.get("matched")]
+    for module in unmatched[:5]:
+        nearest = ", ".join(printable(name, 80) for name in (module.get("nearest") or ())[:2])
+        hint = f" (nearest: {nearest})" if nearest else ""
+        yield Row(f"  ✗ {printable(module.get('name'), 80)}", f"{printable(module.get('detail'))}{hint}")
+    if len(unmatched) > 5:
+        yield Row("  …", f"{len(unmatched) - 5} more")
+
+
+def _family(family: object) -> str:
+    return title_of(family) if isinstance(family, str) else "an unknown family"
+
+
+def _identity(facts: Facts) -> Iterator[Row]:
+    if not facts:
+        return
+    labels = {
+        "model_cloned": "Model cloned",
+        "class_changed": "Class changed",
+        "patches_added": "Patches added",
+        "uuid_changed": "UUID changed",
+        "original_patch_count": "Patches before",
+        "modified_patch_count": "Patches now",
+    }
+    if all(facts.get(name) is None for name in labels):
+        yield Row("Model", unknown(next(iter(part(facts, "unavailable").values()), None)))
+        return
+    for name, label in labels.items():
+        value = facts.get(name)
+        yield Row(label, shown(value) if value is not None else unknown(reason_for(facts, name)))
+
+
+def _placement(both: Facts) -> Iterator[Row]:
+    for side, name in _SIDES:
+        facts = part(both, side)
+        if facts.get("modified_device") is None:
+            continue
+        before, now = printable(facts.get("original_device") or "-"), printable(facts["modified_device"])
+        moved = facts.get("model_device_changed")
+        yield Row(name, f"{before} → {now}" if moved else f"{now}, unchanged", NOTABLE if moved else "")
+        for kind in ("load", "offload"):
+            if facts.get(f"{kind}_device_changed"):
+                old, new = facts.get(f"original_{kind}_device"), facts.get(f"modified_{kind}_device")
+                yield Row(f"{name} {kind} device", f"{printable(old)} → {printable(new)}", NOTABLE)
+
+
+def _memory(analysis: Facts) -> Iterator[Row]:
+    impact = part(analysis, "memory_impact")
+    if not impact:
+        return
+    yield from memory_rows(analysis)
+    for side, name in _SIDES:
+        size = part(impact, f"{side}_memory_change").get("model_size_mb")
+        if size is not None:
+            yield Row(f"{name} weights", mb(size))
+
+
+def weight_rows(facts: Facts) -> Iterator[Row]:
+    """Names, values and strength by block."""
+    if not facts or facts.get("total_keys_modified") is None:
+        return
+    counts = {"keys_added": "Keys added", "keys_removed": "Keys removed", "keys_modified": "Keys in both"}
+    before, now = number(facts.get("total_keys_original")), number(facts.get("total_keys_modified"))
+    yield Row("Keys", f"{before} → {now}")
+    for name, label in counts.items():
+        yield Row(label, number(len(facts.get(name) or ())))
+    yield from _changed_fact_rows(facts)
+    changed = facts.get("keys_value_changed") or {}
+    how = ", predicted from the changes" if facts.get("predicted") else ""
+    yield Row(
+        "Weights with effect",
+        f"{number(len(changed))}{how}" if changed else "none",
+        "" if changed else NOTABLE,
+    )
+    if changed:
+        yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
+        yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
+    drift = facts.get("drift") or {}
+    if drift.get("keys"):
+        largest = drift.get("largest_relative_change")
+        size = "" if largest is None else f", at most {largest:.1e}"
+        yield Row("Drift", f"{number(len(drift['keys']))} weights by rounding{size}: no change")
+    yield from _block_rows(facts.get("by_block") or ())
+
+
+def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
+    weights = (facts.get("weight_changes") or {}).values()
+    for what in ("shape", "dtype", "device"):
+        count = sum(bool(weight.get(f"{what}_changed")) for weight in weights)
+        if count:
+            yield Row(f"{what.capitalize()} changed", number(count), NOTABLE)
+
+
+def _share(value: int | float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _block_rows(blocks: Any) -> Iterator[Row]:
+    measured = [block for block in blocks if block.get("delta_norm")]
+    largest = max((_strength(block) for block in measured), default=0.0)
+    for block in measured[:_MOST_BLOCKS]:
+        bar = "█" * max(1, round(_BAR * _strength(block) / largest)) if largest else ""
+        yield Row(
+            f"  {printable(block.get('name'), 40)}", f"{figure(block, 'relative_change', _share)} {bar}"
+        )
+    if len(measured) > _MOST_BLOCKS:
+        yield Row("  …", f"{len(measured) - _MOST_BLOCKS} more blocks")
+
+
+def _strength(block: Facts) -> float:
+    return float(block.get("relative_change") or 0.0)
+
+
+def patch_rows(facts: Facts) -> Iterator[Row]:
+    """What is on the model."""
+    total = facts.get("total_patched_keys")
+    if total is None:
+        if facts:
+            yield Row("Patched keys", unknown(reason_for(facts, "total_patched_keys")))
+        return
+    yield Row("Patched keys", number(total))
+    if not total:
+        return
+    yield Row("States", _counts_words(facts.get("states")))
+    yield Row("Kinds", _counts_words(facts.get("adapter_types")))
+    for name, lora in (facts.get("loras") or {}).items():
+        yield Row(printable(name, 60), _lora_words(lora))
+    failed = facts.get("failed") or {}
+    for key, reason in list(failed.items())[:_MOST_FAILED]:
+        yield Row(f"  ❌ {printable(key, 80)}", printable(reason), BAD)
+    if len(failed) > _MOST_FAILED:
+        yield Row("  …", f"{len(failed) - _MOST_FAILED} more failed", BAD)
+    for pair in facts.get("overlaps") or ():
+        names = f"{printable(pair.get('a'), 40)} and {printable(pair.get('b'), 40)}"
+        chance = f", chance {number(pair.get('chance'))}" if pair.get("chance") is not None else ""
+        yield Row(f"Overlap of {names}", f"{figure(pair, 'overall', number)}{chance}")
+
+
+def _counts_words(counts: object) -> str:
+    items = counts.items() if isinstance(counts, Mapping) else ()
+    return ", ".join(f"{number(count)} {printable(name, 40)}" for name, count in items) or shown(None)
+
+
+def _lora_words(lora: Facts) -> str:
+    strengths = ", ".join(f"{strength:.4g}" for strength in (lora.get("strengths") or ())[:4])
+    parts = [f"{number(lora.get('keys'))} keys", f"strength {strengths or '-'}"]
+    ranks = list(lora.get("ranks") or ())
+    if ranks:
+        parts.append(f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}")
+    if lora.get("delta_norm") is not None:
+        parts.append(f"‖ΔW‖ {number(lora['delta_norm'])}")
+    if lora.get("not_finite"):
+        parts.append(f"❌ NaN or Inf in {len(lora['not_finite'])}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""LoRAs on a model: the file and whether it is for the models, what of it is on them, and every change there is.
+"""LoRAs on a model: the file and whether it is for the models, what of it is on them, every change there is, and what is wrong with it.
 
 Modules may be in the weights while no adapter is left to tell of them: fused, then unloaded (`with_fused`). A
 baseline has a thousand elements of each weight. What a plain change makes of just these is known from its
@@ -6,6 +6,9 @@ factors, Δᵢⱼ = s · upᵢ · downⱼ, so that the file can be looked for in
 
 `patch_analysis` describes all changes: what they are, how far they have come, whether the same LoRA is there twice,
 and how every two of them overlap.
+
+Findings are about the file, about one model's weights and the changes on them, and about the application as a
+whole.
 """
 
 from collections import Counter
@@ -21,12 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
-from sigmascope.lora.compatibility import judge_lora, shapes_of
+from sigmascope.lora.compatibility import (
+    AppliedModule,
+    AppliedVerdict,
+    applied_findings,
+    judge_applied,
+    judge_lora,
+    shapes_of,
+)
 from sigmascope.lora.effect import effect_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, root_sum_square
-from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.overlap import angles_of, overlap
 from sigmascope.lora.patches import rank_together, sort_patches
@@ -37,8 +46,8 @@ from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
 from sigmascope.records.memory import mib
-from sigmascope.records.run import Finding
-from sigmascope.stages.baseline import facts_as, unknown
+from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.stages.baseline import facts_as, most_common, read_or, unknown, with_reasons
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
@@ -47,6 +56,7 @@ from sigmascope.stages.schema import (
     PatchDetails,
     SameTwice,
     SourceFacts,
+    WeightChanges,
 )
 
 NOT_GIVEN = "no file was given"
@@ -80,10 +90,10 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
     size = mib(read_host(lambda: _bytes_of(place)).value)
-    inside = read_host(lambda: _read_inside(place, size))
-    if inside.value is not None:
-        return inside.value
-    return _unknown_file(inside.reason or "unknown", filename=place.name, file_exists=True, file_size=size)
+    return read_or(
+        lambda: _read_inside(place, size),
+        lambda reason: _unknown_file(reason, filename=place.name, file_exists=True, file_size=size),
+    )
 
 
 def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
@@ -96,28 +106,24 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
         read_alphas = (read_host(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
-        facts: LoraFileFacts = {
-            "filename": path.name,
-            "file_exists": True,
-            "file_size": size,
-            "format": lora.format,
-            "rank": next((rank for rank, _ in ranks.most_common(1)), None),
-            "ranks": dict(sorted(ranks.items())),
-            "alpha": next((alpha for alpha, _ in alphas.most_common(1)), None),
-            "alphas": dict(sorted(alphas.items())),
-            "modules": len(lora.names),
-            "base_hint": family_in(lora.metadata)
-            or training.get("base model")
-            or training.get("base version"),
-            "unavailable": {},
-        }
-    reasons = {
-        "rank": "none of its changes has one",
-        "alpha": "none of its changes has one",
-        "base_hint": "its header names no base model",
-    }
-    facts["unavailable"] = {name: why for name, why in reasons.items() if facts[name] is None}  # type: ignore[literal-required]
-    return facts
+        rank, alpha = most_common(ranks), most_common(alphas)
+        no_rank = "none of its changes has one"
+        base_hint = family_in(lora.metadata) or training.get("base model") or training.get("base version")
+        return with_reasons(
+            LoraFileFacts,
+            {
+                "rank": (rank, no_rank),
+                "alpha": (alpha, no_rank),
+                "base_hint": (base_hint, "its header names no base model"),
+            },
+            filename=path.name,
+            file_exists=True,
+            file_size=size,
+            format=lora.format,
+            ranks=dict(sorted(ranks.items())),
+            alphas=dict(sorted(alphas.items())),
+            modules=len(lora.names),
+        )
 
 
 def _bytes_of(path: Path) -> int:
@@ -455,3 +461,193 @@ def _products(of_a: _ByKey, of_b: _ByKey, key: str) -> int:
     both = [*of_a[key], *of_b[key]]
     shape = next((patch.weight_shape for patch in both if patch.weight_shape), (0,))
     return rank_together(both) ** 2 * (shape[0] + prod(shape[1:]))
+
+
+STAGE: Final = "lora_application"
+_HOST_OF_FINDING: Final = {
+    "lora_alpha_ignored": "diffusers",
+    "lora_kohya_names": "diffusers",
+    "lora_comfyui_names": "diffusers",
+    "lora_whole_differences": "diffusers",
+    "lora_prefix": "diffusers",
+    "lora_some_biases": "diffusers",
+    "lora_comfyui_loses_attention": "comfyui",
+}
+"""Whose loader a finding about the file's form is about."""
+_ABOUT_NAMES: Final = frozenset(
+    {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
+)
+"""Those that no longer matter where every module was found on the model."""
+_OF_MISSING: Final = frozenset({"lora_not_loaded", "lora_partly_loaded"})
+_LEFT_OFF: Final = Finding(
+    "lora_not_applied",
+    "warning",
+    "The models are the very ones from before, and nothing was registered on them.",
+    {"patched_keys": 0},
+    "ComfyUI's loader does so where both strengths are 0. Else hand over the models that it returned.",
+)
+_SEVERITIES: Final = ("critical", "error", "warning", "info")
+_MUCH_OVERLAP: Final = 0.5
+_Evidence = dict[str, JsonScalar]
+_Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
+
+
+def findings_of(
+    models: _Models,
+    of_file: Sequence[Finding],
+    effective: bool | None,
+    *,
+    applied: bool,
+    left_off: bool,
+) -> list[Finding]:
+    """What is wrong with the application or worth knowing of it, the worst first.
+
+    Args:
+        models: Each model's name, what became of its weights, and the changes on it.
+        of_file: What the file tells; what the models tell too is left out.
+        effective: Whether any weight does something else than before; None if that is not known.
+        applied: Whether the host says that it applied the LoRA.
+        left_off: Whether it gave back the models as they went in.
+    """
+    findings: list[Finding] = []
+    for name, weights, patches in models:
+        findings += [*on_patches(name, patches), *on_weights(name, weights)]
+    known = {finding.id for finding in findings}
+    distinct = {(finding.id, finding.message): finding for finding in of_file if finding.id not in known}
+    findings += distinct.values()
+    if left_off:
+        findings = [finding for finding in findings if finding.id not in _OF_MISSING] + [_LEFT_OFF]
+    elif not any(finding.id == "lora_not_loaded" for finding in findings):
+        findings += _on_whole(models, effective, applied)
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    return [replace(finding, stage=STAGE) for finding in findings]
+
+
+def file_findings(
+    verdict: LoraVerdict | None, applied: AppliedVerdict | None, host: str
+) -> Iterator[Finding]:
+    """The findings of both verdicts on a file that matter on this host's models."""
+    complete = applied is not None and applied.complete
+    on_model = () if applied is None else applied.findings
+    left_out = any(finding.id == "lora_part_left_out" for finding in on_model)
+    for finding in () if verdict is None else verdict.findings:
+        is_said = left_out and finding.id == "lora_text_encoder_missing"
+        is_solved = complete and finding.id in _ABOUT_NAMES
+        if _HOST_OF_FINDING.get(finding.id, host) == host and not is_said and not is_solved:
+            yield finding
+    yield from on_model
+
+
+def _on_whole(models: _Models, effective: bool | None, applied: bool) -> Iterator[Finding]:
+    patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
+    read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
+    evidence = {"patched_keys": patched, "host_says_applied": applied}
+    if effective is None and read:
+        message = "No change is registered on the models, and what their weights held before is not known."
+        advice = "Take a baseline before the application, of weights that are in memory."
+        yield Finding("lora_not_seen", "warning", message, {**evidence, "patched_keys": 0}, advice)
+    if effective is not False:
+        return
+    if patched:
+        message = f"{patched} weights have changes, and none of them does anything."
+        advice = "Look at the states: strength 0, switched off, or shapes that do not fit."
+        yield Finding("lora_without_effect", "warning", message, evidence, advice)
+    else:
+        message = "No weight of the models changed, and no change was registered."
+        advice = (
+            "The host may report this in its log alone. Compare the file with the model: "
+            "sigmascope lora inspect FILE --model MODEL."
+        )
+        yield Finding("lora_not_applied", "error", message, evidence, advice)
+
+
+def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
+    """What is wrong with the changes on a model, or worth knowing of them."""
+    failed, not_finite = patches["failed"], patches["not_finite"]
+    states, total = patches["states"], patches["total_patched_keys"] or 0
+    if failed:
+        key, reason = next(iter(failed.items()))
+        message = f"{name}: {len(failed)} weights cannot take their change, such as {key}: {reason}."
+        evidence: _Evidence = {"keys": len(failed), "example": key, "reason": reason}
+        advice = "The LoRA is for a model of other sizes."
+        yield Finding("lora_changes_failed", "error", message, evidence, advice)
+    if not_finite:
+        key = not_finite[0]
+        message = f"{name}: the changes of {len(not_finite)} weights hold NaN or Inf, such as {key}."
+        advice = (
+            "Take the LoRA off: every image through these weights is black or noise. "
+            "Train it in bf16 or float32."
+        )
+        yield Finding("lora_not_finite", "error", message, {"keys": len(not_finite), "example": key}, advice)
+    for twice in patches["applied_twice"]:
+        sources, keys = " and ".join(twice["sources"]), twice["keys"]
+        message = f"{name}: the same change acts more than once on {keys} weights ({sources})."
+        advice = "Load it once, with the sum of the strengths if that was meant."
+        evidence = {"keys": keys, "example": twice["example"]}
+        yield Finding("lora_applied_twice", "warning", message, evidence, advice)
+    yield from _on_overlaps(name, patches)
+    if states.get("registered"):
+        message = f"{name}: {states['registered']} changes are registered and in no weight yet."
+        advice = "ComfyUI merges when the model is loaded for sampling; the figures are predicted until then."
+        evidence = {"registered": states["registered"], "keys": total}
+        yield Finding("lora_registered_only", "info", message, evidence, advice)
+    if states.get("inactive"):
+        message = f"{name}: {states['inactive']} changes are switched off or of strength 0."
+        yield Finding("lora_inactive", "info", message, {"inactive": states["inactive"], "keys": total})
+
+
+def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
+    for pair in patches["overlaps"]:
+        overall, chance, cosine = pair["overall"], pair["chance"], pair["cosine"]
+        if overall is None or overall < max(_MUCH_OVERLAP, 2 * (chance or 0.0)):
+            continue
+        together = "add up" if (cosine or 0.0) > 0 else "work against each other"
+        message = (
+            f"{name}: {pair['a']} and {pair['b']} act in the same directions of {pair['shared_keys']} weights "
+            f"(overlap {overall:.2f}, chance {chance or 0.0:.2f}): they {together} there."
+        )
+        evidence = {"overlap": overall, "chance": chance, "cosine": cosine, "keys": pair["shared_keys"]}
+        advice = "Lower one of the strengths if the image is overdone."
+        yield Finding("lora_overlap", "info", message, evidence, advice)
+
+
+def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
+    """What is odd about a model's weights."""
+    drift, unexplained, odd = weights["drift"], weights["unexplained"], weights["not_as_predicted"]
+    if drift["keys"]:
+        largest = drift["largest_relative_change"]
+        size = "" if largest is None else f", at most {largest:.1e} of their length"
+        message = (
+            f"{name}: {len(drift['keys'])} weights differ from before by rounding{size}, "
+            "as after fusing and unfusing or in another dtype."
+        )
+        evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
+        advice = "This is no change. Reload the weights if results must be the same bit for bit."
+        yield Finding("lora_drift", "info", message, evidence, advice)
+    if unexplained:
+        key = unexplained[0]
+        message = (
+            f"{name}: {len(unexplained)} weights changed with no change on them that would explain it, "
+            f"such as {key}."
+        )
+        advice = "A LoRA was fused and its adapter deleted, or something else wrote into the weights."
+        evidence = {"keys": len(unexplained), "example": key}
+        yield Finding("weights_changed_unexplained", "warning", message, evidence, advice)
+    if odd:
+        key = odd[0]
+        change = weights["keys_value_changed"][key]
+        message = (
+            f"{name}: {len(odd)} merged weights did not change by what their changes say, such as {key}."
+        )
+        by_contents = change["measured_from"] == "contents"
+        evidence = {
+            "keys": len(odd),
+            "example": key,
+            "predicted": change["predicted_delta_norm"],
+            "found": change["delta_norm"] if by_contents else change["sampled_delta_norm"],
+        }
+        advice = (
+            "The strength was set after merging, the change was merged twice, "
+            "or the dtype is too coarse for it."
+        )
+        yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)

@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -28,6 +28,7 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, attribute, read_host
+from sigmascope.stages.baseline import most_common, with_reasons
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
 NOT_GIVEN = "no model was given"
@@ -45,8 +46,7 @@ _TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
 _DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightOutline:
+class WeightOutline(NamedTuple):
     """One weight at one moment."""
 
     shape: torch.Size
@@ -199,11 +199,6 @@ class Weights:
     kept: Mapping[str, KeptWeight] = field(default_factory=dict)
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """All names, the model's own first."""
-        return (*self.base, *self.adapters)
-
-    @property
     def unpatched(self) -> dict[str, Tensor]:
         """As `base`, without what ComfyUI merged: clones share one model, and it holds the changes of only one."""
         return {name: self.kept[name].weight if name in self.kept else w for name, w in self.base.items()}
@@ -223,17 +218,18 @@ class ModelPatches:
 
     def by_key(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each weight."""
-        by_key: dict[str, list[AppliedPatch]] = {}
-        for patch in self.patches:
-            by_key.setdefault(patch.key, []).append(patch)
-        return by_key
+        return _grouped((patch.key, patch) for patch in self.patches)
 
     def by_source(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each LoRA."""
-        by_source: dict[str, list[AppliedPatch]] = {}
-        for patch in self.patches:
-            by_source.setdefault(patch.source or UNNAMED, []).append(patch)
-        return by_source
+        return _grouped((patch.source or UNNAMED, patch) for patch in self.patches)
+
+
+def _grouped(named: Iterable[tuple[str, AppliedPatch]]) -> dict[str, list[AppliedPatch]]:
+    groups: dict[str, list[AppliedPatch]] = {}
+    for name, patch in named:
+        groups.setdefault(name, []).append(patch)
+    return groups
 
 
 def _patch_count_and_uuid(
@@ -266,14 +262,13 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
         elements: Counter[torch.device] = Counter()
         for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
             elements[weight.device] += weight.numel()
-        device = next((place for place, _ in elements.most_common(1)), None)
-    load, offload = (_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
-    if device is None:
-        unavailable["device"] = "it has no weights"
-    for name, device_of_kind in (("load_device", load), ("offload_device", offload)):
-        if device_of_kind is None:
-            unavailable[name] = NO_PATCHER
-    return Placement(device, load, offload)
+        device = most_common(elements)
+    placement = Placement(
+        device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    )
+    reasons = {"device": "it has no weights", "load_device": NO_PATCHER, "offload_device": NO_PATCHER}
+    unavailable |= {name: why for name, why in reasons.items() if getattr(placement, name) is None}
+    return placement
 
 
 def _device(value: object) -> torch.device | None:
@@ -298,33 +293,29 @@ def _look_at_contents(
 
 def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
     """Compare two moments."""
-    unavailable = {
-        f"{which}_{name}": snapshot.unavailable[read]
-        for which, snapshot in (("original", before), ("modified", after))
-        for read, name in (("class", "class"), ("patches_count", "patch_count"))
-        if read in snapshot.unavailable
-    }
-    counts = before.patch_count, after.patch_count
     known = before.kind is not None and after.kind is not None
-    if not known:
-        reason = unavailable.get("original_class") or unavailable.get("modified_class") or "unknown"
-        unavailable |= dict.fromkeys(("model_cloned", "class_changed"), reason)
-    if None in counts:
-        unavailable["patches_added"] = "the changes of one of the two could not be counted"
+    why = before.unavailable.get("class") or after.unavailable.get("class")
+    old, new = before.patch_count, after.patch_count
     uuids = before.patches_uuid, after.patches_uuid
-    if None in uuids:
-        unavailable["uuid_changed"] = after.unavailable.get("patches_uuid", "there is none to compare with")
-    return {
-        "model_cloned": None if same is None else not same,
-        "class_changed": before.kind != after.kind if known else None,
-        "patches_added": None if counts[0] is None or counts[1] is None else counts[1] - counts[0],
-        "uuid_changed": None if None in uuids else bool(uuids[0] != uuids[1]),
-        "original_patch_count": counts[0],
-        "modified_patch_count": counts[1],
-        "original_class": before.class_name,
-        "modified_class": after.class_name,
-        "unavailable": unavailable,
-    }
+    return with_reasons(
+        IdentityChanges,
+        {
+            "model_cloned": (None if same is None else not same, why),
+            "class_changed": (before.kind != after.kind if known else None, why),
+            "patches_added": (
+                None if old is None or new is None else new - old,
+                "the changes of one of the two could not be counted",
+            ),
+            "uuid_changed": (
+                None if None in uuids else bool(uuids[0] != uuids[1]),
+                after.unavailable.get("patches_uuid", "there is none to compare with"),
+            ),
+            "original_patch_count": (old, before.unavailable.get("patches_count")),
+            "modified_patch_count": (new, after.unavailable.get("patches_count")),
+            "original_class": (before.class_name, before.unavailable.get("class")),
+            "modified_class": (after.class_name, after.unavailable.get("class")),
+        },
+    )
 
 
 def is_same(before: ModelSnapshot, modified: object) -> bool | None:

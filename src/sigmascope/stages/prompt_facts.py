@@ -23,17 +23,18 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from sigmascope.probes.reading import read_host
 from sigmascope.records.prompts import PromptPrivacy, prompt_sha256
-from sigmascope.stages.baseline import unknown
+from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.schema import PromptFacts, TokenFacts
-from sigmascope.stages.text_encoders import CLIP_TOKENS
 
 PRIVATE = "prompts are kept as {!r}"
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 EMPHASIS = 1.1
+CLIP_TOKENS = 77
 _ESCAPED = re.compile(r"\\([()])")
 _NO_LIMIT = 1_000_000
 """transformers writes 10³⁰ where a tokenizer names no limit."""
@@ -87,14 +88,13 @@ class TokenCount:
     """What one tokenizer makes of a prompt.
 
     `tokens` are the prompt's own, without those that mark start, end or padding; `limit` is how many of
-    them fit. `chunks` is how many runs of the encoder they are spread over, where nothing is cut.
+    them fit. `truncated_words` are None where they are not known. `chunks` is how many runs of the encoder they are spread over, where nothing is cut.
     """
 
     name: str
     tokens: int
     truncated: int | None
-    truncated_words: tuple[str, ...] = ()
-    words_known: bool = True
+    truncated_words: tuple[str, ...] | None = ()
     limit: int | None = None
     chunks: int | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -121,31 +121,32 @@ def prompt_facts(
     else:
         unavailable |= main.unavailable
     weights = [piece for line in texts for piece in weighted_pieces(line) if piece.weight != 1.0]
-    tokenizers: dict[str, TokenFacts] = {
-        count.name: {
-            "token_count": count.tokens,
-            "truncated_tokens": count.truncated,
-            "truncated_words": list(count.truncated_words) if full and count.words_known else None,
-            "token_limit": count.limit,
-            "chunks": count.chunks,
-        }
-        for count in tokens
-    }
+    no_tokens: dict[str, None] = dict.fromkeys(TokenFacts.__annotations__)
+    return facts_as(
+        PromptFacts,
+        no_tokens if main is None else _token_facts(main, full),
+        text_content=text if full else None,
+        text_sha256=None if privacy == "none" else prompt_sha256(text),
+        character_length=sum(map(len, texts)),
+        word_count=sum(len(word_spans(line)) for line in texts),
+        special_characters=sum(map(special_characters, texts)),
+        whitespace_characters=sum(character.isspace() for line in texts for character in line),
+        control_characters=sum(map(control_characters, texts)),
+        prompt_weights=[{"text": w.text if full else None, "weight": w.weight} for w in weights],
+        tokenizers={count.name: _token_facts(count, full) for count in tokens},
+        unavailable=unavailable,
+    )
+
+
+def _token_facts(count: TokenCount, full: bool) -> TokenFacts:
     return {
-        "text_content": text if full else None,
-        "text_sha256": None if privacy == "none" else prompt_sha256(text),
-        "character_length": sum(map(len, texts)),
-        "word_count": sum(len(word_spans(line)) for line in texts),
-        "special_characters": sum(map(special_characters, texts)),
-        "whitespace_characters": sum(character.isspace() for line in texts for character in line),
-        "control_characters": sum(map(control_characters, texts)),
-        "prompt_weights": [{"text": w.text if full else None, "weight": w.weight} for w in weights],
-        "token_count": None if main is None else main.tokens,
-        "truncated_tokens": None if main is None else main.truncated,
-        "truncated_words": list(main.truncated_words) if main and full and main.words_known else None,
-        "token_limit": None if main is None else main.limit,
-        "tokenizers": tokenizers,
-        "unavailable": unavailable,
+        "token_count": count.tokens,
+        "truncated_tokens": count.truncated,
+        "truncated_words": list(count.truncated_words)
+        if full and count.truncated_words is not None
+        else None,
+        "token_limit": count.limit,
+        "chunks": count.chunks,
     }
 
 
@@ -204,13 +205,13 @@ def count_tokens(
 def _joined(counts: Sequence[TokenCount]) -> TokenCount:
     """The counts that one tokenizer gives for each prompt of a batch, as one."""
     cut = [count.truncated for count in counts if count.truncated is not None]
+    words = [count.truncated_words for count in counts if count.truncated_words is not None]
     chunks = [count.chunks for count in counts if count.chunks is not None]
     return replace(
         counts[0],
         tokens=sum(count.tokens for count in counts),
         truncated=sum(cut) if len(cut) == len(counts) else None,
-        truncated_words=tuple(word for count in counts for word in count.truncated_words),
-        words_known=all(count.words_known for count in counts),
+        truncated_words=tuple(chain.from_iterable(words)) if len(words) == len(counts) else None,
         chunks=sum(chunks) if chunks else None,
         unavailable={name: reason for count in counts for name, reason in count.unavailable.items()},
     )
@@ -282,7 +283,7 @@ def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) ->
             return TokenCount(name, total, 0, limit=room)
         if getattr(tokenizer, "truncation_side", "right") == "left":
             reason = {"truncated_words": "the tokenizer cuts at the beginning"}
-            return TokenCount(name, total, cut, words_known=False, limit=room, unavailable=reason)
+            return TokenCount(name, total, cut, None, limit=room, unavailable=reason)
         start = starts[room] if starts is not None else _end_of_what_fits(tokenizer, prompt, room)
     cut_words = (prompt[word.start : word.end] for word in word_spans(prompt) if word.end > start)
     return TokenCount(name, total, cut, tuple(cut_words), limit=room)

@@ -188,13 +188,6 @@ class PlacementChanges(TypedDict, total=False):
     unavailable: dict[str, str]
 
 
-class BothPlacements(TypedDict):
-    """Where both models are and were."""
-
-    unet: PlacementChanges
-    clip: PlacementChanges
-
-
 class MemoryChangeOfModel(TypedDict):
     """PyTorch's allocator on the device in use, before and after."""
 
@@ -358,7 +351,7 @@ class PatchAnalysis(TypedDict):
 
 
 class LoraAnalysis(StageAnalysis):
-    """What `analyze_lora_application_results` gives; plain JSON."""
+    """What `analyze_lora_application_results` gives; plain JSON. `placement_changes` has `unet` and `clip`."""
 
     lora_application_success: bool
     models_returned: int
@@ -368,7 +361,7 @@ class LoraAnalysis(StageAnalysis):
     clip_weight_changes: WeightChanges
     unet_lora_patches: PatchAnalysis
     clip_lora_patches: PatchAnalysis
-    placement_changes: BothPlacements
+    placement_changes: dict[str, PlacementChanges]
     memory_impact: LoraMemoryImpact
     effective: bool | None
     analysis_seconds: float
@@ -412,13 +405,6 @@ class PromptFacts(TypedDict):
     token_limit: int | None
     tokenizers: dict[str, TokenFacts]
     unavailable: dict[str, str]
-
-
-class TextProcessing(TypedDict):
-    """Facts of both prompts."""
-
-    positive: PromptFacts
-    negative: PromptFacts
 
 
 class EncoderDict(TypedDict):
@@ -472,13 +458,6 @@ class ConditioningDict(TypedDict):
     statistics: StatisticsDict | None
     tensor_dump: str | None
     unavailable: dict[str, str]
-
-
-class ModelStates(TypedDict):
-    """`model_state`: both models after the encoding."""
-
-    clip: ModelStateDict
-    unet: ModelStateDict
 
 
 class Performance(TypedDict):
@@ -536,15 +515,18 @@ class TextEncodingBaseline(StageBaseline):
 
 
 class TextEncodingAnalysis(StageAnalysis):
-    """What `analyze_text_encoding_results` gives."""
+    """What `analyze_text_encoding_results` gives.
+
+    `text_processing` has `positive` and `negative`, `model_state` has `clip` and `unet` after the encoding.
+    """
 
     encoding_success: bool
     positive_conditioning: ConditioningDict
     negative_conditioning: ConditioningDict
-    text_processing: TextProcessing
+    text_processing: dict[str, PromptFacts]
     performance: Performance
     efficiency: Efficiency
-    model_state: ModelStates
+    model_state: dict[str, ModelStateDict]
     memory_impact: MemoryImpactDict | None
     validation: Validation
 

@@ -16,27 +16,31 @@ from typing import Any
 
 from rich.console import Console
 
-from sigmascope.probes import Accelerator, memory_snapshot, read_nvml
+from sigmascope.probes import Accelerator, read_nvml
 from sigmascope.probes.reading import keeping_words, keeps_words, read_host
 from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
 from sigmascope.stages.baseline import (
     TEXT_NOT_KEPT,
+    Measurement,
     References,
     baseline_of,
     checked_seconds,
     cleanup_effectiveness,
     measure,
     model_state,
-    reference_to,
     references_of,
     state_now,
     with_reasons,
 )
 from sigmascope.stages.conditioning import (
     DumpFolder,
+    EncoderFacts,
     conditioning_facts,
     dump_conditioning,
+    find_encoders,
+    find_tokenizers,
+    named_tokenizers,
     read_conditioning,
 )
 from sigmascope.stages.prompt_facts import TokenCount, as_text, count_tokens, prompt_facts, texts_of
@@ -47,7 +51,6 @@ from sigmascope.stages.schema import (
     PromptFacts,
     TextEncodingAnalysis,
     TextEncodingBaseline,
-    TextProcessing,
 )
 from sigmascope.stages.summary import (
     BAD,
@@ -72,7 +75,6 @@ from sigmascope.stages.summary import (
     statistics_row,
     unknown,
 )
-from sigmascope.stages.text_encoders import EncoderFacts, find_encoders, find_tokenizers, named_tokenizers
 from sigmascope.stages.text_validation import TextEncodingThresholds, validate
 
 __all__ = [
@@ -88,6 +90,8 @@ __all__ = [
 TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
 """Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
 TEXT_TITLE = "TEXT ENCODING ANALYSIS SUMMARY"
+_Counts = Mapping[str, int | None]
+"""Of both prompts together: "character" and "token"."""
 _NOT_APART = "the prompts' times were not measured apart"
 
 
@@ -110,16 +114,9 @@ def capture_text_encoding_baseline(
     encoders = tuple(read_host(lambda: find_encoders(clip_model)).value or ())
     tokenizers = read_host(lambda: _tokenizers(clip_model, tokenizer)).value or {}
     clip_state, unet_state = model_state(clip_model), model_state(unet_model)
-    references = TextReferences(
-        memory_snapshot(accelerator),
-        accelerator,
-        reference_to(clip_model),
-        reference_to(unet_model),
-        tokenizers,
-        encoders,
-    )
+    models = {"clip": clip_model, "unet": unet_model}
     return {
-        **baseline_of(references),
+        **baseline_of(TextReferences, accelerator, models, tokenizers=tokenizers, encoders=encoders),
         "clip": clip_state,
         "unet": unet_state,
         "tokenizers": {name: type(held).__name__ for name, held in tokenizers.items()},
@@ -131,8 +128,6 @@ def capture_text_encoding_baseline(
 class TextReferences(References):
     """What a text encoding's baseline keeps. Models are referred to weakly; tokenizers are held."""
 
-    clip: Callable[[], Any] | None = None
-    unet: Callable[[], Any] | None = None
     tokenizers: Mapping[str, Any] = field(default_factory=dict)
     encoders: tuple[EncoderFacts, ...] = ()
 
@@ -195,13 +190,13 @@ def analyze_text_encoding_results(
         measured = measure(baseline, elapsed_time, peak_memory, error)
         known = references_of(baseline, TextReferences) or TextReferences(measured.snapshot, None)
         quotes = quoting(private_texts(positive_prompt, negative_prompt), prompt_privacy)
-        prompts: TextProcessing = {
+        prompts: dict[str, PromptFacts] = {
             "positive": _prompt_facts(positive_prompt, known, options),
             "negative": _prompt_facts(negative_prompt, known, options),
         }
         positive = _conditioning_facts("positive", positive_cond, positive_prompt, known, quotes, options)
         negative = _conditioning_facts("negative", negative_cond, negative_prompt, known, quotes, options)
-        clip = state_now(baseline, "clip", known.clip)
+        clip = state_now(baseline, "clip")
         validation = validate(
             prompts,
             {"positive": positive, "negative": negative},
@@ -211,6 +206,7 @@ def analyze_text_encoding_results(
             measured.seconds,
             thresholds or TextEncodingThresholds(),
         )
+        counts = _count_both(prompts)
         success = error is None and validation["output"]["passed"] is True
         return {
             **measured.as_dict(success, "; ".join(validation["output"]["messages"])),
@@ -218,15 +214,10 @@ def analyze_text_encoding_results(
             "positive_conditioning": positive,
             "negative_conditioning": negative,
             "text_processing": prompts,
-            "performance": performance(measured.seconds, positive_seconds, negative_seconds, prompts),
-            "efficiency": efficiency(
-                measured.seconds,
-                prompts,
-                (positive, negative),
-                cleanup_effectiveness(peak_memory, measured.impact),
-            ),
-            "model_state": {"clip": clip, "unet": state_now(baseline, "unet", known.unet)},
-            "memory_impact": None if measured.impact is None else measured.impact.as_dict(),
+            "performance": performance(measured, positive_seconds, negative_seconds, counts),
+            "efficiency": efficiency(measured, counts, (positive, negative)),
+            "model_state": {"clip": clip, "unet": state_now(baseline, "unet")},
+            "memory_impact": measured.impact_dict(),
             "validation": validation,
         }
 
@@ -298,77 +289,73 @@ def _named(items: Mapping[str, Any], quotes: Callable[[str], bool]) -> Iterator[
 
 
 def performance(
-    elapsed: object, positive_seconds: object, negative_seconds: object, prompts: TextProcessing
+    measured: Measurement, positive_seconds: object, negative_seconds: object, counts: _Counts
 ) -> Performance:
     """Seconds in all, for each prompt, and by character and token of both prompts together."""
-    total, why = checked_seconds(elapsed)
-    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
+    total, why = measured.seconds, measured.why_no_time
     return with_reasons(
         Performance,
         {
             "total_execution_time": (total, why),
             "positive_encoding_time": (checked_seconds(positive_seconds)[0], _NOT_APART),
             "negative_encoding_time": (checked_seconds(negative_seconds)[0], _NOT_APART),
-            "time_per_character": (_ratio(total, characters), why or _why_no_rate("characters", characters)),
-            "time_per_token": (_ratio(total, tokens), why or _why_no_rate("tokens", tokens)),
+            **{
+                f"time_per_{what}": (_ratio(total, count), why or _why_no_rate(what, count))
+                for what, count in counts.items()
+            },
         },
     )
 
 
-def _sum_of_prompts(prompts: TextProcessing, name: str) -> int | None:
-    """The figure of both prompts together; of one, where only one was given; None if one is unknown."""
-    given = [facts for facts in (prompts["positive"], prompts["negative"]) if _is_given(facts)]
-    values = [facts[name] for facts in given]  # type: ignore[literal-required]
-    return None if not values or None in values else sum(values)
+def _count_both(prompts: Mapping[str, PromptFacts]) -> _Counts:
+    """Characters and tokens of both prompts together; of one, where only one was given; None if one is unknown."""
+    given = [facts for facts in prompts.values() if facts["character_length"] is not None]
+    characters = [facts["character_length"] for facts in given]
+    tokens = [facts["token_count"] for facts in given]
+    return {"character": _sum_of(characters), "token": _sum_of(tokens)}
 
 
-def _is_given(facts: object) -> bool:
-    return isinstance(facts, dict) and facts["character_length"] is not None
+def _sum_of(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
 
 
-def _ratio(amount: float | None, count: int | None) -> float | None:
-    return None if amount is None or not count else amount / count
+def _ratio(amount: int | float | None, by: int | float | None) -> float | None:
+    return None if amount is None or not by else amount / by
 
 
 def _why_no_rate(what: str, count: int | None) -> str:
-    return f"the number of {what} is unknown" if count is None else f"there are no {what}"
+    return f"the number of {what}s is unknown" if count is None else f"there are no {what}s"
 
 
 def efficiency(
-    elapsed: object,
-    prompts: TextProcessing,
-    conditionings: tuple[ConditioningDict, ...],
-    cleanup: tuple[float | None, str | None],
+    measured: Measurement, counts: _Counts, conditionings: tuple[ConditioningDict, ...]
 ) -> Efficiency:
-    """Rates, memory by character, how busy the device is now, and the share of memory given back (`cleanup`).
+    """Rates, memory by character, how busy the device is now, and the share of memory given back.
 
     `gpu_utilization` is NVML's mean over its last sample period (1/6 to 1 s) for the device of the
     conditioning.
     """
-    total, why = checked_seconds(elapsed)
-    if total == 0:
-        total, why = None, "it took no measurable time"
-    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
+    total = measured.seconds
+    why = "it took no measurable time" if total == 0 else measured.why_no_time
     sizes = [facts["total_size_mb"] for facts in conditionings if facts["total_size_mb"] is not None]
     device = next((facts["device"] for facts in conditionings if facts["device"]), None)
-    no_characters = _why_no_rate("characters", characters)
+    characters = counts["character"]
     return with_reasons(
         Efficiency,
         {
-            "characters_per_second": (_rate(characters, total), why or no_characters),
-            "tokens_per_second": (_rate(tokens, total), why or _why_no_rate("tokens", tokens)),
+            **{
+                f"{what}s_per_second": (_ratio(count, total), why or _why_no_rate(what, count))
+                for what, count in counts.items()
+            },
             "memory_per_character_mb": (
                 _ratio(sum(sizes), characters) if sizes else None,
-                no_characters if sizes else "there is no conditioning",
+                _why_no_rate("character", characters) if sizes else "there is no conditioning",
             ),
             "gpu_utilization": _gpu_utilization(device),
-            "cleanup_effectiveness": cleanup,
+            "cleanup_effectiveness": cleanup_effectiveness(measured.peak, measured.impact),
         },
     )
-
-
-def _rate(count: int | None, seconds: float | None) -> float | None:
-    return None if count is None or seconds is None else count / seconds
 
 
 def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:

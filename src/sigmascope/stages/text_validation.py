@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sigmascope.records.memory import MemoryImpact, change, mib
-from sigmascope.stages.baseline import check_of
-from sigmascope.stages.conditioning import tensors_of
+from sigmascope.stages.baseline import check_of, device_before_and_after
+from sigmascope.stages.conditioning import (
+    UNKNOWN_FAMILY,
+    EncoderFacts,
+    is_one_of_several,
+    joined_layers,
+    tensors_of,
+)
 from sigmascope.stages.schema import (
     Check,
     ConditioningDict,
     ModelStateDict,
     PromptFacts,
     TensorDict,
-    TextProcessing,
     Validation,
-)
-from sigmascope.stages.text_encoders import (
-    UNKNOWN_FAMILY,
-    EncoderFacts,
-    is_one_of_several,
-    joined_layers,
 )
 
 Conditionings = Mapping[str, ConditioningDict]
@@ -67,7 +66,7 @@ class TextEncodingThresholds:
 
 
 def validate(
-    prompts: TextProcessing,
+    prompts: Mapping[str, PromptFacts],
     conditionings: Conditionings,
     clip: ModelStateDict,
     encoders: list[EncoderFacts],
@@ -76,21 +75,22 @@ def validate(
     limits: TextEncodingThresholds,
 ) -> Validation:
     """All checks: of the prompts, the conditionings, the time, and of what fits together."""
-    given = {"positive": prompts["positive"], "negative": prompts["negative"]}
-    known = given["positive"]["character_length"] is not None
+    known = prompts["positive"]["character_length"] is not None
+    ram_known = memory is not None and memory.current.ram_percent_used() is not None
+    shaped = {which: facts for which, facts in conditionings.items() if facts["shape"]}
     validation: Validation = {
         "success": True,
-        "input": check_of(_prompt_problems(given, limits), known=known),
+        "input": check_of(_prompt_problems(prompts, limits), known=known),
         "output": check_of(_conditioning_problems(conditionings, limits), known=True),
         "performance": check_of(_time_problems(seconds, limits), known=seconds is not None),
         "compatibility": {
             "clip_model": _check_clip_model(clip, encoders),
-            "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
+            "tensor_dimensions": check_of(_dimension_problems(shaped, encoders, limits), known=bool(shaped)),
             "device_placement": _check_placement(conditionings, clip, limits),
-            "memory_threshold": check_memory(memory, limits),
+            "memory_threshold": check_of(_memory_problems(memory, limits), known=ram_known),
         },
         "notes": [
-            *_prompt_notes(given),
+            *_prompt_notes(prompts),
             *_conditioning_notes(conditionings),
             *width_notes(conditionings, encoders),
         ],
@@ -207,14 +207,6 @@ def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
         yield f"positive and negative have different lengths: {', '.join(map(str, sorted(lengths)))} tokens"
 
 
-def check_dimensions(
-    conditionings: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
-) -> Check:
-    """Width, tokens and dtype of every embedding."""
-    known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
-    return check_of(_dimension_problems(known, encoders, limits), known=bool(known))
-
-
 def _dimension_problems(
     known: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
 ) -> Iterator[str]:
@@ -290,17 +282,12 @@ def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) 
             yield f"{which}: {words}"
 
 
-def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Check:
+def _memory_problems(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Iterator[str]:
     """Use of RAM and device now, and growth since the baseline, against the limits."""
     if memory is None:
-        return {"passed": None, "messages": []}
-    return check_of(_memory_problems(memory, limits), known=memory.current.ram_percent_used() is not None)
-
-
-def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
+        return
     before, after = memory.baseline, memory.current
-    device = after.device_in_use()
-    gpu_before, gpu_after = before.accelerator(device or ""), after.accelerator(device or "")
+    device, gpu_before, gpu_after = device_before_and_after(memory)
     rss_growth = mib(change(before.process_rss_bytes, after.process_rss_bytes))
     gpu_growth = mib(change(gpu_before.allocated_bytes, gpu_after.allocated_bytes))
     figures = (

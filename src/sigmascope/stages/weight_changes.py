@@ -6,7 +6,7 @@ else estimated from a thousand sampled elements. Old contents are taken wherever
 merged weight and the changes (`with_unmerged_norm`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Final
@@ -21,6 +21,7 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.reading import attempt, read_host
 from sigmascope.probes.tensors import place_of
+from sigmascope.stages.baseline import with_reasons
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -31,7 +32,6 @@ from sigmascope.stages.model_snapshot import (
 )
 from sigmascope.stages.schema import Drift, ValueChange, WeightChanges
 
-_LOOKED_AT = ("weights", "fingerprints")
 _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
 _SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
 NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
@@ -64,13 +64,13 @@ def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     verdicts = dict(_verdicts(looks))
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
     effects = {key: verdict.effect for key, verdict in changed.items()}
-    total = _total_effect(effects)
+    total = _total_effect(effects.values())
     keys_before, keys_after = set(before.keys), set(after.keys)
     names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
     unavailable = {
         f"{which}_{name}": snapshot.unavailable[name]
         for which, snapshot in (("original", before), ("modified", after))
-        for name in _LOOKED_AT
+        for name in ("weights", "fingerprints")
         if name in snapshot.unavailable
     }
     return {
@@ -157,16 +157,9 @@ def _verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
         # Where the host merged patches that the baseline had, the sample before is without them.
         if key in before.samples and key in after.samples and not (had_patches and key in merged):
             samples_of_both = before.samples[key], after.samples[key]
-        verdict = judge_weight(
-            WeightEvidence(
-                weight,
-                original_of(key) if key in before.weights else None,
-                acting,
-                had_patches,
-                content,
-                samples_of_both,
-            )
-        )
+        original = original_of(key) if key in before.weights else None
+        evidence = WeightEvidence(weight, original, acting, had_patches, content, samples_of_both)
+        verdict = judge_weight(evidence)
         if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
             yield key, verdict
 
@@ -228,14 +221,10 @@ def _with_contents_of(
     looked_at = {key: weight for key, weight in merged.items() if key in before.fingerprints}
     if not looked_at:
         return after
-    prints = {
-        key: reading.value for key, reading in fingerprints(looked_at).items() if reading.value is not None
-    }
-    return replace(
-        after,
-        fingerprints={**after.fingerprints, **prints},
-        samples={**after.samples, **samples(looked_at)},
-    )
+    readings = fingerprints(looked_at).items()
+    prints = {key: reading.value for key, reading in readings if reading.value is not None}
+    taken = {**after.samples, **samples(looked_at)}
+    return replace(after, fingerprints={**after.fingerprints, **prints}, samples=taken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,21 +248,19 @@ class WeightEvidence:
     samples: tuple[Tensor, Tensor] | None
 
 
-def _total_effect(effects: Mapping[str, Effect]) -> Effect:
-    deltas = [effect.delta_norm for effect in effects.values() if effect.delta_norm is not None]
-    both = [e for e in effects.values() if e.delta_norm is not None and e.weight_norm is not None]
-    unavailable: dict[str, str] = {}
-    if len(deltas) < len(effects):
-        first = next(
-            e.unavailable.get("delta_norm", "unknown") for e in effects.values() if e.delta_norm is None
-        )
-        unavailable["delta_norm"] = f"of {len(effects) - len(deltas)} of {len(effects)} weights: {first}"
+def _total_effect(effects: Collection[Effect]) -> Effect:
+    unknown = [effect for effect in effects if effect.delta_norm is None]
+    deltas = [effect.delta_norm for effect in effects if effect.delta_norm is not None]
+    both = [effect for effect in effects if effect.delta_norm is not None and effect.weight_norm is not None]
     below = root_sum_square([effect.weight_norm or 0.0 for effect in both])
     above = root_sum_square([effect.delta_norm or 0.0 for effect in both])
+    unavailable: dict[str, str] = {}
+    if unknown:
+        first = unknown[0].unavailable.get("delta_norm", "unknown")
+        unavailable["delta_norm"] = f"of {len(unknown)} of {len(effects)} weights: {first}"
     if below == 0.0:
-        unavailable["relative_change"] = (
-            "no weight changed" if not effects else "no changed weight's norm is known"
-        )
+        reason = "no changed weight's norm is known" if effects else "no weight changed"
+        unavailable["relative_change"] = reason
     delta = root_sum_square(deltas) if deltas or not effects else None
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
 
@@ -359,28 +346,24 @@ def _value_change(
     predicted: Effect | None,
     sampled: Effect | None,
 ) -> ValueChange:
-    unavailable = dict(effect.unavailable)
-    if weight.content_changed is None:
-        unavailable["content_changed"] = NOT_LOOKED_AT
-    if predicted is None:
-        unavailable["predicted_delta_norm"] = "no new change acts on it"
-    elif predicted.delta_norm is None:
-        unavailable["predicted_delta_norm"] = predicted.unavailable.get("delta_norm", "unknown")
-    if sampled is None:
-        unavailable["sampled_delta_norm"] = "no sample of both contents was taken"
-    if source is None:
-        unavailable["measured_from"] = effect.unavailable.get("delta_norm", "unknown")
-    return {
-        "content_changed": weight.content_changed,
-        "delta_norm": effect.delta_norm,
-        "relative_change": effect.relative_change,
-        "weight_norm": effect.weight_norm,
-        "predicted": source == "patches",
-        "measured_from": source,
-        "predicted_delta_norm": None if predicted is None else predicted.delta_norm,
-        "sampled_delta_norm": None if sampled is None else sampled.delta_norm,
-        "unavailable": unavailable,
-    }
+    why, by_patches, by_sample = effect.unavailable, predicted or _NO_EFFECT, sampled or _NO_EFFECT
+    why_no_prediction = "no new change acts on it" if predicted is None else "unknown"
+    return with_reasons(
+        ValueChange,
+        {
+            "content_changed": (weight.content_changed, NOT_LOOKED_AT),
+            "delta_norm": (effect.delta_norm, why.get("delta_norm")),
+            "relative_change": (effect.relative_change, why.get("relative_change")),
+            "weight_norm": (effect.weight_norm, why.get("weight_norm")),
+            "measured_from": (source, why.get("delta_norm")),
+            "predicted_delta_norm": (
+                by_patches.delta_norm,
+                by_patches.unavailable.get("delta_norm", why_no_prediction),
+            ),
+            "sampled_delta_norm": (by_sample.delta_norm, "no sample of both contents was taken"),
+        },
+        predicted=source == "patches",
+    )
 
 
 def _as_predicted(
@@ -411,9 +394,8 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
     if norm is None or effect.delta_norm is None:
         reason = "the weight without the changes is gone"
         unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
-        return Effect(effect.delta_norm, None, None, True, effect.acting, effect.left_out, unavailable)
-    relative = effect.delta_norm / norm
-    return Effect(effect.delta_norm, relative, norm, True, effect.acting, effect.left_out, effect.unavailable)
+        return replace(effect, relative_change=None, weight_norm=None, unavailable=unavailable)
+    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm)
 
 
 def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:

@@ -39,7 +39,7 @@ def test_images_that_grow_leave_gaps_that_none_of_the_next_fits_into(pipe: Any) 
     finding = found(growing)["memory.fragmented"]
     assert number(finding, "fragmentation") > 0.25
     assert finding.stage in ("denoising", "latent_decoding")  # the innermost
-    shrinking = watched(pipe, SimulatedGpu(scale=SCALE // 2), *reversed(sizes))
+    shrinking = watched(pipe, SimulatedGpu(scale=SCALE // 2), *sizes[::-2])
     assert "memory.fragmented" not in found(shrinking)
 
 
@@ -89,7 +89,7 @@ def test_latents_that_a_callback_keeps(pipe: Any) -> None:
         kept.append(kwargs["latents"].clone())
         return kwargs
 
-    run = watched(pipe, SimulatedGpu(scale=SCALE), {"num_inference_steps": 14, "callback_on_step_end": keep})
+    run = watched(pipe, SimulatedGpu(scale=SCALE), {"num_inference_steps": 10, "callback_on_step_end": keep})
     finding = found(run)["memory_leak"]
     assert (finding.stage, finding.evidence["where"]) == ("denoising", "the device in use")
     assert number(finding, "mb_per_call") == pytest.approx(SCALE * kept[0].nbytes / 2**20)

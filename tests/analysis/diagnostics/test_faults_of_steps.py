@@ -10,7 +10,7 @@ from tests.analysis.diagnostics.simulated import Nvml, SimulatedGpu, asked_throu
 
 from sigmascope.records.merge import merge_runs
 
-STEPS = 8
+STEPS = 6
 
 
 class Loading:
@@ -40,22 +40,23 @@ class Accumulating:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rule", "told"),
+    ("fault", "steps", "rule", "told"),
     [
-        (Loading(), "time.first_step_compiles", {"compiled": False}),
-        (Previews(), "time.steps_stand_out", {"steps": "6, 11"}),
-        (Accumulating(), "time.steps_slow_down", {"steps": 13}),
+        (Loading(), 4, "time.first_step_compiles", {"compiled": False}),
+        (Previews(), 12, "time.steps_stand_out", {"steps": "6, 11"}),
+        (Accumulating(), 14, "time.steps_slow_down", {"steps": 13}),
     ],
 )
 def test_steps_that_are_not_even(
     pipe: Any,
     fault: Callable[[SimulatedGpu, int, torch.Tensor], None],
+    steps: int,
     rule: str,
     told: dict[str, object],
 ) -> None:
     gpu, calls = SimulatedGpu(), itertools.count()
     hook = pipe.unet.register_forward_pre_hook(lambda _, args: fault(gpu, next(calls), args[0]))
-    findings = found(watched(pipe, gpu, {"num_inference_steps": 14}))
+    findings = found(watched(pipe, gpu, {"num_inference_steps": steps}))
     hook.remove()
     assert {name for name in findings if name.startswith("time.")} == {rule}
     assert findings[rule].evidence.items() >= told.items()
@@ -79,9 +80,9 @@ def test_a_preview_between_the_steps_keeps_the_device_waiting(pipe: Any) -> None
 
 
 def test_small_kernels_that_wait_for_python_leave_the_device_idle(pipe: Any) -> None:
-    gpu = SimulatedGpu(gflops=1e6, launch_us=100.0)
+    gpu = SimulatedGpu(gflops=1e6, launch_us=400.0, shortest_us=80.0)
     with asked_through(Nvml(gpu), gpu):
-        findings = found(watched(pipe, gpu, {"num_inference_steps": 25}, sample_hz=10.0))
+        findings = found(watched(pipe, gpu, {"num_inference_steps": 7}, sample_hz=10.0))
     assert 10 < number(findings["utilization.device_idle"], "busy_percent") < 30
     assert "time.device_waits" not in findings  # what is idle is so within the steps
 
@@ -95,14 +96,15 @@ def test_small_kernels_that_wait_for_python_leave_the_device_idle(pipe: Any) -> 
     ],
 )
 def test_a_device_that_holds_itself_back(pipe: Any, nvml: dict[str, Any], rule: str | None) -> None:
-    gpu = SimulatedGpu(gflops=0.03, launch_us=100.0)
+    gpu = SimulatedGpu(gflops=0.03, launch_us=200.0)
     with asked_through(Nvml(gpu, **nvml), gpu):
-        findings = found(watched(pipe, gpu, {"num_inference_steps": 8}, sample_hz=10.0))
+        findings = found(watched(pipe, gpu, {"num_inference_steps": 6}, sample_hz=10.0))
     assert {name for name in findings if name.startswith("utilization.")} == ({rule} if rule else set())
 
 
 def test_a_rank_on_a_slower_device(pipe: Any) -> None:
-    ranks = [watched(pipe, SimulatedGpu(gflops=gflops)) for gflops in (1.0, 1.0, 0.5)]
+    call = {"num_inference_steps": 3}
+    ranks = [watched(pipe, SimulatedGpu(gflops=gflops), call) for gflops in (1.0, 1.0, 0.5)]
     finding = found(merge_runs(ranks))["ranks.slow_rank"]
     assert finding.evidence["rank"] == "rank 2"
     assert number(finding, "step_seconds") > 1.3 * number(finding, "others_seconds")

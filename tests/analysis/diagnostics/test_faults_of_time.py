@@ -13,13 +13,13 @@ import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.run import Finding
 
-STEPS = 8
+STEPS = 4
 Callback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def healthy(pipe: Any) -> dict[str, Finding]:
-    return found(watched(pipe, SimulatedGpu(), {"num_inference_steps": STEPS}))
+    return found(watched(pipe, SimulatedGpu(), {"num_inference_steps": 8}))
 
 
 def test_a_healthy_pipeline_says_nothing_of_time(healthy: dict[str, Finding]) -> None:

@@ -2,11 +2,10 @@ import math
 
 import pytest
 from scipy.stats import norm
-from tests.analysis.run_sets import noisy_runs, run
+from tests.analysis.run_sets import noisy_runs, noisy_steps, run
 
 from sigmascope.analysis import run_comparison
 from sigmascope.analysis.run_comparison import compare_run_sets, compare_values
-from sigmascope.analysis.run_figures import figures_of
 
 
 def test_the_exact_test_of_separated_samples_is_one_over_the_number_of_splits() -> None:
@@ -29,8 +28,8 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says(monkeypatch: pyt
     monkeypatch.setattr(run_comparison, "_RESAMPLES", 499)
     covered = 0
     for seed in range(60):
-        sides = (noisy_runs(12, factor=1.1, seed=seed), noisy_runs(12, seed=1000 + seed))
-        new, old = (figures_of(runs)["denoising"].values for runs in sides)
+        new = [sum(steps) for steps in noisy_steps(12, factor=1.1, seed=seed)]
+        old = [sum(steps) for steps in noisy_steps(12, seed=1000 + seed)]
         one = compare_values("denoising", "seconds", new, old, seed=seed)
         assert one.lower is not None
         assert one.upper is not None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.analysis.run_sets import run
 
-from sigmascope.analysis.run_comparison import set_up_differences
+from sigmascope.analysis.recipe import recipe_differences
 from sigmascope.records.run import (
     AcceleratorFacts,
     AttentionFacts,
@@ -41,11 +41,11 @@ def denoiser(dtype: str, **switches: Any) -> PipelineFacts:
 
 def test_the_same_set_up_differs_in_nothing() -> None:
     runs = [on({"torch": "2.13"}), called(denoiser("bfloat16"))]
-    assert set_up_differences(runs, runs) == {}
+    assert recipe_differences(runs, runs) == {}
 
 
 def test_versions_and_drivers_that_changed_are_named() -> None:
-    found = set_up_differences(
+    found = recipe_differences(
         [on({"torch": "2.13", "numpy": "2"}, "570")], [on({"torch": "2.12", "numpy": "2"}, "560")]
     )
     assert found == {"torch": ("2.12", "2.13"), "cuda:0 driver": ("560", "570")}
@@ -53,7 +53,7 @@ def test_versions_and_drivers_that_changed_are_named() -> None:
 
 def test_what_was_done_to_a_pipeline_is_named() -> None:
     changed = called(denoiser("bfloat16", compiled=True, offload="model"))
-    found = set_up_differences([changed], [called(denoiser("float32"))])
+    found = recipe_differences([changed], [called(denoiser("float32"))])
     assert found == {
         "transformer dtype": ("float32", "bfloat16"),
         "transformer offload": ("none", "model"),
@@ -62,7 +62,7 @@ def test_what_was_done_to_a_pipeline_is_named() -> None:
 
 
 def test_another_call_is_named() -> None:
-    found = set_up_differences(
+    found = recipe_differences(
         [called(call=CallFacts(num_inference_steps=4, width=512))],
         [called(call=CallFacts(num_inference_steps=20, width=512))],
     )
@@ -70,17 +70,17 @@ def test_another_call_is_named() -> None:
 
 
 def test_what_one_side_does_not_tell_is_no_difference() -> None:
-    assert set_up_differences([on({"torch": "2.13"})], [run([1.0])]) == {}
+    assert recipe_differences([on({"torch": "2.13"})], [run([1.0])]) == {}
 
 
 def test_runs_of_one_side_that_do_not_agree_are_all_told() -> None:
-    found = set_up_differences([on({"torch": "2.13"}), on({"torch": "2.12"})], [on({"torch": "2.13"})])
+    found = recipe_differences([on({"torch": "2.13"}), on({"torch": "2.12"})], [on({"torch": "2.13"})])
     assert found == {"torch": ("2.13", "2.12, 2.13")}
 
 
 def test_facts_of_another_shape_are_passed_over() -> None:
     odd = replace(run([1.0]), stages=(Stage("generation", 0.0, 1.0, facts={"pipeline": 3}),))
-    assert set_up_differences([odd], [odd]) == {}
+    assert recipe_differences([odd], [odd]) == {}
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_other_work_on_the_processor_counts_where_it_is_much(
     before, after = (
         replace(run([1.0]), facts={"benchmark": {"others_cpu_share": share}}) for share in (0.05, now)
     )
-    assert set_up_differences([after], [before]) == found
+    assert recipe_differences([after], [before]) == found
 
 
 def test_a_benchmarks_device_and_threads_count() -> None:
     sides = [replace(run([1.0]), facts={"benchmark": {"device": "cpu", "threads": n}}) for n in (1, 2)]
-    assert set_up_differences([sides[1]], [sides[0]]) == {"threads": ("1", "2")}
+    assert recipe_differences([sides[1]], [sides[0]]) == {"threads": ("1", "2")}

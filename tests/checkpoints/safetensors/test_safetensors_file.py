@@ -97,7 +97,7 @@ def test_a_disk_that_fails_is_a_checkpoint_error(path: Path, monkeypatch: pytest
     def failing(*arguments: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("sigmascope.checkpoints.files._read_at", failing)
+    monkeypatch.setattr("sigmascope.checkpoints.checkpoint._read_at", failing)
     with (
         open_checkpoint(path) as checkpoint,
         pytest.raises(CheckpointError, match=r"'num_iterations' cannot be read \(Input/output error\)"),
@@ -116,7 +116,7 @@ def test_reading_works_without_pread(
 def test_large_tensors_are_read_in_several_calls(
     path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, same_bytes: SameBytes
 ) -> None:
-    monkeypatch.setattr("sigmascope.checkpoints.files._MOST_AT_ONCE", 5)
+    monkeypatch.setattr("sigmascope.checkpoints.checkpoint._MOST_AT_ONCE", 5)
     with open_checkpoint(path) as checkpoint:
         assert all(same_bytes(checkpoint.tensor(name), weights[name]) for name in weights)
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,40 +13,53 @@ from safetensors.torch import load_file
 
 from sigmascope.checkpoints import StreamingWriter, safetensors, save_safetensors
 
-WRITES_AND_WAITS = """
-    import sys, time, torch
-    from sigmascope.checkpoints import StreamingWriter
-
-    with StreamingWriter(sys.argv[1]) as writer:
-        writer.write("a", torch.zeros(1000))
-        print("half", flush=True)
-        time.sleep(300)
-"""
-STREAMS_MUCH = """
-    import resource, sys, torch
+STREAMS_MUCH_THEN_WAITS = """
+    import resource, sys, time, torch
     from sigmascope.checkpoints import StreamingWriter, open_checkpoint
 
     def peak_kb():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def work(count):
-        with StreamingWriter(sys.argv[1]) as writer:
+        with StreamingWriter(sys.argv[2]) as writer:
             for number in range(count):
                 writer.write(str(number), torch.full((1024, 1024), float(number)).T)
-        with open_checkpoint(sys.argv[1]) as checkpoint:
+        with open_checkpoint(sys.argv[2]) as checkpoint:
             for key in checkpoint:
                 checkpoint.tensor(key)
 
     work(3)
     before = peak_kb()
     work(12)
-    print(peak_kb() - before)
+    print(peak_kb() - before, flush=True)
+    with StreamingWriter(sys.argv[1]) as writer:
+        writer.write("a", torch.zeros(1000))
+        print("half", flush=True)
+        time.sleep(300)
 """
 
 
-def run(code: str, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@dataclass(frozen=True)
+class Killed:
+    """What a process left that was killed while it wrote."""
+
+    path: Path
+    growth_kb: int
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("killed")
+    path = folder / "x.safetensors"
+    save_safetensors(path, {"old": torch.ones(2)})
+    much = tmp_path_factory.mktemp("much") / "much.safetensors"
+    command = [sys.executable, "-c", textwrap.dedent(STREAMS_MUCH_THEN_WAITS), str(path), str(much)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        growth_kb = int(process.stdout.readline())
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    return Killed(path, growth_kb)
 
 
 def names(folder: Path) -> list[str]:
@@ -59,17 +73,12 @@ def write_and(path: Path, then: Callable[[], None]) -> None:
         then()
 
 
-def test_a_killed_process_leaves_the_target_and_the_next_one_clears_up(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_safetensors(path, {"old": torch.ones(2)})
-    with run(WRITES_AND_WAITS, str(path)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "half\n"
-        process.send_signal(signal.SIGKILL)
+def test_a_killed_process_leaves_the_target_and_the_next_one_clears_up(killed: Killed) -> None:
+    path = killed.path
     assert load_file(path)["old"].tolist() == [1.0, 1.0]
-    assert len(names(tmp_path)) == 2
+    assert len(names(path.parent)) == 2
     save_safetensors(path, {"new": torch.ones(1)})
-    assert names(tmp_path) == ["x.safetensors"]
+    assert names(path.parent) == ["x.safetensors"]
     assert list(load_file(path)) == ["new"]
 
 
@@ -104,8 +113,5 @@ def test_ctrl_c_while_opening_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert names(tmp_path) == []
 
 
-def test_memory_holds_a_few_tensors_however_many_are_written(tmp_path: Path) -> None:
-    with run(STREAMS_MUCH, str(tmp_path / "x.safetensors")) as process:
-        output, _ = process.communicate(timeout=300)
-    growth_kb = int(output)
-    assert growth_kb < 16 * 1024  # four tensors of 4 MB; all of them are 48 MB
+def test_memory_holds_a_few_tensors_however_many_are_written(killed: Killed) -> None:
+    assert killed.growth_kb < 16 * 1024  # four tensors of 4 MB; all of them are 48 MB

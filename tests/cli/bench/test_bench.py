@@ -45,7 +45,7 @@ def test_a_saved_pipeline_gives_stages_and_facts(folder: Path, tmp_path: Path) -
 
 
 def test_json_holds_every_case(folder: Path, tmp_path: Path) -> None:
-    done = quick(folder, tmp_path / "runs", "--batch", "1,2", "--json")
+    done = quick(folder, tmp_path / "runs", "--batch", "1,2", "--warmup", 0, "--json")
     found = json.loads(done.stdout)
     assert [case["case"]["batch"] for case in found["cases"]] == [1, 2]
     assert [case["made"]["samples"] for case in found["cases"]] == [1, 2]

@@ -1,12 +1,12 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from sigmascope import __version__
-from sigmascope.cli import root
+from sigmascope.cli import main, root
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
+from sigmascope.lora import validate
 
 
 def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -61,21 +61,19 @@ def test_an_error_that_nobody_planned_is_not_swallowed(monkeypatch: pytest.Monke
         root.run()
 
 
-def test_ctrl_c_inside_a_command_exits_with_130(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from sigmascope.cli import main\n"
-        "import sigmascope.lora.validate as v\n"
-        "def stop(*a, **k): raise KeyboardInterrupt\n"
-        "v.validate_lora = stop\n"
-        "sys.argv = ['sigmascope', 'lora', 'validate', '--base_model_path', 'a', '--tuned_model_path', 'b', '--lora_path', 'c']\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
+def test_ctrl_c_inside_a_command_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate, "validate_lora", stop)
+    paths = ("--base_model_path", "a", "--tuned_model_path", "b", "--lora_path", "c")
+    monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "validate", *paths])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_demo_is_a_command() -> None:

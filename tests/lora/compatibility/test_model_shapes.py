@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.compatibility import judge_lora, layout_for, shapes_of
+from sigmascope.lora.compatibility import judge_lora, shapes_of
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 
 
@@ -35,7 +36,7 @@ CLIP = tree(**{f"clip_l__{Q_PROJ}": (6, 6), f"clip_g__{Q_PROJ}": (10, 10)})
 
 def test_comfyuis_model_and_clip_have_the_names_of_its_files() -> None:
     shapes = shapes_of({"model": UNET, "clip": CLIP})
-    prefixes = layout_for(shapes).prefixes
+    prefixes = layout_of(shapes).prefixes
     assert prefixes["denoiser"] == "diffusion_model."
     assert prefixes["text_encoder"] == "text_encoders.clip_l.transformer."
     assert prefixes["text_encoder_2"] == "text_encoders.clip_g.transformer."

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from sigmascope.lora.compatibility import NearestNames
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import NearestNames
 from sigmascope.lora.module_names import file_family
 
 

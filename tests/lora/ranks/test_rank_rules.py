@@ -1,7 +1,7 @@
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.layers import nearest_layers
+from sigmascope.lora.layer_names import nearest_layers
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules, parse_overrides, split_patterns
 
 LAYERS = [

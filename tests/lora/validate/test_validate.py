@@ -10,9 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.alignment import ChangedKeys
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.validate import ChangedKeys, Residual, ResidualMeter, ValidationReport, validate_lora
-from sigmascope.lora.validation_report import ModuleError, band_of
+from sigmascope.lora.validate import (
+    ModuleError,
+    Residual,
+    ResidualMeter,
+    ValidationReport,
+    band_of,
+    validate_lora,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

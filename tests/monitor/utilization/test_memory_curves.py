@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sigmascope.analysis.leaks import TOLERANCE_BYTES
+from sigmascope.analysis.memory import TOLERANCE_BYTES
 from sigmascope.monitor import Recorder, scope
 from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.scope import OUTSIDE, OWN_FACT

@@ -28,7 +28,7 @@ MIB = 1024**2
 def printed(run: Run, width: int = 80) -> str:
     console = Console(width=width, record=True, force_terminal=False, file=None, quiet=False)
     with console.capture() as capture:
-        print_run(run, console)
+        print_run(run, console, full=True)
     return capture.get()
 
 
@@ -60,7 +60,7 @@ def test_a_stage_shows_time_share_steps_and_memory() -> None:
         peak=PeakMemory(rss_bytes=200 * MIB, rss_at_seconds=0.25),
         steps=Steps(started=(0.0, 0.5), seconds=(0.5, 0.3)),
     )
-    line = line_with(printed(run_of(stage)), "denoising")
+    line = line_with(printed(run_of(stage)), "✓ denoising")
     for part in ("1.00 s", "25 %", "2 × 400 ms", "+64.0", "200.0 250 ms"):
         assert part in line
 
@@ -94,7 +94,7 @@ def test_names_of_stages_are_whole_beside_the_figures_of_an_accelerator() -> Non
     memory = PeakMemory(10**10, 12.34, accelerators=(AcceleratorPeak("cuda:0", 10**11, 12.34),))
     inner = Stage("latent_decoding", 0.0, 12.34, peak=memory, steps=Steps((0.0,), (12.34,)))
     text = printed(run_of(Stage("generation", 0.0, 123.4, peak=memory, children=(inner,))))
-    assert text.count("latent_decoding") == 2
+    assert text.count("✓ latent_decoding") == 2
     assert max(map(len, text.splitlines())) <= 80
 
 

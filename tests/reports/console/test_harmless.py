@@ -66,7 +66,7 @@ def test_the_record_of_a_run() -> None:
     run = run_from_json(json.dumps(poisoned(json.loads(run_to_json(TOLD)))))
     console = Console(width=80, force_terminal=False)
     with console.capture() as capture:
-        print_run(run, console)
+        print_run(run, console, full=True)
     shown = capture.get()
     assert_harmless(shown)
     for part in (
@@ -85,7 +85,7 @@ def test_the_record_of_a_run() -> None:
 def test_colours_stay() -> None:
     console = Console(width=80, force_terminal=True, color_system="standard")
     with console.capture() as capture:
-        print_run(TOLD, console)
+        print_run(TOLD, console, full=True)
     assert "\x1b[" in capture.get()
 
 

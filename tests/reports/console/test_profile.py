@@ -64,7 +64,7 @@ def test_what_was_not_seen_has_its_reason() -> None:
 def of_run(**facts: object) -> str:
     stream = io.StringIO()
     run = Run("1", "r", "2026-11-21T10:00:00+00:00", 1.0, stages=(Stage("denoising", 0.0, 1.0, facts=facts),))
-    print_run(run, Console(file=stream, width=80))
+    print_run(run, Console(file=stream, width=80), full=True)
     return stream.getvalue()
 
 

@@ -11,7 +11,7 @@ from sigmascope.stages.latent_encoding import (
     analyze_latent_generation_results,
     capture_latent_generation_baseline,
 )
-from sigmascope.stages.vae_facts import vae_facts
+from sigmascope.stages.latent_facts import vae_facts
 
 pytestmark = pytest.mark.comfyui
 LENGTH, HEIGHT, WIDTH = 81, 64, 96

@@ -91,7 +91,7 @@ SUMMARY = """\
 
 @pytest.fixture
 def baseline(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(latent_encoding, "memory_snapshot", lambda _: BEFORE)
+    monkeypatch.setattr("sigmascope.stages.baseline.memory_snapshot", lambda _: BEFORE)
     video = np.zeros((16, 512, 512, 3), np.uint8)
     before = latent_encoding.capture_latent_generation_baseline(None, video)
     monkeypatch.setattr("sigmascope.stages.baseline.memory_snapshot", lambda _: AFTER)

@@ -44,7 +44,7 @@ def test_nothing_is_kept_alive(encode_pixels: Any) -> None:
     gc.collect()
     assert [reference() for reference in alive] == [None, None, None]
     assert found["encoding_success"]
-    assert baseline["references"].vae() is None
+    assert baseline["references"].models["model_state"]() is None
 
 
 def test_pictures_and_random_state_are_untouched(vae: Any) -> None:

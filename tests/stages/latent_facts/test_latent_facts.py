@@ -7,7 +7,7 @@ import torch
 
 from sigmascope.records.latents import VaeFacts
 from sigmascope.stages.latent_encoding import _analyze_latent_output
-from sigmascope.stages.vae_facts import vae_facts
+from sigmascope.stages.latent_facts import vae_facts
 
 WAN = VaeFacts("AutoencoderKLWan", 16, 3, 8, 4, first_frame_apart=True, is_video=True)
 

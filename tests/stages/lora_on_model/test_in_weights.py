@@ -17,11 +17,10 @@ def fused(folder: Path, *, scale: float = 1.0, others: int = 0, dtype: torch.dty
     """The analysis of a LoRA that was fused, with others beside it, and unloaded."""
     pipeline = make_pipeline("sd15").to(dtype)
     parts = ("unet", "text_encoder")
+    state = lora_state(pipeline, ("unet",), only="mid_block") | lora_state(pipeline, ("text_encoder",))
+    beside = [lora_state(pipeline, parts, seed=seed, only="to_") for seed in range(1, 1 + others)]
     paths = [
-        write(
-            lora_state(pipeline, parts, seed=seed, only="to_" if seed else ""), folder / f"{seed}.safetensors"
-        )
-        for seed in range(1 + others)
+        write(factors, folder / f"{number}.safetensors") for number, factors in enumerate([state, *beside])
     ]
     baseline = capture_lora_baseline(pipeline.unet, pipeline.text_encoder, paths[0])
     for number, path in enumerate(paths):
@@ -67,9 +66,11 @@ def test_it_is_found_beside_others_and_in_bfloat16(tmp_path: Path) -> None:
 
 def test_another_lora_is_not_found_in_them(tmp_path: Path) -> None:
     pipeline = make_pipeline("sd15")
-    state = lora_state(pipeline, ("unet",))
-    path = write(state, tmp_path / "own.safetensors")
-    other = write(lora_state(pipeline, ("unet",), seed=5), tmp_path / "other.safetensors")
+    state, other_state = (lora_state(pipeline, ("unet",), seed=seed, only="mid_block") for seed in (0, 5))
+    path, other = (
+        write(state, tmp_path / "own.safetensors"),
+        write(other_state, tmp_path / "other.safetensors"),
+    )
     baseline = capture_lora_baseline(pipeline.unet, None, path)
     pipeline.load_lora_weights(str(other))
     pipeline.fuse_lora(components=["unet"])

@@ -12,7 +12,7 @@ from tests.comfy_shapes.patchers import ModelPatcher
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
-from sigmascope.stages.lora_findings import FileFindings
+from sigmascope.stages.lora_on_model import file_findings
 
 
 @pytest.fixture
@@ -80,5 +80,5 @@ def test_a_file_of_which_nothing_is_on_the_model_is_critical(unet: ModelPatcher,
 def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named: bool) -> None:
     finding = Finding("lora_kohya_names", "info", "diffusers reads …")
     verdict = LoraVerdict("x.safetensors", findings=(finding,))
-    found = FileFindings(verdict, None, host).all()
+    found = file_findings(verdict, None, host)
     assert ("lora_kohya_names" in {one.id for one in found}) is named

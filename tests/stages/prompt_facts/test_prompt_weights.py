@@ -48,7 +48,7 @@ def test_only_pieces_with_weight_are_emphasised() -> None:
 
 
 def test_thousands_of_parentheses_do_no_harm() -> None:
-    assert [piece.text for piece in weighted_pieces("(" * 20_000 + "x" + ")" * 20_000)] == ["x"]
+    assert [piece.text for piece in weighted_pieces("(" * 5_000 + "x" + ")" * 5_000)] == ["x"]
 
 
 @given(st.text(alphabet="ab():1.\\ ", max_size=40))

@@ -29,11 +29,11 @@ def test_what_is_cut_is_what_the_tokenizer_cuts(clip_tokenizer: Any) -> None:
 
 def test_the_words_that_are_cut_are_named(clip_tokenizer: Any) -> None:
     count = one(LONG, clip_tokenizer)
-    assert count.truncated_words[-2:] == ("unseen", "castle")
+    assert (count.truncated_words or ())[-2:] == ("unseen", "castle")
     kept = clip_tokenizer(LONG, truncation=True, max_length=77, return_offsets_mapping=True)
     end = kept["offset_mapping"][-2][1]
     assert LONG[end:].split()[-1] == "castle"
-    assert len(count.truncated_words) - len(LONG[end:].replace(",", " ").split()) in (0, 1)
+    assert len(count.truncated_words or ()) - len(LONG[end:].replace(",", " ").split()) in (0, 1)
 
 
 def test_a_prompt_that_just_fits_is_whole(clip_tokenizer: Any) -> None:
@@ -41,7 +41,8 @@ def test_a_prompt_that_just_fits_is_whole(clip_tokenizer: Any) -> None:
     words = 75 // one("fox", clip_tokenizer).tokens
     count = one(" ".join(["fox"] * words), clip_tokenizer)
     assert count.truncated == 0
-    assert one(prompt + " fox fox", clip_tokenizer, limit=count.tokens + 2).truncated_words[:1] == ("fox",)
+    cut = one(prompt + " fox fox", clip_tokenizer, limit=count.tokens + 2)
+    assert (cut.truncated_words or ())[:1] == ("fox",)
 
 
 def test_a_limit_of_the_pipeline_wins(t5_tokenizer: Any) -> None:

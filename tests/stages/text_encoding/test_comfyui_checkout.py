@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.comfy_shapes.checkout import Checkout
 
-from sigmascope.stages.text_encoders import find_encoders, identify
+from sigmascope.stages.conditioning import find_encoders, identify
 
 pytestmark = [
     pytest.mark.comfyui,

@@ -308,7 +308,7 @@ def test_conditionings_are_dumped_where_asked(tmp_path: Path, clip: nn.Module) -
 
 
 def test_dumps_of_two_pipelines_have_the_same_names(tmp_path: Path) -> None:
-    from sigmascope.analysis.dump_comparison import compare_runs
+    from sigmascope.analysis.tensor_comparison import compare_runs
 
     embeds, pooled = torch.randn(1, 77, 8), torch.randn(1, 12)
     comfyui = [[embeds, {"pooled_output": pooled, "strength": 0.8}]]

@@ -5,7 +5,6 @@ With `--model` a LoRA is judged beside a checkpoint (`judge`), with `--picture` 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -36,12 +35,11 @@ from sigmascope.cli.console import (
     table,
     title,
 )
+from sigmascope.cli.lora.validate import check_picture
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
@@ -55,7 +53,6 @@ _MOST_UNMATCHED = 5
 
 
 # The picture: sizes in pixels, and colours.
-_PICTURES: Final = (".svg", ".png")
 _WIDTH: Final = 960
 _LEFT: Final = 230
 _RIGHT: Final = 690  # of the longest bar; the figures come behind it
@@ -108,7 +105,8 @@ def inspect(
     if relative_strength and model is None:
         raise ConfigError("--relative_strength has no model.", hint="Give the checkpoint with --model.")
     if picture is not None:
-        check_picture(picture, lora, model)
+        inputs = (lora, model) if model is not None else (lora,)
+        check_picture(picture, dict.fromkeys(inputs, "is an input"), (".svg", ".png"))
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
     on_model = None if model is None else judge(lora, model, relative=relative_strength)
@@ -118,7 +116,12 @@ def inspect(
         own = report.as_dict(spectra=verbose)
         print_json(own if on_model is None else own | {"model": on_model.as_dict()})
     else:
-        _print(report, on_model, picture, verbose=verbose)
+        console = Console()
+        print_inspection(console, report, verbose=verbose)
+        if on_model is not None:
+            print_on_model(console, on_model, verbose=verbose)
+        if picture is not None:
+            console.print(title("Picture", picture))
     if on_model is not None and not on_model.verdict.fits:
         raise typer.Exit(1)
 
@@ -155,29 +158,18 @@ class OnModel:
         return report
 
 
-def _print(
-    report: "LoraInspection", on_model: OnModel | None, picture: Path | None, *, verbose: bool
-) -> None:
-    console = Console()
-    print_inspection(console, report, verbose=verbose)
-    if on_model is not None:
-        print_on_model(console, on_model, verbose=verbose)
-    if picture is not None:
-        console.print(title("Picture", picture))
-
-
 def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
     """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
     from sigmascope.checkpoints import open_checkpoint
-    from sigmascope.lora.compatibility import judge_lora, relative_strengths
+    from sigmascope.lora.compatibility import judge_lora
+    from sigmascope.lora.inspect import relative_strengths
 
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(model))
+    with open_checkpoint(model) as checkpoint:
         verdict = judge_lora(lora, checkpoint)
         if not relative:
             return OnModel(model, verdict)
-        progress = stack.enter_context(progress_bar("Reading the model"))
-        return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
+        with progress_bar("Reading the model") as progress:
+            return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
@@ -213,9 +205,8 @@ def _totals(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]
 
 
 def _blocks(report: "LoraInspection") -> Table:
-    made = table("Block", "Modules", "Rank", "Effective", "Strength", "Share")
-    for block in report.blocks:
-        made.add_row(
+    rows = (
+        (
             plain(block.name),
             str(block.modules),
             span(block.ranks),
@@ -223,12 +214,13 @@ def _blocks(report: "LoraInspection") -> Table:
             number(block.norm),
             percent(block.share),
         )
-    return made
+        for block in report.blocks
+    )
+    return table("Block", "Modules", "Rank", "Effective", "Strength", "Share", rows=rows)
 
 
 def _modules(heading: str, modules: "Sequence[ModuleStrength]") -> Table:
-    made = table("Module", "Rank", "Effective", "Stable", "Strength")
-    made.title, made.title_justify = heading, "left"
+    made = table("Module", "Rank", "Effective", "Stable", "Strength", title=heading)
     for module in modules:
         made.add_row(
             layer(module.name),
@@ -291,16 +283,17 @@ def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | 
 
 
 def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
-    made = table("Block", "Modules", "Strength", "‖W‖", "Relative")
-    for block in blocks:
-        made.add_row(
+    rows = (
+        (
             plain(block.name),
             str(block.keys),
             number(block.delta_norm),
             number(block.weight_norm),
             percent(block.relative_change),
         )
-    console.print(made)
+        for block in blocks
+    )
+    console.print(table("Block", "Modules", "Strength", "‖W‖", "Relative", rows=rows))
 
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
@@ -316,10 +309,10 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
         shown = modules if verbose else modules[:_MOST_UNMATCHED]
         details = {module.detail for module in modules}
         if len(details) == 1:
-            console.print(_indented(2, details.pop() or "", "yellow"))
+            console.print(_indented(2, modules[0].detail or "", "yellow"))
         for module in shown:
             console.print(_indented(2, module.name, ""))
-            if len({unmatched.detail for unmatched in modules}) > 1:
+            if len(details) > 1:
                 console.print(_indented(4, module.detail or "", "yellow"))
             if module.nearest and reason != "other_architecture":
                 console.print(_indented(4, f"nearest: {', '.join(module.nearest)}", "cyan"))
@@ -329,26 +322,6 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
 
 def _indented(width: int, text: str, style: str) -> Padding:
     return Padding(plain(text, style=style), (0, 0, 0, width))
-
-
-def check_picture(path: Path, *inputs: Path | None) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
-
-    Raises:
-        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: It cannot be written, or its folder cannot be made.
-    """
-    from sigmascope.files import require_writable
-    from sigmascope.lora.file import exists
-
-    if path.suffix.lower() not in _PICTURES:
-        raise ConfigError(
-            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
-        )
-    require_writable(path)
-    given = [other for other in inputs if other is not None and exists(other)]
-    if exists(path) and any(path.samefile(other) for other in given):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
 
 
 def save_inspection_picture(path: Path, report: "LoraInspection", on_model: "OnModel | None") -> None:
@@ -515,14 +488,15 @@ def print_comparison(console: Console, report: "LoraComparison", *, verbose: boo
 
 
 def _sides(a: "LoraSummary", b: "LoraSummary") -> Table:
-    made = table("", "A", "B", left=("A", "B"))
-    made.add_row("Format", plain(a.format), plain(b.format))
-    made.add_row("Modules", str(a.modules), str(b.modules))
-    made.add_row("Parameters", f"{a.parameters:,}", f"{b.parameters:,}")
-    made.add_row("Ranks", counts(a.ranks, most=2), counts(b.ranks, most=2))
-    made.add_row("Stored as", counts(a.dtypes, most=2), counts(b.dtypes, most=2))
-    made.add_row("Strength ‖ΔW‖", number(a.norm), number(b.norm))
-    return made
+    rows = (
+        ("Format", plain(a.format), plain(b.format)),
+        ("Modules", str(a.modules), str(b.modules)),
+        ("Parameters", f"{a.parameters:,}", f"{b.parameters:,}"),
+        ("Ranks", counts(a.ranks, most=2), counts(b.ranks, most=2)),
+        ("Stored as", counts(a.dtypes, most=2), counts(b.dtypes, most=2)),
+        ("Strength ‖ΔW‖", number(a.norm), number(b.norm)),
+    )
+    return table("", "A", "B", left=("A", "B"), rows=rows)
 
 
 def _measures(report: "LoraComparison") -> "list[tuple[str, RenderableType | None]]":
@@ -540,8 +514,7 @@ def _measures(report: "LoraComparison") -> "list[tuple[str, RenderableType | Non
 
 
 def _difference_table(heading: str, modules: "Sequence[ModuleDifference]") -> Table:
-    made = table("Module", "Ranks", "Differ", "Cosine", "Columns", "Rows")
-    made.title, made.title_justify = heading, "left"
+    made = table("Module", "Ranks", "Differ", "Cosine", "Columns", "Rows", title=heading)
     for module in modules:
         made.add_row(
             layer(module.name),

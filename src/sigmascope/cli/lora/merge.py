@@ -133,8 +133,16 @@ def merge(
     plan = ranks.plan()
     strengths, how = _parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        given = (save_precision, lora_format, base_model_path, plan, statistics)
-        _refuse_for_checkpoints(*(value is not None for value in given))
+        for_loras = {
+            "--save_precision": save_precision,
+            "--format": lora_format,
+            "--base_model_path": base_model_path,
+            "a rank option": plan,
+            "--statistics": statistics,
+        }
+        _refuse(
+            [name for name, value in for_loras.items() if value is not None], "LoRAs that become one LoRA"
+        )
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
@@ -182,13 +190,6 @@ def _method(method: Method, density: float | None, seed: int | None) -> "MergeMe
     if seed is not None and method is not Method.DARE:
         raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
     return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
-
-
-def _refuse_for_checkpoints(*given: bool) -> None:
-    names = ("--save_precision", "--format", "--base_model_path", "a rank option", "--statistics")
-    _refuse(
-        [name for name, is_there in zip(names, given, strict=True) if is_there], "LoRAs that become one LoRA"
-    )
 
 
 def _refuse(flags: list[str], what: str) -> None:
@@ -256,8 +257,7 @@ def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]
 
 
 def _baked_tensor_table(heading: str, tensors: Sequence["MergedTensor"]) -> Table:
-    made = table("Tensor", "Weight", "Change", "Lost")
-    made.title, made.title_justify = heading, "left"
+    made = table("Tensor", "Weight", "Change", "Lost", title=heading)
     for tensor in tensors:
         made.add_row(
             layer(tensor.name),

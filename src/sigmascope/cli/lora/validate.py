@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -33,9 +33,8 @@ from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import printable
 
 if TYPE_CHECKING:
-    from sigmascope.lbm.image_validation import ImageErrors, ImageReport, OutputError
-    from sigmascope.lora.validate import ValidationReport
-    from sigmascope.lora.validation_report import Band, BlockError, ModuleError
+    from sigmascope.lbm.image_validation import ImageReport, OutputError
+    from sigmascope.lora.validate import Band, BlockError, ModuleError, ValidationReport
 
 EPILOG = """Examples:
 
@@ -54,69 +53,37 @@ _PICTURES_SHOWN = 5
 """Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
 
 
+def _image_option(name: str, help_text: str, default: str | bool = True, **more: Any) -> Any:
+    return typer.Option(name, help=help_text, show_default=default, rich_help_panel=_IMAGES_PANEL, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageFlags:
     """What the models translate with `--images`, and how; None where nothing was typed."""
 
     images: Annotated[
         Path | None,
-        typer.Option(
+        _image_option(
             "--images",
+            "Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
             metavar="<folder>",
-            help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
-            rich_help_panel=_IMAGES_PANEL,
         ),
     ] = None
     config_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--config_path",
-            help="YAML of the models.",
-            show_default="beside each model",
-            rich_help_panel=_IMAGES_PANEL,
-        ),
+        Path | None, _image_option("--config_path", "YAML of the models.", "beside each model")
     ] = None
     num_inference_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--num_inference_steps",
-            help="Steps along the bridge.",
-            show_default="1",
-            rich_help_panel=_IMAGES_PANEL,
-        ),
+        int | None, _image_option("--num_inference_steps", "Steps along the bridge.", "1")
     ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
-        ),
-    ] = None
+    seed: Annotated[int | None, _image_option("--seed", "Of the noise, the same for all.", "0")] = None
     resolution: Annotated[
-        int | None,
-        typer.Option(
-            "--resolution",
-            help="Side of the square working size.",
-            show_default="the config's",
-            rich_help_panel=_IMAGES_PANEL,
-        ),
+        int | None, _image_option("--resolution", "Side of the square working size.", "the config's")
     ] = None
     torch_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--torch_dtype",
-            help="Of the models: float32, bf16, fp16.",
-            show_default="float32",
-            rich_help_panel=_IMAGES_PANEL,
-        ),
+        str | None, _image_option("--torch_dtype", "Of the models: float32, bf16, fp16.", "float32")
     ] = None
     device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="Where the models run: auto, cpu, cuda.",
-            show_default="auto",
-            rich_help_panel=_IMAGES_PANEL,
-        ),
+        str | None, _image_option("--device", "Where the models run: auto, cpu, cuda.", "auto")
     ] = None
 
 
@@ -224,15 +191,16 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     return path
 
 
-def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
+def check_picture(path: Path | None, uses: Mapping[Path, str], endings: Sequence[str] = (".svg",)) -> None:
     """Refuse a place that a picture cannot go to, before the work.
 
     Args:
         path: As typed.
         uses: What other files are for, whose place it cannot take.
+        endings: Of the names of pictures that can be drawn.
 
     Raises:
-        ConfigError: It is not named `.svg`, or would replace something else.
+        ConfigError: It is named as no such picture, or would replace something else.
         WriteError: It cannot be written, or its folder cannot be made.
     """
     if path is None:
@@ -240,8 +208,12 @@ def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
     from sigmascope.files import require_writable
     from sigmascope.lora.file import exists
 
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
+    if path.suffix.lower() not in endings:
+        kinds = " or ".join(ending.removeprefix(".").upper() for ending in endings)
+        raise ConfigError(
+            f"--picture {path} is not named as {kinds}.",
+            hint=f"Give a name that ends in {' or '.join(endings)}.",
+        )
     require_writable(path)
     for other, use in uses.items():
         if exists(path) and exists(other) and path.samefile(other):
@@ -393,8 +365,7 @@ def _band(band: "Band | None") -> Text:
 
 def module_table(heading: str, modules: Sequence["ModuleError"]) -> Table:
     """The error of each layer."""
-    made = table("Layer", "Rank", "Error")
-    made.title, made.title_justify = heading, "left"
+    made = table("Layer", "Rank", "Error", title=heading)
     for module in modules:
         error = percent(module.relative_error) if module.status == "applied" else module.status
         rank = "-" if module.rank is None else str(module.rank)
@@ -407,13 +378,16 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
     """Show how far base and base + LoRA are from the tuned model's pictures."""
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
     shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
-    made = table("Picture", "Model", "PSNR", "Image", "Latent", left=("Model",))
-    made.title, made.title_justify = "Against the tuned model's pictures", "left"
-    for picture in shown:
-        _add_picture(made, picture.picture, picture)
-    if len(report.pictures) > 1:
-        _add_picture(made, f"all {len(report.pictures)}", report.overall)
-    console.print(made)
+    overall = [(f"all {len(report.pictures)}", report.overall)] if len(report.pictures) > 1 else []
+    rows = (
+        (Text(label), model, *_cells(error))
+        for name, picture in (*((picture.picture, picture) for picture in shown), *overall)
+        for label, model, error in ((name, "base", picture.base), ("", "base + LoRA", picture.with_lora))
+    )
+    heading = "Against the tuned model's pictures"
+    console.print(
+        table("Picture", "Model", "PSNR", "Image", "Latent", left=("Model",), title=heading, rows=rows)
+    )
     left = report.overall.remaining
     if left is not None:
         console.print(Text(f"The LoRA leaves {percent(left)} of the way from base to tuned latents."))
@@ -429,11 +403,6 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _add_picture(made: Table, name: str, picture: "ImageErrors") -> None:
-    made.add_row(Text(name), "base", *_cells(picture.base))
-    made.add_row("", "base + LoRA", *_cells(picture.with_lora))
-
-
 def _cells(error: "OutputError") -> tuple[str, str, str]:
     psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
     return psnr, percent(error.image_error), percent(error.latent_error)
@@ -442,7 +411,7 @@ def _cells(error: "OutputError") -> tuple[str, str, str]:
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
     if path is None:
         return
-    from sigmascope.lora.validation_report import save_validation_picture
+    from sigmascope.lora.validate import save_validation_picture
 
     save_validation_picture(path, report)
     if not quiet:

@@ -139,6 +139,9 @@ class SchedulerObserver(Observer):
         return after
 
     def _before_step(self, *_: object) -> After:
+        stack = current_stack(self.session)
+        if stack is not None and stack.denoising is not None:
+            stack.denoising.scheduler_began()
         return self._after_step
 
     def _after_step(self, _result: object, _error: BaseException | None) -> None:

@@ -345,7 +345,7 @@ def _token_count(name: str, of_texts: Sequence[Sequence[Reading]]) -> TokenCount
         name,
         sum(whole),
         sum(known) if is_known else None,
-        words_known=is_known and not sum(known),
+        () if is_known and not sum(known) else None,
         limit=limit,
         unavailable=unavailable,
     )

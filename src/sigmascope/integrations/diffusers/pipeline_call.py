@@ -5,15 +5,17 @@ of one colour, not finite, or replaced by a safety checker. `outcome_of` takes w
 it: latents, or pictures of a denoiser that works in pixels.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigmascope.integrations.diffusers.denoising import end_complete_denoising
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
@@ -29,8 +31,10 @@ from sigmascope.integrations.diffusers.watch_session import (
     pipelines_in,
 )
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.models import components_of
+from sigmascope.probes.peft import adapters_of, number_for, standing_of
 from sigmascope.records.prompts import stored_prompts
-from sigmascope.records.run import CallFacts, PipelineFacts
+from sigmascope.records.run import RECIPE, CallFacts, PipelineFacts
 
 GENERATION = "generation"
 RUNS_LATER = (
@@ -100,6 +104,7 @@ class CallObserver(Observer):
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
             self._tell(stage, stack, pipeline, call, facts)
+            self._tell_recipe(stage, pipeline, arguments or {})
             self._tell_prompts(stage, prompts)
             seeds = seeds_of(arguments or {})
             if seeds:
@@ -135,6 +140,12 @@ class CallObserver(Observer):
         stage.fact("call", finished or call)
         if facts is not None:
             stage.fact("pipeline", facts)
+
+    def _tell_recipe(self, stage: LiveStage, pipeline: object, arguments: dict[str, Any]) -> None:
+        full = self.session.options.prompts == "full"
+        others, _ = self.guard.read("watch.recipe", lambda: other_arguments(arguments, texts=full))
+        loras, _ = self.guard.read("watch.recipe", lambda: loras_of(pipeline))
+        stage.fact(RECIPE, {"arguments": others, "loras": loras, "threads": torch.get_num_threads()})
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)
@@ -195,9 +206,63 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
 
 
 def _callback(arguments: Mapping[str, Any]) -> str | None:
-    """The name of the function, or of the object's class."""
+    """The name of the function, or of the object's class, with its file and line: "preview (generate.py:31)"."""
     callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
-    return None if callback is None else str(getattr(callback, "__qualname__", type(callback).__qualname__))
+    if callback is None:
+        return None
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    name = str(getattr(callback, "__qualname__", type(callback).__qualname__)).rsplit("<locals>.", 1)[-1]
+    called = callback if hasattr(callback, "__code__") else getattr(type(callback), "__call__", None)  # noqa: B004
+    code = getattr(getattr(callback, "__func__", called), "__code__", None)
+    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def other_arguments(arguments: Mapping[str, Any], *, texts: bool) -> dict[str, Any]:
+    """The numbers, switches and texts among the arguments that `CallFacts` does not have and that are no prompts.
+
+    Args:
+        arguments: Of the call, by name.
+        texts: Whether texts are kept; without, they may be private.
+    """
+    kinds = (bool, int, float, str) if texts else (bool, int, float)
+    known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, kinds) and name not in known and "prompt" not in name
+    }
+
+
+def loras_of(pipeline: object) -> dict[str, dict[str, Any]]:
+    """The adapters that PEFT runs in a pipeline, by component and adapter: "unet.style".
+
+    Returns:
+        Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
+        number of `layers`, and in how many of them it is `active` or merged.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in components_of(pipeline).items():
+        if not isinstance(part, nn.Module) or not getattr(part, "peft_config", None):
+            continue
+        for layer in part.modules():
+            if "scaling" in vars(layer):
+                _add_lora_layer(found, name, layer)
+    return found
+
+
+def _add_lora_layer(found: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
+    standing = standing_of(layer)
+    for adapter in adapters_of(layer):
+        scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
+        strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
+        lora = found.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
+        if strength is not None:
+            least, most = lora["strength"] or (strength, strength)
+            lora["strength"] = (min(least, strength), max(most, strength))
+        lora["layers"] += 1
+        is_active = adapter in standing.active and not standing.disabled
+        lora["active"] += is_active or adapter in standing.merged
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:

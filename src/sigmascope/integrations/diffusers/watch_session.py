@@ -26,7 +26,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from sigmascope.analysis.peak_owners import with_owners
+from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.diffusers.hooks import (
     COMPILED,
     HookSet,
@@ -39,10 +39,12 @@ from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here
+from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
 from sigmascope.probes.models import components_of, unwrap
 from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.records.performance import OTHERS
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import KEEP_GENERATIONS, PipelineFacts, Role, Run
+from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
@@ -50,6 +52,8 @@ STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", d
 """The stacks of this context, of all watches, the innermost last."""
 _FORGET_ABOVE: Final = 1000
 """Of fewer things than these nobody asks whether they still are."""
+_LEAST_TO_JUDGE_LOAD: Final = 0.5
+"""Seconds: the system counts what processors do in hundredths of one."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
@@ -94,10 +98,12 @@ class Session:
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
         self.open_calls = OpenCalls()
+        self._load_before: CpuMoment | None = None
 
     def open(self) -> None:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
+        self._load_before = cpu_moment().value
         OPEN_SESSIONS.append(self)
         for observer in self.observers:
             self._safely(observer, observer.start)
@@ -124,6 +130,7 @@ class Session:
 
     def _end_stages(self, error: BaseException | None) -> None:
         """Close what is open, and let go of everything that was watched."""
+        self.guard.read("watch.load", self._note_load)
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
@@ -134,6 +141,12 @@ class Session:
         self.stacks.clear()
         self._watched.clear()
         self._known.clear()
+
+    def _note_load(self) -> None:
+        """Note how much of the processor others used meanwhile: a run beside other work takes longer."""
+        before, now = self._load_before, cpu_moment().value
+        if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
+            self.recorder.fact(OTHERS, others_share(before, now))
 
     def record(self) -> Run:
         """The run as it is now; findings once it is over."""
@@ -483,6 +496,8 @@ class Denoising:
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
+        self._scheduler_began: int | None = None
+        self._scheduler_ns = 0
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path."""
@@ -527,6 +542,11 @@ class Denoising:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
         self.last_ns = self._clock()
 
+    def scheduler_began(self) -> None:
+        """Take the beginning of the scheduler's step: the hot path."""
+        if self._started is not None:
+            self._scheduler_began = self._clock()
+
     def scheduler_stepped(self) -> None:
         """Take the end of the scheduler's step: the hot path.
 
@@ -535,7 +555,11 @@ class Denoising:
         """
         if self._started is not None:
             self.stepped += 1
-            self._commit(self._clock())
+            ended = self._clock()
+            began, self._scheduler_began = self._scheduler_began, None
+            if began is not None:
+                self._scheduler_ns += ended - began
+            self._commit(ended)
 
     def weights_moved(self, nanoseconds: int) -> None:
         """Take the time of a move of weights, which is part of the step that is open."""
@@ -568,6 +592,7 @@ class Denoising:
             self._commit(self._seen_ended())
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
+        self.stage.fact(SCHEDULER_SECONDS, self._scheduler_ns / 1e9)
         self.stage.fact("component", self._turns[0][0] if self._turns else None)
         if len(self._turns) > 1:
             self.stage.fact("component_turns", [list(turn) for turn in self._turns])

@@ -26,7 +26,7 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lora.apply import Layer, match_modules
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.reader import load_lora
 

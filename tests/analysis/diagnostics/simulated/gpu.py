@@ -21,7 +21,6 @@ from sigmascope.records.run import AcceleratorFacts
 from .allocator import CachingAllocator
 
 GIB = 2**30
-_SHORTEST_KERNEL_NS = 20_000
 
 
 class Event:
@@ -53,13 +52,20 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scale: How many bytes each byte of a tensor counts for, since the pipelines are small.
         gflops: Arithmetic a second.
         launch_us: What an operation costs the host.
+        shortest_us: What it costs the device at least.
     """
 
     kind = "cuda"
     absence: str | None = None
 
     def __init__(
-        self, total_gib: float = 80.0, *, scale: int = 1, gflops: float = 10.0, launch_us: float = 5.0
+        self,
+        total_gib: float = 80.0,
+        *,
+        scale: int = 1,
+        gflops: float = 10.0,
+        launch_us: float = 5.0,
+        shortest_us: float = 20.0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_ns = self.queue_ends_ns = 0
@@ -70,6 +76,7 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scale = scale
         self._gflops = gflops
         self._launch_seconds = launch_us / 1e6
+        self._shortest_ns = round(1e3 * shortest_us)
         self._held: set[int] = set()
         self._flops_of: dict[tuple[Any, ...], int] = {}
 
@@ -103,9 +110,7 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.synchronize()
         elif not func.is_view:
             self.host_works(self._launch_seconds)
-            self._queue(
-                max(_SHORTEST_KERNEL_NS, round(self._flops(func, args, kwargs, result) / self._gflops))
-            )
+            self._queue(max(self._shortest_ns, round(self._flops(func, args, kwargs, result) / self._gflops)))
             for one in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(one, Tensor):
                     self._hold(one.untyped_storage())

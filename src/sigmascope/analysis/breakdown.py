@@ -1,0 +1,310 @@
+"""Where a run's time went, in rows that sum to the whole, and the one sentence to read first.
+
+`time_breakdown` divides the wall time of a run into what its stages took, what their steps took, what went by between
+the steps, and what lies outside all stages. `headline` says what went wrong, or else which row is the longest, and
+where the memory was highest.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from sigmascope import units
+from sigmascope.analysis.generations import cases
+from sigmascope.analysis.memory import PeakOwner, peak_owners
+from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
+from sigmascope.records.performance import PROCESS
+from sigmascope.records.run import (
+    SCHEDULER_SECONDS,
+    STAGES,
+    Finding,
+    FoldedStages,
+    Run,
+    Stage,
+    is_duration,
+    stage_seconds,
+)
+
+Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
+BEFORE: Final = "before the first stage"
+BETWEEN: Final = "between stages"
+AFTER: Final = "after the last stage"
+_WASTE_SHARE: Final = 0.25
+"""Of the run's time: a finding that could save as much is the headline."""
+_SMALL_SHARE: Final = 0.005
+_HAS_ROW: Final = "time.callback_takes_long"
+_FAULTS: Final = ("critical", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeShare:
+    """One row of a breakdown.
+
+    Attributes:
+        name: The stage with those around it, "generation/denoising"; of time outside stages where it lies.
+        part: Of the stage: all of it, its steps, the scheduler's part of them, what is between them, or what no other
+            row has.
+        seconds: By the accelerator's clock where it timed the stage, else by the host's.
+        count: How many stages, steps, or gaps between steps.
+        callback: What the pipeline calls between the steps; None: nothing, or not known.
+        in_models: Of a stage, the seconds of the models in it that have no row; None: it has none.
+    """
+
+    name: str
+    part: Part
+    seconds: float
+    count: int = 1
+    callback: str | None = None
+    in_models: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The row's name for a table, such as "denoising, steps"."""
+        stage = self.name.rsplit("/", 1)[-1]
+        if self.part in ("stage", "outside stages"):
+            return stage
+        return f"{stage}, the rest" if self.part == "rest of stage" else f"{stage}, {self.part}"
+
+
+def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
+    """The rows of a run, in the order in which they are first met; folded generations are in them.
+
+    They sum to the run's seconds, or to more where stages ran side by side. A stage inside one of the usual stages
+    (`STAGES`) that is no usual one itself, such as one text encoder's, is in the row of that around it.
+    """
+    if not is_duration(run.seconds):
+        return ()
+    callbacks = _callbacks(run)
+    shares = [share for stage in run.stages for share in _shares_of_stage(stage, "", callbacks)]
+    if run.folded is not None:
+        shares += _shares_of_folded(run.folded.stages)
+    before, *after = _outside_stages(run)
+    return tuple(row for row in _summed([before, *shares, *after]) if row.seconds > 0)
+
+
+def large_rows(run: Run) -> tuple[list[TimeShare], float]:
+    """The rows of half a per cent of the time and more, and what all others take together."""
+    rows = time_breakdown(run)
+    large = [row for row in rows if row.seconds >= _SMALL_SHARE * run.seconds]
+    return large, sum((row.seconds for row in rows), 0.0) - sum(row.seconds for row in large)
+
+
+def _callbacks(run: Run) -> dict[int, str]:
+    """What is called between the steps of a stage, by the stage's `id`."""
+    try:
+        return {
+            id(stage): case.call.callback
+            for case in cases(run)
+            for stage in case.stages
+            if case.call.callback
+        }
+    except ValueError:  # facts that somebody changed by hand
+        return {}
+
+
+def _shares_of_stage(stage: Stage, around: str, callbacks: Mapping[int, str]) -> Iterator[TimeShare]:
+    name = f"{around}/{stage.name}" if around else stage.name
+    rows = [child for child in stage.children if child.name in STAGES or stage.name not in STAGES]
+    steps, between = seconds_in_steps(stage), seconds_between_steps(stage)
+    inside = sum(_seconds(child) for child in rows)
+    between = max(between - inside, 0.0)
+    is_divided = bool(rows or len(stage.steps))
+    rest = max(_seconds(stage) - inside - steps - between, 0.0)
+    models = [_seconds(child) for child in stage.children if child not in rows and "component" in child.facts]
+    yield TimeShare(
+        name, "rest of stage" if is_divided else "stage", rest, in_models=sum(models) if models else None
+    )
+    if len(stage.steps):
+        scheduler = min(_scheduler_seconds(stage), steps)
+        yield TimeShare(name, "steps", steps - scheduler, len(stage.steps))
+        yield TimeShare(name, "scheduler", scheduler, len(stage.steps))
+        yield TimeShare(name, "between steps", between, len(stage.steps), callbacks.get(id(stage)))
+    for child in rows:
+        yield from _shares_of_stage(child, name, callbacks)
+
+
+def _seconds(stage: Stage) -> float:
+    seconds = stage_seconds(stage)
+    return seconds if is_duration(seconds) else 0.0
+
+
+def _scheduler_seconds(stage: Stage) -> float:
+    """What the scheduler's steps took on the host; 0 where the steps' seconds are the device's."""
+    seconds = stage.facts.get(SCHEDULER_SECONDS)
+    if not isinstance(seconds, float) or not is_duration(seconds) or is_timed_on_device(stage):
+        return 0.0
+    return seconds
+
+
+def seconds_between_steps(stage: Stage) -> float:
+    """What goes by after each of a stage's steps, on the host, and no more than the device was idle meanwhile."""
+    steps = stage.steps
+    if not len(steps):
+        return 0.0
+    whole = stage.seconds - steps.started[0]
+    between = whole - sum(known(step_seconds(stage, on_device=False)))
+    if is_timed_on_device(stage):
+        between = min(between, whole - seconds_in_steps(stage))
+    return between if is_duration(between) else 0.0
+
+
+def _shares_of_folded(stages: Mapping[str, FoldedStages]) -> Iterator[TimeShare]:
+    for path, sums in stages.items():
+        inside = [
+            inner.seconds
+            for name, inner in stages.items()
+            if name.startswith(f"{path}/") and "/" not in name[len(path) + 1 :]
+        ]
+        is_divided = bool(inside or sums.steps)
+        rest = max(sums.seconds - sum(inside) - sums.step_seconds, 0.0)
+        yield TimeShare(path, "rest of stage" if is_divided else "stage", rest, sums.count)
+        if sums.steps:
+            yield TimeShare(path, "steps", sums.step_seconds, sums.steps)
+
+
+def _outside_stages(run: Run) -> tuple[TimeShare, TimeShare, TimeShare]:
+    """Before, between and after the stages, on the host's clock."""
+    spans = [(stage.started_seconds, stage.started_seconds + stage.seconds) for stage in run.stages]
+    folded_seconds = 0.0
+    if run.folded is not None:
+        spans.append((run.folded.first_at_seconds, run.folded.last_at_seconds))
+        outermost = [sums.seconds for path, sums in run.folded.stages.items() if "/" not in path]
+        folded_seconds = run.folded.last_at_seconds - run.folded.first_at_seconds - sum(outermost)
+    spans = sorted((max(0.0, start), min(end, run.seconds)) for start, end in spans if end > start)
+    end = spans[0][0] if spans else run.seconds
+    before, between = end, max(folded_seconds, 0.0)
+    for started, ended in spans:
+        between += max(started - end, 0.0)
+        end = max(end, ended)
+    after = run.seconds - end if spans else 0.0
+    return (
+        TimeShare(BEFORE, "outside stages", before),
+        TimeShare(BETWEEN, "outside stages", between),
+        TimeShare(AFTER, "outside stages", max(after, 0.0)),
+    )
+
+
+def _summed(shares: Iterable[TimeShare]) -> Iterator[TimeShare]:
+    """One row for each stage and part."""
+    rows: dict[tuple[str, Part], TimeShare] = {}
+    for share in shares:
+        row = rows.get((share.name, share.part))
+        rows[share.name, share.part] = (
+            share
+            if row is None
+            else replace(
+                row,
+                seconds=row.seconds + share.seconds,
+                count=row.count + share.count,
+                callback=row.callback or share.callback,
+                in_models=_sum_of_known(row.in_models, share.in_models),
+            )
+        )
+    yield from rows.values()
+
+
+def _sum_of_known(first: float | None, second: float | None) -> float | None:
+    return (first or 0.0) + (second or 0.0) if (first, second) != (None, None) else None
+
+
+def headline(run: Run) -> str:
+    """One sentence on what went wrong, or else on where the time went; then where the memory was highest."""
+    first = _failure(run) or _fault(run) or _waste(run) or _longest(run)
+    return " ".join(filter(None, (first, _peak(run))))
+
+
+def _failure(run: Run) -> str | None:
+    """The innermost stage that failed, in the first outermost one that did."""
+    failed = next((stage for stage in run.stages if not stage.success), None)
+    if failed is None:
+        return None
+    while (inner := next((child for child in failed.children if not child.success), None)) is not None:
+        failed = inner
+    why = f": {units.printable(failed.error)}" if failed.error else ""
+    return f"{failed.name} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+
+
+def _fault(run: Run) -> str | None:
+    """What the gravest finding says, of those that say that something is wrong."""
+    faults = [finding for finding in findings_of(run) if finding.severity in _FAULTS]
+    return faults[0].message if faults else None
+
+
+def findings_of(run: Run) -> list[Finding]:
+    """The findings of the run and of its stages, each once, the gravest first, then those with most to gain."""
+    order = ("critical", "error", "warning", "info")
+    unique: dict[tuple[str, str], Finding] = {}
+    for finding in (*run.findings, *(finding for stage in run.walk() for finding in stage.findings)):
+        unique.setdefault((finding.id, finding.message), finding)
+    return sorted(
+        unique.values(), key=lambda finding: (order.index(finding.severity), -gain_seconds(finding))
+    )
+
+
+def gain_seconds(finding: Finding) -> float:
+    """What it says could be saved; 0 where it says nothing of it."""
+    gain = finding.evidence.get("gain_seconds")
+    return gain if isinstance(gain, int | float) and is_duration(gain) else 0.0
+
+
+def _waste(run: Run) -> str | None:
+    """A finding that says where a good part of the time went for nothing, and no row does."""
+    costly = max(
+        (finding for finding in findings_of(run) if finding.id != _HAS_ROW), key=gain_seconds, default=None
+    )
+    if costly is None or run.seconds <= 0 or gain_seconds(costly) < _WASTE_SHARE * run.seconds:
+        return None
+    share = units.percent(gain_seconds(costly), run.seconds)
+    return f"{share} of {units.seconds(run.seconds)} could be saved. {costly.message}"
+
+
+def _longest(run: Run) -> str | None:
+    rows = time_breakdown(run)
+    if not run.stages or not rows:
+        return "Nothing was recorded: no stage was opened." if not run.stages else None
+    longest = max(rows, key=lambda row: row.seconds)
+    if longest.seconds > run.seconds:  # of several threads or tasks
+        return f"{units.seconds(longest.seconds)}, side by side in {units.seconds(run.seconds)}, {_where(longest)}."
+    return f"{units.percent(longest.seconds, run.seconds)} of {units.seconds(run.seconds)} {_where(longest)}."
+
+
+def _where(row: TimeShare) -> str:
+    stage = row.name.rsplit("/", 1)[-1]
+    each = units.seconds(row.seconds / max(row.count, 1))
+    if row.part == "outside stages":
+        what = {BEFORE: "imports and loading", AFTER: "saving, and what else the script does"}.get(row.name)
+        return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
+    if row.part == "steps":
+        return f"went into {stage}: {row.count:,} steps of {each}"
+    if row.part == "scheduler":
+        return f"went into the scheduler, {each} in each of {row.count:,} steps of {stage}"
+    if row.part == "between steps" and row.callback is not None:
+        return f"went into your callback {row.callback}, {each} after each of {row.count:,} steps"
+    if row.part == "between steps":
+        return f"went by between the steps of {stage}, {each} after each of {row.count:,}"
+    if row.part == "rest of stage":
+        return f"went by in {stage}, but in none of its stages or steps"
+    times = f", {row.count:,} times {each}" if row.count > 1 else ""
+    return f"went into {stage}{times}{_outside_models(row)}"
+
+
+def _outside_models(row: TimeShare) -> str:
+    """Where most of a stage is not its models' work: such as a tokenizer's."""
+    if row.in_models is None or row.in_models > row.seconds / 2:
+        return ""
+    what = ", such as its tokenizer" if row.name.endswith("text_encoding") else ""
+    return f": {units.seconds(row.seconds - row.in_models)} of it outside its models{what}"
+
+
+def _peak(run: Run) -> str | None:
+    """Of the device whose memory was highest; of the process where none was watched."""
+    owners = peak_owners(run)
+    highest = max(owners, key=lambda owner: (owner.where != PROCESS, owner.bytes), default=None)
+    return None if highest is None else f"Peak of {_memory(highest)}."
+
+
+def _memory(owner: PeakOwner) -> str:
+    where = "memory" if owner.where == PROCESS else owner.where
+    stage = owner.stage.rsplit("/", 1)[-1]
+    by = stage if owner.component in (None, stage) else f"{stage} ({owner.component})"
+    return f"{where}: {units.format_size(owner.bytes)}, in {by}"

@@ -1,0 +1,630 @@
+"""What a record says of memory: what the rules find, what grows from call to call, and whose the peaks are.
+
+For growth, what is looked at is the memory that stages of one name, or the steps in a stage, leave in use: in the
+process and on each device.
+
+A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is
+the one that this stage, or the step at that moment, ran; memory that others hold besides it is part of the
+peak.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from sigmascope import units
+from sigmascope.analysis.generations import Case
+from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
+from sigmascope.records.memory import mib
+from sigmascope.records.performance import PROCESS, readable_curves
+from sigmascope.records.run import ComponentFacts, Finding, Run, Stage
+
+_MIB: Final = 2**20
+_FRAGMENTED_SHARE: Final = 0.25
+_FRAGMENTED_BYTES: Final = 1024 * _MIB
+_SHORT_SHARE: Final = 0.8  # of a device: when more is held, memory is short
+_NEAR_LIMIT_SHARE: Final = 0.95
+_KEPT_BYTES: Final = 256 * _MIB
+_KEPT_SHARE: Final = 0.5
+_LOADS: Final = frozenset({"model_loading", "lora_application"})
+"""Stages whose purpose is to leave more memory in use."""
+_COMFORTABLE_SHARE: Final = 0.7
+"""Weights that take less of a device than this leave room for activations at usual sizes."""
+
+
+def near_the_limit(case: Case) -> Iterator[Finding]:
+    """A peak so near the device's size that a slightly larger image will not fit."""
+    for device in case.accelerators():
+        highest, name = _most_reserved(case, device.device)
+        if device.total_bytes and highest > _NEAR_LIMIT_SHARE * device.total_bytes:
+            yield Finding(
+                id="memory.near_the_limit",
+                severity="warning",
+                message=f"{name} held {units.mib(highest)} MB of {device.device}'s {units.mib(device.total_bytes)} MB.",
+                evidence={
+                    "device": device.device,
+                    "peak_mb": mib(highest),
+                    "total_mb": mib(device.total_bytes),
+                },
+                advice="Next to no room: VAE tiling, half precision, or offloading (pipe.enable_model_cpu_offload()).",
+                stage=name,
+            )
+
+
+def _most_reserved(case: Case, device: str) -> tuple[int, str | None]:
+    """The most that the allocator held, and the first stage that saw it, the innermost of those around it."""
+    highest, at = 0, None
+    for stage in case.stages:  # outer ones before those in them
+        held = None if stage.peak is None else stage.peak.accelerator(device).reserved_bytes
+        if held and (held > highest or (held == highest and at is not None and _is_in(stage, at))):
+            highest, at = held, stage
+    return highest, None if at is None else at.name
+
+
+def _is_in(stage: Stage, outer: Stage) -> bool:
+    return any(inner is stage for inner in outer.walk())
+
+
+def kept_after_a_stage(case: Case) -> Iterator[Finding]:
+    """Most of what a stage took is still in use at its end, and at that of those around it, though it loads nothing.
+
+    What a stage gives to the next, or weights that are offloaded again after the generation, are kept by none.
+    """
+    for stage in _leaves(case):
+        if stage.name in _LOADS or stage.memory is None or stage.peak is None or not stage.success:
+            continue
+        for memory in stage.memory.current.accelerators:
+            baseline = stage.memory.baseline.accelerator(memory.device).allocated_bytes
+            peak = stage.peak.accelerator(memory.device).allocated_bytes
+            if baseline is None or peak is None or memory.allocated_bytes is None or peak <= baseline:
+                continue
+            kept = memory.allocated_bytes - baseline
+            is_much = kept > max(_KEPT_BYTES, _KEPT_SHARE * (peak - baseline))
+            if is_much and _is_kept_around(case, stage, memory.device, kept):
+                yield Finding(
+                    id="memory.kept_after_stage",
+                    severity="warning",
+                    message=f"{stage.name} left {units.mib(kept)} MB more in use on {memory.device} than it found.",
+                    evidence={
+                        "device": memory.device,
+                        "kept_mb": mib(kept),
+                        "peak_growth_mb": mib(peak - baseline),
+                    },
+                    advice="Look for outputs, hidden states or graphs that are kept: torch.no_grad(), del, and no lists "
+                    "of latents.",
+                    stage=stage.name,
+                )
+
+
+def _leaves(case: Case) -> Iterator[Stage]:
+    """Stages without others inside: what an inner one keeps is said there."""
+    return (stage for stage in case.stages if not stage.children)
+
+
+def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
+    """Whether all stages that hold this one leave at least half as much, as far as that is known."""
+    for outer in case.stages:
+        if outer is stage or outer.memory is None or not _is_in(stage, outer):
+            continue
+        before = outer.memory.baseline.accelerator(device).allocated_bytes
+        after = outer.memory.current.accelerator(device).allocated_bytes
+        if before is not None and after is not None and after - before < kept / 2:
+            return False
+    return True
+
+
+def values_not_finite(case: Case) -> Iterator[Finding]:
+    """The first tensor that holds NaN or infinity: what comes after it is lost.
+
+    A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
+    """
+    for stage in sorted(case.stages, key=lambda stage: stage.started_seconds + stage.seconds):
+        for name, facts in stage.tensors.items():
+            nans, infinities = facts.nan_count or 0, facts.inf_count or 0
+            if not nans and not infinities:
+                continue
+            half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
+            yield Finding(
+                id="values.not_finite",
+                severity="error",
+                message=f"{name} of {stage.name} is the first tensor with {_not_finite_words(nans, infinities)}, of "
+                f"{facts.num_elements:,} elements.",
+                evidence={"tensor": name, "nan": nans, "inf": infinities, "dtype": facts.dtype},
+                advice="float16 overflows at 65,504: run this part in bfloat16 or float32 (SDXL's VAE: force_upcast or a "
+                "mended one)." if half else "Look at the stage before: its weights, the LoRA's strength, the input.",
+                stage=stage.name,
+            )  # fmt: skip
+            return
+
+
+def _not_finite_words(nans: int, infinities: int) -> str:
+    parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infinities:,} infinite values"] * bool(infinities)
+    return " and ".join(parts)
+
+
+def fragmented(case: Case) -> Iterator[Finding]:
+    """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
+
+    What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
+    that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
+    """
+    sizes = {accelerator.device: accelerator.total_bytes for accelerator in case.accelerators()}
+    for device in _devices(case):
+        reserved, name = _most_reserved(case, device)
+        allocated = max(
+            (stage.peak.accelerator(device).allocated_bytes or 0 for stage in case.stages if stage.peak),
+            default=0,
+        )
+        idle = reserved - max(allocated, _held_before(case, device))
+        if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
+            continue
+        yield Finding(
+            id="memory.fragmented",
+            severity="warning" if reserved > _SHORT_SHARE * (sizes.get(device) or 0) > 0 else "info",
+            message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
+            f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
+            "was asked.",
+            evidence={"device": device, "idle_mb": mib(idle), "fragmentation": idle / reserved},
+            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; so does making the largest "
+            "images first. torch.cuda.empty_cache() gives them back to others.",
+            stage=name,
+        )  # fmt: skip
+
+
+def _devices(case: Case) -> list[str]:
+    devices = (
+        peak.device for stage in case.stages for peak in (stage.peak.accelerators if stage.peak else ())
+    )
+    return list(dict.fromkeys(devices))
+
+
+def _held_before(case: Case, device: str) -> int:
+    """What the allocator held when the first stage began; 0 where that is not known."""
+    for stage in sorted(case.stages, key=lambda stage: stage.started_seconds):
+        if stage.memory is not None:
+            return stage.memory.baseline.accelerator(device).reserved_bytes or 0
+    return 0
+
+
+MEMORY_RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
+MEMORY_RUN_RULES = (fragmented,)
+
+
+def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Finding]:
+    """A denoiser on the CPU, with no offloading that would move it, while there is a device."""
+    devices = case.accelerators()
+    if not devices:
+        return
+    for name, part in case.components("denoiser").items():
+        if part.module is None or set(part.module.devices) != {"cpu"} or part.offload is not None:
+            continue
+        yield Finding(
+            id="placement.cpu_while_accelerator_free",
+            severity="warning",
+            message=f"{name} ({part.class_name}) is on the CPU while {devices[0].device} "
+            f"({devices[0].name or 'unnamed'}) is there.",
+            evidence={"component": name, "accelerator": devices[0].device, "mb": mib(part.module.nbytes)},
+            advice=f'pipe.to("{devices[0].device.partition(":")[0]}"), or pipe.enable_model_cpu_offload() if it does '
+            "not fit.",
+        )
+
+
+def weights_moved_every_step(case: Case) -> Iterator[Finding]:
+    """Sequential and group offloading carry the denoiser's weights to the device in each step."""
+    steps = sum(len(stage.steps) for stage in case.with_steps())
+    for name, part in case.components("denoiser").items():
+        if part.offload not in ("sequential", "group") or part.module is None or part.module.nbytes is None:
+            continue
+        moved = part.module.nbytes * steps
+        room = _is_there_room(case, [part])
+        yield Finding(
+            id="placement.weights_moved_every_step",
+            severity="warning" if part.offload == "sequential" or room else "info",
+            message=f"{part.offload.capitalize()} offloading moves {name}'s {units.mib(part.module.nbytes)} MB to the "
+            f"device in every step: {units.mib(moved)} MB over {steps} steps.",
+            evidence={"component": name, "offload": part.offload, "steps": steps, "moved_mb": mib(moved)},
+            advice="It fits: keep the denoiser on the device (pipe.enable_model_cpu_offload() moves each model once a "
+            "generation)." if room else "enable_model_cpu_offload() moves each model once a generation; if that does "
+            "not fit, group offloading with use_stream=True hides part of the copying.",
+        )  # fmt: skip
+
+
+def _is_there_room(case: Case, parts: list[ComponentFacts]) -> bool:
+    needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
+    largest = _largest_device_bytes(case)
+    return largest is not None and needed < _COMFORTABLE_SHARE * largest
+
+
+def _largest_device_bytes(case: Case) -> int | None:
+    return max(
+        (device.total_bytes for device in case.accelerators() if device.total_bytes is not None), default=None
+    )
+
+
+def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:
+    """Model offloading where all weights would fit on the device together."""
+    parts = [part for part in (case.pipeline.components.values() if case.pipeline else ()) if part.module]
+    if not any(part.offload == "model" for part in parts) or not _is_there_room(case, parts):
+        return
+    needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
+    yield Finding(
+        id="placement.offloaded_though_it_fits",
+        severity="info",
+        message=f"Model offloading is on, though all weights together take {units.mib(needed)} MB of a device of "
+        f"{units.mib(_largest_device_bytes(case))} MB.",
+        evidence={"weights_mb": mib(needed), "device_mb": mib(_largest_device_bytes(case))},
+        advice="Keep the pipeline on the device: pipe.remove_all_hooks(); pipe.to(device).",
+    )
+
+
+def loaded_again(case: Case) -> Iterator[Finding]:
+    """The same model loaded more than once in a run, as where a text encoder is made anew for each image."""
+    seconds: dict[tuple[object, ...], list[float]] = {}
+    for stage in case.named("model_loading"):
+        if "moves" in stage.facts:
+            continue  # to another device: nothing is read
+        source = tuple(str(stage.facts.get(name)) for name in ("source", "subfolder", "dtype"))
+        for facts in stage.modules.values():
+            seconds.setdefault((facts.class_name, facts.parameters, *source), []).append(stage.seconds)
+    for (class_name, *_), loads in seconds.items():
+        if len(loads) < 2:
+            continue
+        again = sum(loads[1:])
+        yield Finding(
+            id="placement.loaded_again",
+            severity="warning",
+            message=f"{class_name} was loaded {len(loads)} times; the loads after the first took {units.seconds(again)}.",
+            evidence={"class": str(class_name), "times": len(loads), "gain_seconds": again},
+            advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
+            stage="model_loading",
+        )
+
+
+PLACEMENT_RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)
+PLACEMENT_RUN_RULES = (loaded_again,)
+
+
+FEWEST_CALLS = 8
+TOLERANCE_BYTES: Number = 64 * 1024
+"""What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
+_RISING_SHARE = 0.5  # of all calls, by which the resident set must rise
+_MOST_WARM_UP = 5  # calls
+_STILL_GROWING = 0.25  # of the whole slope, which the later half must have
+HEAP = "heap_in_use_bytes"
+"""The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
+HEAP_OF_PROCESS = "the process's heap"
+Measure = tuple[str, list[int], list[int]]
+
+
+def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
+    """A finding for each kind of stage that leaves more memory in use each time it runs.
+
+    Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
+    of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
+
+    Args:
+        run: The record.
+        tolerance_bytes: What the process may grow by in each call.
+    """
+    by_name: dict[str, list[Stage]] = {}
+    for stage in run.walk():
+        by_name.setdefault(stage.name, []).append(stage)
+    outermost = {stage.name for stage in run.stages}
+    findings: list[Finding] = []
+    for name, stages in by_name.items():
+        for measures in after_each(stages):
+            for where, readings, inside in measures:
+                leaks = list(_leak_findings(name, "time it ran", where, readings, tolerance_bytes))
+                if leaks and (name in outermost or _grows_inside(inside, leaks)):
+                    findings += leaks
+                    break
+        for stage in stages:
+            for where, readings in _after_each_step(stage):
+                findings += _leak_findings(name, "step", where, readings, tolerance_bytes)
+    return tuple(findings)
+
+
+def _leak_findings(
+    stage: str, period: str, where: str, readings: Sequence[int], tolerance_bytes: Number
+) -> Iterator[Finding]:
+    of_process = where in (PROCESS, HEAP_OF_PROCESS)
+    grown = growth(
+        readings,
+        tolerance_bytes=tolerance_bytes if of_process else 0,
+        rising=_RISING_SHARE if where == PROCESS else 0.0,
+    )
+    if grown is None or not grown.is_leak:
+        return
+    slope = grown.slope
+    yield Finding(
+        id="memory_leak",
+        severity="warning",
+        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {grown.calls} of them.",
+        evidence={
+            "where": where,
+            "calls": grown.calls,
+            "mb_per_call": slope.value / 2**20,
+            "mb_per_call_lower": slope.lower / 2**20,
+            "mb_per_call_upper": slope.upper / 2**20,
+            "grown_mb": mib(round(grown.total_bytes)),
+        },
+        advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
+        stage=stage,
+    )
+
+
+def _grows_inside(changes: Sequence[int], findings: Sequence[Finding]) -> bool:
+    """Whether an inner stage itself makes the growth that is seen at its end."""
+    if not findings:
+        return False
+    per_call = findings[0].evidence["mb_per_call"]
+    return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
+
+
+def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
+    columns = {PROCESS: stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
+    for where, column in columns.items():
+        yield where, [figure for figure in column if figure is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How memory grew over `calls` calls; `warm_up` calls before them were not looked at."""
+
+    calls: int
+    warm_up: int
+    slope: Slope
+    total_bytes: Number
+    is_leak: bool
+
+
+def growth(
+    readings: Sequence[Number],
+    *,
+    warm_up: int | None = None,
+    confidence: float = 0.99,
+    tolerance_bytes: Number = TOLERANCE_BYTES,
+    rising: float = 0.0,
+) -> Growth | None:
+    """Whether memory grows steadily from call to call.
+
+    It does when, with this confidence, each call adds more than the tolerance, and the later half of the calls adds as
+    well: caches that fill up and lazy initialisation grow at first and then stop.
+
+    Args:
+        readings: Bytes in use after each call, in order.
+        warm_up: How many calls at the beginning to leave out; None: a quarter of them, at most 5.
+        confidence: Of the bounds on the slope.
+        tolerance_bytes: Growth by call that is no leak.
+        rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
+            far and stays there, which other calls do not add to.
+
+    Returns:
+        The growth; None when fewer than 8 calls are left.
+    """
+    skipped = min(_MOST_WARM_UP, len(readings) // 4) if warm_up is None else warm_up
+    calls = readings[skipped:]
+    if len(calls) < FEWEST_CALLS:
+        return None
+    slope = theil_sen(calls, confidence)
+    later = theil_sen(calls[len(calls) // 2 :], confidence).value
+    grows = slope.lower > tolerance_bytes and later > max(tolerance_bytes, _STILL_GROWING * slope.value)
+    thinned = calls[:: math.ceil(len(calls) / MOST_READINGS)]
+    steps = [after > before for before, after in pairwise(thinned)]
+    return Growth(
+        len(calls), skipped, slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps)
+    )
+
+
+def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:
+    """Of the process, then of every device: where, bytes in use at the end of each stage, and how much each added.
+
+    The process has two measures, the better one first.
+    """
+    impacts = [stage.memory for stage in stages if stage.memory is not None]
+    heap = [_heap(stage) for stage in stages]
+    process = [(i.baseline.process_rss_bytes, i.current.process_rss_bytes) for i in impacts]
+    yield [(HEAP_OF_PROCESS, *_ends_and_changes(heap)), (PROCESS, *_ends_and_changes(process))]
+    for device in dict.fromkeys(memory.device for i in impacts for memory in i.current.accelerators):
+        pairs = [
+            (i.baseline.accelerator(device).allocated_bytes, i.current.accelerator(device).allocated_bytes)
+            for i in impacts
+        ]
+        yield [(device, *_ends_and_changes(pairs))]
+
+
+def _heap(stage: Stage) -> tuple[int | None, int | None]:
+    noted = stage.facts.get(HEAP)
+    before, after = (noted.get(name) if isinstance(noted, Mapping) else None for name in ("before", "after"))
+    return before if isinstance(before, int) else None, after if isinstance(after, int) else None
+
+
+def _ends_and_changes(pairs: Sequence[tuple[int | None, int | None]]) -> tuple[list[int], list[int]]:
+    known = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return [after for _, after in known], [after - before for before, after in known]
+
+
+FACT: Final = "peak_owner"
+SLACK_SECONDS: Final = 1e-6
+"""By how much two figures of one moment may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakOwner:
+    """One peak and whose it is.
+
+    Attributes:
+        where: "process" (its resident memory) or a device (what is allocated there).
+        bytes: How much it was.
+        at_seconds: When, since the run began.
+        stage: The stage that was at work, with those around it: "generation/latent_decoding".
+        component: The pipeline's component that was at work; None: the stage ran none, or several took turns in it and
+            it is not known which of them it was.
+        component_bytes: Of its weights; None: not known.
+        grown_bytes: By how much the peak is above what was in use when that stage began.
+    """
+
+    where: str
+    bytes: int
+    at_seconds: float | None
+    stage: str
+    component: str | None = None
+    component_bytes: int | None = None
+    grown_bytes: int | None = None
+
+
+def peak_owners(run: Run) -> tuple[PeakOwner, ...]:
+    """The owners of the run's highest memory: of the process's and of each device's."""
+    highest: dict[str, PeakOwner] = {}
+    for stage in run.stages:
+        for owner in owners_of(stage):
+            if owner.where not in highest or owner.bytes > highest[owner.where].bytes:
+                highest[owner.where] = owner
+    return tuple(highest.values())
+
+
+def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwner]:
+    """The owners of one stage's peaks."""
+    for where, nbytes, at_seconds in _peaks(stage):
+        path = [*around, stage]
+        while (inner := _inside(path[-1], where, nbytes, at_seconds)) is not None:
+            path.append(inner)
+        name = component_of_peak(path, where, nbytes, at_seconds)
+        baseline = _baseline(path[-1], where)
+        yield PeakOwner(
+            where,
+            nbytes,
+            at_seconds,
+            "/".join(outer.name for outer in path),
+            name,
+            _component_bytes(path, name),
+            None if baseline is None else nbytes - baseline,
+        )
+
+
+def _peaks(stage: Stage) -> Iterator[tuple[str, int, float | None]]:
+    """Where, how much, and when since the run began."""
+    peak = stage.peak
+    if peak is None:
+        return
+    peaks = [(PROCESS, peak.rss_bytes, peak.rss_at_seconds)]
+    peaks += [
+        (device.device, device.allocated_bytes, device.allocated_at_seconds) for device in peak.accelerators
+    ]
+    for where, nbytes, at_seconds in peaks:
+        if nbytes is not None:
+            yield where, nbytes, None if at_seconds is None else stage.started_seconds + at_seconds
+
+
+def _inside(stage: Stage, where: str, nbytes: int, at_seconds: float | None) -> Stage | None:
+    """The stage inside that saw as much at that moment."""
+    if at_seconds is None:
+        return None
+    for child in stage.children:
+        begun = child.started_seconds - SLACK_SECONDS
+        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + SLACK_SECONDS
+        if is_open and any(name == where and seen >= nbytes for name, seen, _ in _peaks(child)):
+            return child
+    return None
+
+
+def _baseline(stage: Stage, where: str) -> int | None:
+    if stage.memory is None:
+        return None
+    before = stage.memory.baseline
+    return before.process_rss_bytes if where == PROCESS else before.accelerator(where).allocated_bytes
+
+
+def _component_bytes(path: list[Stage], name: str | None) -> int | None:
+    """The bytes of a component's weights, as the pipeline's facts around it say."""
+    for stage in reversed(path):
+        facts: Any = stage.facts
+        for key in ("pipeline", "components", name, "module", "nbytes"):
+            facts = facts.get(key) if isinstance(facts, Mapping) else None
+        if isinstance(facts, int):
+            return facts
+    return None
+
+
+def with_owners(run: Run) -> Run:
+    """The same run, in which it and each of its stages say under `peak_owner` whose their peaks are."""
+    owners = peak_owners(run)
+    stages = tuple(_stage_with_owners(stage, ()) for stage in run.stages)
+    return replace(run, stages=stages, facts={**run.facts, FACT: _plain(owners)} if owners else run.facts)
+
+
+def _stage_with_owners(stage: Stage, around: tuple[Stage, ...]) -> Stage:
+    owners = _plain(tuple(owners_of(stage, around)))
+    inner = tuple(_stage_with_owners(child, (*around, stage)) for child in stage.children)
+    return replace(stage, children=inner, facts={**stage.facts, FACT: owners} if owners else stage.facts)
+
+
+def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
+    return {
+        owner.where: {name: value for name, value in asdict(owner).items() if name != "where"}
+        for owner in owners
+    }
+
+
+def component_of_peak(path: Sequence[Stage], where: str, nbytes: int, at_seconds: float | None) -> str | None:
+    """The component that was at work when the memory of a place was highest.
+
+    Returns:
+        Its name; None where no stage of the path ran one, or several took turns and it is not known which it was.
+    """
+    worker = next((stage for stage in reversed(path) if stage.facts.get("component")), None)
+    if worker is None or not worker.facts.get("component_turns"):
+        return None if worker is None else worker.facts["component"]
+    if at_seconds is None:
+        return None
+    since = _not_before(path, nbytes, at_seconds) if where == PROCESS else at_seconds
+    return _only_one_between(worker, since, at_seconds)
+
+
+def _not_before(path: Sequence[Stage], nbytes: int, at_seconds: float) -> float:
+    """The earliest moment of the run at which the process may have been as large as it was seen to be later.
+
+    A reading tells of its own moment. What no reading was is the system's running peak, which tells of all the time
+    since it was last looked at: when the stage began, or with the last sample.
+    """
+    sampled = list(_samples(path))
+    if any(
+        seen == nbytes and abs(when - at_seconds) <= SLACK_SECONDS
+        for when, seen in (*sampled, *_readings_after_steps(path[-1]))
+    ):
+        return at_seconds
+    before = [when for when, _ in sampled if when < at_seconds - SLACK_SECONDS]
+    return min(at_seconds, max((path[-1].started_seconds, *before)))
+
+
+def _samples(path: Sequence[Stage]) -> Iterator[tuple[float, int]]:
+    """When in the run the sampler read the process's memory, and how much it was."""
+    for stage in path:
+        curve = readable_curves(stage).get(PROCESS)
+        if curve is not None:
+            times = (stage.started_seconds + at_seconds for at_seconds in curve.at_seconds)
+            yield from zip(times, curve.nbytes, strict=True)
+
+
+def _readings_after_steps(stage: Stage) -> Iterator[tuple[float, int | None]]:
+    steps = stage.steps
+    for started, lasted, seen in zip(steps.started, steps.seconds, steps.rss_bytes, strict=False):
+        yield stage.started_seconds + started + lasted, seen
+
+
+def _only_one_between(stage: Stage, since: float, until: float) -> str | None:
+    """The component that ran between two moments of the run; None if several did."""
+    turns = stage.facts["component_turns"]
+    first, last = (_step_at(stage, at_seconds) for at_seconds in (since, until))
+    ran = {*[name for name, step in turns if step <= first][-1:]}
+    ran |= {name for name, step in turns if first < step <= last}
+    return ran.pop() if len(ran) == 1 else None
+
+
+def _step_at(stage: Stage, at_seconds: float) -> int:
+    """The step that had begun last at a moment of the run; before all of them the first."""
+    since = at_seconds - stage.started_seconds + SLACK_SECONDS
+    return max(0, sum(started <= since for started in stage.steps.started) - 1)

@@ -1,0 +1,470 @@
+"""What runs were made with, what of it differs between two sets of them, and what that explains.
+
+A recipe is everything that can make a run another one: prompts, seed, steps, size, scheduler, LoRAs, types, devices,
+offloading, compiling, versions, the machine. `what_changed` sets what differs in it beside what differs in the times
+(`sigmascope.analysis.breakdown`) and in the outputs of the stages, and says it in a sentence or two.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from statistics import fmean, median
+from typing import Any, Final
+
+from sigmascope import units
+from sigmascope.analysis.breakdown import TimeShare, time_breakdown
+from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.run_figures import p_of_higher
+from sigmascope.records.performance import BENCHMARK, others_of
+from sigmascope.records.run import (
+    RECIPE,
+    AttentionFacts,
+    CallFacts,
+    ComponentFacts,
+    HostFacts,
+    PipelineFacts,
+    Run,
+    Stage,
+    TensorFacts,
+    is_duration,
+)
+
+_NONE: Final = "none"
+_SWITCHES: Final = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
+_CALL_FIELDS: Final = (
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_batches",
+    "height",
+    "width",
+    "num_frames",
+    "batch_size",
+    "has_image",
+)
+_BENCHMARK_FIELDS: Final = ("device", "seed", "threads")
+_NOTABLE_SHARE_APART: Final = 0.1  # of the processor, that other programs used
+# How many runs on each side are tested, or at least must lie apart, and how large a change of theirs counts.
+_FEWEST_TO_TEST: Final = 5
+_FEWEST_TO_LIE_APART: Final = 3
+_CHANGE_OF_MANY: Final = 0.03
+_CHANGE_OF_SOME: Final = 0.1
+_CHANGE_OF_FEW: Final = 0.2
+_P: Final = 0.01
+_EXPLAINED: Final = 0.2
+"""How far, as a share, a ratio may be from what the amount of work foretells."""
+_AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "height", "width", "num_frames")
+"""Denoising takes time in proportion to these, or more."""
+_PIXELS: Final = ("height", "width", "num_frames")
+_PER_PICTURE: Final = ("batch_size", *_PIXELS)
+_MACHINE: Final = re.compile(
+    r"processor.*|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
+    r"[a-z]+:\d+( driver)?"
+)
+_BELONGS_TO: Final = {
+    "text_encoding": re.compile(
+        r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
+    ),
+    "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
+    "latent_encoding": re.compile(r"vae.*|has_image|" + "|".join(_PER_PICTURE)),
+    "denoising": re.compile(
+        r"scheduler.*|seed|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|" + "|".join(_AMOUNTS)
+    ),
+    "latent_decoding": re.compile(r"vae.*|output_type|" + "|".join(_PER_PICTURE)),
+}
+"""Which entries of a recipe act first in which stage."""
+
+_DIGITS: Final = 12
+"""Of a prompt's hash, where that alone is known."""
+_COSTLESS: Final = re.compile(r"seed|eta|guidance_scale|LoRA .* strength|.*prompt.*|scheduler .*")
+"""What another value of takes no more time."""
+_LONGEST: Final = 60
+"""Characters of a value in a sentence."""
+
+_MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
+"""Where a tensor of a stage is what another one made."""
+
+Differences = Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatChanged:
+    """What differs between two sets of runs, baseline first in each pair.
+
+    Attributes:
+        headline: In a sentence or two: how the time changed, where, and what explains it; which output differs.
+        recipe: What differs in the recipes.
+        rows: Parts of the time, as (label, seconds before, seconds now), the largest change first.
+        output: The first stage and tensor whose values differ, "denoising: latent"; None: none does, or they differ
+            among the runs of one side.
+    """
+
+    headline: str
+    recipe: Differences
+    rows: tuple[tuple[str, float, float], ...]
+    output: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {
+            "headline": self.headline,
+            "recipe": {name: list(sides) for name, sides in self.recipe.items()},
+            "rows": [{"label": label, "before": before, "now": now} for label, before, now in self.rows],
+            "output": self.output,
+        }
+
+
+def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
+    """Set runs beside earlier runs of the same work; at least one on each side."""
+    recipe = recipe_differences(new, baseline)
+    rows = _rows(new, baseline)
+    output = first_difference(new, baseline)
+    sentences = [_time_sentence(new, baseline, rows, recipe), _output_sentence(output, recipe)]
+    if not any(sentences):
+        names = ", ".join(f"{name} {before} → {now}" for name, (before, now) in list(recipe.items())[:3])
+        sentences = [
+            f"Times are as before. The recipe differs: {names}." if names else "Nothing differs beyond noise."
+        ]
+    elif sentences[0] is None:
+        sentences.insert(0, "Times are as before.")
+    return WhatChanged(
+        " ".join(filter(None, sentences)),
+        recipe,
+        tuple((row.label, before, row.seconds) for row, before in rows),
+        output,
+    )
+
+
+def _rows(new: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[TimeShare, float]]:
+    """Each part of the time now, with the seconds before; medians of the runs, the largest change first."""
+    now, before = _medians(new), _medians(baseline)
+    gone = {key: row for key, row in before.items() if key not in now}
+    rows = [(row, before[key].seconds if key in before else 0.0) for key, row in now.items()]
+    rows += [(_with_seconds(row, 0.0), row.seconds) for row in gone.values()]
+    return sorted(rows, key=lambda row: -abs(row[0].seconds - row[1]))
+
+
+def _medians(runs: Sequence[Run]) -> dict[tuple[str, str], TimeShare]:
+    shares: dict[tuple[str, str], list[TimeShare]] = {}
+    for run in runs:
+        for share in time_breakdown(run):
+            shares.setdefault((share.name, share.part), []).append(share)
+    missing = len(runs)
+    return {
+        key: _with_seconds(same[0], median([share.seconds for share in same] + [0.0] * (missing - len(same))))
+        for key, same in shares.items()
+    }
+
+
+def _with_seconds(share: TimeShare, seconds: float) -> TimeShare:
+    return replace(share, seconds=seconds)
+
+
+def _time_sentence(
+    new: Sequence[Run],
+    baseline: Sequence[Run],
+    rows: Sequence[tuple[TimeShare, float]],
+    recipe: Differences,
+) -> str | None:
+    """How the time of a run changed, and what explains it; None where it did not, beyond noise."""
+    now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
+    if not rows or not (is_duration(now) and is_duration(before)) or min(now, before) <= 0:
+        return None
+    if not _is_certain(now / before, new, baseline):
+        return None
+    how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
+    change = f"{how}: {units.seconds(before)} → {units.seconds(now)}."
+    least, most = sorted(_foretold(rows, recipe))
+    amounts = " and ".join(_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe)
+    if amounts and least / (1 + _EXPLAINED) <= now / before <= most * (1 + _EXPLAINED):
+        return f"{change} {amounts} explains it."
+    row, was = next(
+        (row, was) for row, was in rows if (row.seconds > was) == (now > before)
+    )  # the largest such
+    difference = (
+        f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
+    )
+    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} explains a part." if amounts else "")
+
+
+def _is_certain(ratio: float, new: Sequence[Run], baseline: Sequence[Run]) -> bool:
+    """Whether a ratio of medians is more than noise; the fewer runs there are, the larger it must be."""
+    now, before = [run.seconds for run in new], [run.seconds for run in baseline]
+    fewest = min(len(now), len(before))
+    if fewest < _FEWEST_TO_LIE_APART:
+        return abs(ratio - 1) > _CHANGE_OF_FEW
+    if fewest < _FEWEST_TO_TEST:
+        is_apart = min(now) > max(before) or max(now) < min(before)
+        return is_apart and abs(ratio - 1) > _CHANGE_OF_SOME
+    higher, lower = (now, before) if ratio > 1 else (before, now)
+    return abs(ratio - 1) > _CHANGE_OF_MANY and p_of_higher(higher, lower) < _P
+
+
+def _foretold(rows: Sequence[tuple[TimeShare, float]], recipe: Differences) -> tuple[float, float]:
+    """The ratio that the amounts of work foretell: in proportion to pixels, and to their square, as attention takes."""
+    factors = {name: _ratio(*recipe[name]) for name in _AMOUNTS if name in recipe}
+    pixels = prod(factors.get(name, 1.0) for name in _PIXELS)
+    picture = pixels * factors.get("batch_size", 1.0)
+    work = prod(factors.values())
+    total = sum(before for _, before in rows) or 1.0
+    least = most = 0.0
+    for row, before in rows:
+        stages = row.name.split("/")
+        factor = work if "denoising" in stages else picture if stages[-1].startswith("latent_") else 1.0
+        least += before * factor
+        most += before * (factor * pixels if factor != 1 else 1.0)
+    return least / total, most / total
+
+
+def _ratio(before: str, now: str) -> float:
+    try:
+        return float(now) / float(before)
+    except (ValueError, ZeroDivisionError):  # several values, or none
+        return 1.0
+
+
+def _where(row: TimeShare) -> str:
+    stage = row.name.rsplit("/", 1)[-1]
+    if row.part == "outside stages":
+        return row.name
+    if row.part == "scheduler":
+        return f"in the scheduler's steps of {stage}"
+    if row.part == "between steps":
+        return f"in your callback {row.callback}" if row.callback else f"between the steps of {stage}"
+    if row.part == "steps":
+        return f"in the steps of {stage}"
+    return f"in {stage}" + (
+        ", outside its models, such as in its tokenizer" if _is_outside_models(row) else ""
+    )
+
+
+def _is_outside_models(row: TimeShare) -> bool:
+    return row.in_models is not None and row.in_models < row.seconds / 2
+
+
+def _why(row: TimeShare, recipe: Differences) -> str:
+    """What differs in the recipe that may act there; nothing where the place itself says enough."""
+    if row.callback or row.part == "scheduler" or _is_outside_models(row):
+        return ""
+    costly = {name: sides for name, sides in recipe.items() if not _COSTLESS.fullmatch(name)}
+    causes = _causes(row.name.rsplit("/", 1)[-1], costly)
+    if not causes:
+        return "; nothing in the recipe explains it"
+    return "; " + " and ".join(_in_words(name, recipe[name]) for name in causes[:2]) + " may explain it"
+
+
+def _causes(stage: str, recipe: Differences) -> list[str]:
+    """The entries of the recipe that differ and act in a stage first; without any, those of the machine."""
+    belongs = _BELONGS_TO.get(stage)
+    own = [
+        name for name in recipe if belongs is not None and belongs.fullmatch(name) and name not in _AMOUNTS
+    ]
+    return own or [name for name in recipe if _MACHINE.fullmatch(name)]
+
+
+def _in_words(name: str, sides: tuple[str, str]) -> str:
+    return f"{name} {_short(sides[0])} → {_short(sides[1])}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+
+
+def _output_sentence(output: str | None, recipe: Differences) -> str | None:
+    if output is None:
+        return None
+    stage, _, tensor = output.partition(": ")
+    before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
+    causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
+    causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
+    why = (
+        ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
+    )
+    return f"The outputs differ from the {tensor} of {stage} on: {why}."
+
+
+def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
+    """The first stage and tensor, "denoising: latent", whose values differ between the sides and not within one.
+
+    Tensors are told apart by shape, type and the exact statistics of all their values, where these were read.
+    """
+    sides = [[_outputs(run) for run in runs] for runs in (baseline, new)]
+    before, now = (runs[0] for runs in sides)
+    for name, value in before.items():
+        if name not in now or None in (value, now[name]):
+            continue
+        if any(run.get(name) != runs[0][name] for runs in sides for run in runs):
+            return None  # of one side's own noise, such as a seed that nobody set
+        if value != now[name]:
+            return name
+    return None
+
+
+def _outputs(run: Run) -> dict[str, tuple[object, ...] | None]:
+    """What each stage made, of the last generation; None where no statistics were read."""
+    return {
+        f"{_MADE_BY.get((stage.name, name), stage.name)}: {name}": _values(facts)
+        for stage in run.walk()
+        for name, facts in stage.tensors.items()
+    }
+
+
+def _values(facts: TensorFacts) -> tuple[object, ...] | None:
+    if facts.mean is None:
+        return None
+    return (
+        facts.shape,
+        facts.dtype,
+        facts.min,
+        facts.max,
+        facts.mean,
+        facts.std,
+        facts.nan_count,
+        facts.inf_count,
+    )
+
+
+def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out."""
+    ours, theirs = _recipe(new), _recipe(baseline)
+    differences = {
+        name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
+    }
+    before, now = _used_by_others(baseline), _used_by_others(new)
+    if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
+        differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    return differences
+
+
+def _recipe(runs: Sequence[Run]) -> dict[str, str]:
+    """The recipe of the runs; where they do not agree, all values."""
+    recipe: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in recipe_of(run):
+            if value is not None:
+                recipe.setdefault(name, set()).add(str(value))
+    return {name: ", ".join(sorted(values)) for name, values in recipe.items()}
+
+
+def recipe_of(run: Run) -> Iterator[tuple[str, object]]:
+    """Everything known that the run was made with, by name; of several generations one after another."""
+    try:
+        run_cases = list(cases(run))
+    except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
+        run_cases = []
+    for case in run_cases:
+        yield from _of_case(case)
+    benchmark = run.facts.get(BENCHMARK)
+    if isinstance(benchmark, Mapping):
+        yield from ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS)
+    if run.host is not None:
+        yield from _of_host(run.host)
+
+
+def _of_case(case: Case) -> Iterator[tuple[str, object]]:
+    outermost = case.stages[0] if case.stages else None
+    facts = {} if outermost is None else outermost.facts
+    more = facts.get(RECIPE)
+    yield from _of_prompts(facts.get("prompts"), is_known=isinstance(more, Mapping))
+    seeds = facts.get("seeds")
+    if isinstance(more, Mapping) or isinstance(seeds, list):
+        yield "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else "not set"
+    else:
+        yield "seed", case.call.seed
+    yield from _of_call(case.call)
+    if isinstance(more, Mapping):
+        yield "callback", case.call.callback or _NONE
+        yield from _of_more(more)
+    for stage in case.stages:
+        yield from _of_stage(stage)
+    if case.pipeline is not None:
+        yield from _of_pipeline(case.pipeline)
+
+
+def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, object]]:
+    kept = prompts if isinstance(prompts, Mapping) else {}
+    for name in ("prompt", "negative_prompt"):
+        if is_known and kept and name not in kept:
+            yield name, _NONE
+    for name, prompt in kept.items():
+        if isinstance(prompt, Mapping):
+            text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_DIGITS]}"
+            is_hidden = text is None or text.startswith("<prompt")  # as `without_prompts` leaves it
+            yield str(name), digest if is_hidden else text
+
+
+def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Of the fact `recipe`."""
+    loras = more.get("loras")
+    if isinstance(loras, Mapping):
+        yield "LoRAs", ", ".join(loras) or _NONE
+        for name, lora in loras.items():
+            if isinstance(lora, Mapping):
+                yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
+                yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
+    arguments = more.get("arguments")
+    if isinstance(arguments, Mapping):
+        yield from arguments.items()
+    yield "threads", more.get("threads")
+
+
+def _of_stage(stage: Stage) -> Iterator[tuple[str, object]]:
+    """The schedule that was set, and how often a step called the denoiser."""
+    settings = stage.facts.get("settings")
+    if stage.name == "model_sampling":
+        yield "scheduler", stage.facts.get("scheduler")
+        for name, value in settings.items() if isinstance(settings, Mapping) else ():
+            yield f"scheduler {name}", value
+    calls = stage.facts.get("denoiser_calls")
+    if isinstance(calls, Mapping) and len(stage.steps):
+        yield "denoiser calls a step", round(sum(calls.values()) / len(stage.steps), 2)
+
+
+def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
+    yield "processor", host.cpu_model
+    yield "processor threads", host.cpu_count_logical
+    yield "system", host.os
+    yield "Python", host.python_version
+    yield from host.libraries.items()
+    for device in host.accelerators:
+        yield device.device, device.name
+        yield f"{device.device} driver", device.driver_version
+
+
+def _of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
+    yield from ((name, getattr(call, name)) for name in _CALL_FIELDS)
+
+
+def _of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
+    yield "pipeline", pipeline.class_name
+    yield "architecture", pipeline.architecture
+    yield from _of_attention(pipeline.attention)
+    for name, part in pipeline.components.items():
+        yield from _of_component(name, part)
+
+
+def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
+    for name, counts in (("processors", attention.processors), ("backends", attention.backends)):
+        if counts:
+            yield f"attention {name}", " + ".join(sorted(counts))
+
+
+def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
+    if part.role != "scheduler":  # which is named by the schedule that was set
+        yield f"{name} class", part.class_name
+    if part.module is None:
+        return
+    yield f"{name} parameters", part.module.parameters
+    for what, counts in (("dtype", part.module.dtypes), ("device", part.module.devices)):
+        if counts:
+            yield f"{name} {what}", max(counts, key=lambda key: counts[key])
+    for switch in _SWITCHES:
+        value = getattr(part, switch)
+        yield f"{name} {switch}", _NONE if value is None and switch == "offload" else value
+
+
+def _used_by_others(runs: Sequence[Run]) -> float | None:
+    """How busy others kept the processor, on average."""
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    return fmean(shares) if shares else None

@@ -1,0 +1,368 @@
+"""A `Run` as one HTML file to open, print or send on: no network, no other file, light and dark.
+
+`report.html.jinja` lays out what is gathered here as plain values; the template engine escapes every one of them.
+Pictures are SVG with places in per cent, so that the page's own script only widens them to zoom in.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any, Final
+
+import jinja2
+from markupsafe import Markup
+
+from sigmascope.__about__ import __version__
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
+from sigmascope.analysis.memory import peak_owners
+from sigmascope.analysis.recipe import recipe_of, what_changed
+from sigmascope.analysis.run_figures import known, percentile, step_seconds
+from sigmascope.errors import ConfigError
+from sigmascope.files import atomic_path
+from sigmascope.records.performance import PROCESS, readable_curves
+from sigmascope.records.prompts import PromptPrivacy, check_privacy, without_prompts, without_words
+from sigmascope.records.run import Run, Stage, folded_in_words, impossible_times, is_duration
+from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
+from sigmascope.units import format_size, percent, seconds, statistic
+
+_MOST_BARS: Final = 400
+"""Stages, and steps of each stage, that have a bar of their own."""
+_MOST_TENSORS: Final = 500
+_MOST_LAYERS: Final = 20
+_BINS: Final = 24
+_OUTLIER: Final = 2.0
+"""Times the median: a step that stands out."""
+_TICKS: Final = 6
+_LAST_TICK: Final = 0.93
+"""Of the axis: beyond it there is no room for a label."""
+_COLOURS: Final = 6
+_SCRIPT_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+"""What could end the script element that the record lies in."""
+
+
+def write_html(
+    runs: Run | Sequence[Run], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
+) -> None:
+    """Write a report that any browser opens, whole or not at all.
+
+    Args:
+        runs: One run; or several, of which the first is what the others are compared with.
+        path: The file, usually .html.
+        prompts: What it says of prompts that the runs hold as text. With anything but "full" the words of exceptions are
+            left out too, since they may quote one.
+
+    Raises:
+        ConfigError: No run, or no such privacy.
+        WriteError: The file cannot be written. What was there before stays.
+    """
+    text = to_html(runs, prompts=prompts)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_verdict: bool = False) -> str:
+    """Return the report that `write_html` writes; or, for a notebook's cell, the verdict and where the time went.
+
+    Raises:
+        ConfigError: No run, or no such privacy.
+    """
+    shown = private_runs(runs, prompts)
+    if only_verdict:
+        verdicts = [(run.name, headline(run), list(_time_rows(run))) for run in shown]
+        return template("verdict.html.jinja").render(runs=verdicts)
+    comparison = _comparison(shown) if len(shown) > 1 else None
+    return template("report.html.jinja").render(
+        title=shown[0].name if len(shown) == 1 else f"{len(shown)} runs",
+        runs=[_run_view(run, number) for number, run in enumerate(shown, start=1)],
+        comparison=comparison,
+        version=__version__,
+    )
+
+
+def template(name: str) -> jinja2.Template:
+    """A template of this folder, which escapes what it is given and knows no name that it is not given."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sigmascope.reports", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name)
+
+
+def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]:
+    """The runs without what the reader of a report is not to see.
+
+    Raises:
+        ConfigError: No run, or no such privacy.
+    """
+    check_privacy(prompts)
+    all_runs = [runs] if isinstance(runs, Run) else list(runs)
+    if not all_runs:
+        raise ConfigError("There is no run to show.", hint="Give one at least.")
+    return [_private(run, prompts) for run in all_runs]
+
+
+def _private(run: Run, prompts: PromptPrivacy) -> Run:
+    if prompts == "full":
+        return run
+    clean = without_prompts(run, prompts)
+    cleaned: Run = run_from_dict(clean(run_to_dict(without_words(run))))
+    return cleaned
+
+
+def _run_view(run: Run, number: int) -> dict[str, Any]:
+    return {
+        "id": f"run{number}",
+        "name": run.name or "unnamed",
+        "started_at": run.started_at,
+        "took": seconds(run.seconds),
+        "complete": run.complete,
+        "headline": headline(run),
+        "time": list(_time_rows(run)),
+        "findings": findings_of(run),
+        "errors": [(stage.name, stage.error) for stage in run.walk() if stage.error is not None],
+        "damage": list(islice(impossible_times(run), 5)),
+        "folded": None if run.folded is None else folded_in_words(run.folded),
+        "timeline": _timeline(run),
+        "steps": [_steps_view(stage) for stage in run.walk() if len(stage.steps)],
+        "peaks": list(_peaks(run)),
+        "loras": [
+            _lora_view(analysis)
+            for stage in run.walk()
+            if isinstance(analysis := stage.facts.get("lora_application"), Mapping)
+        ],
+        "tensors": list(islice(_tensors(run), _MOST_TENSORS)),
+        "recipe": list({name: value for name, value in recipe_of(run) if value is not None}.items()),
+        "json": _as_script_text(run_to_json(run)),
+    }
+
+
+def _as_script_text(text: str) -> Markup:
+    """JSON for a script element, the one place where text is no markup: nothing in it can end the element."""
+    for character, escaped in _SCRIPT_ESCAPES.items():
+        text = text.replace(character, escaped)
+    return Markup(text)
+
+
+def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
+    rows, small = large_rows(run)
+    if not rows:
+        return
+    whole = max(run.seconds, small + sum(row.seconds for row in rows)) or 1.0
+    shares = [(row.label, row.seconds, _note(row)) for row in rows]
+    for index, (label, taken, note) in enumerate([*shares, *([("all else", small, "")] if small else [])]):
+        yield {
+            "label": label,
+            "seconds": seconds(taken),
+            "share": percent(taken, run.seconds),
+            "width": 100 * taken / whole,
+            "colour": index % _COLOURS,
+            "note": note,
+        }
+
+
+def _note(row: TimeShare) -> str:
+    each = f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
+    return ", ".join(filter(None, (row.callback, each)))
+
+
+def _timeline(run: Run) -> dict[str, Any] | None:
+    """Stages as bars in lanes by depth, above the curves of memory, on one axis."""
+    if not is_duration(run.seconds) or run.seconds <= 0 or not run.stages:
+        return None
+    bars = [bar for depth, stage in _with_depth(run.stages) for bar in _bars(depth, stage, run.seconds)]
+    return {
+        "lanes": 1 + max(bar["lane"] for bar in bars) if bars else 0,
+        "bars": bars[:_MOST_BARS],
+        "left_out": max(0, len(bars) - _MOST_BARS),
+        "ticks": list(_ticks(run.seconds)),
+        "curves": list(_curves(run)),
+    }
+
+
+def _with_depth(stages: Sequence[Stage], depth: int = 0) -> Iterator[tuple[int, Stage]]:
+    for stage in stages:
+        yield depth, stage
+        yield from _with_depth(stage.children, depth + 1)
+
+
+def _bars(depth: int, stage: Stage, whole: float) -> Iterator[dict[str, Any]]:
+    if not (is_duration(stage.seconds) and is_duration(max(stage.started_seconds, 0.0))):
+        return
+    about = f"{stage.name}: {seconds(stage.seconds)}" + ("" if stage.success else ", failed")
+    if len(stage.steps):
+        about += f", {len(stage.steps):,} steps"
+    yield {
+        "name": stage.name,
+        "about": about,
+        "left": 100 * max(stage.started_seconds, 0.0) / whole,
+        "width": 100 * stage.seconds / whole,
+        "lane": depth,
+        "failed": not stage.success,
+    }
+
+
+def _ticks(whole: float) -> Iterator[dict[str, Any]]:
+    """Round moments along the axis."""
+    rough = whole / _TICKS
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    for index in range(int(_LAST_TICK * whole / step) + 1):
+        yield {"left": 100 * index * step / whole, "label": seconds(index * step) if index else "0"}
+
+
+def _curves(run: Run) -> Iterator[dict[str, Any]]:
+    """Memory over time, of the process and of each device, each on a scale of its own that begins at 0."""
+    points: dict[str, list[tuple[float, int]]] = {}
+    for stage in run.stages:
+        for where, curve in readable_curves(stage).items():
+            times = (stage.started_seconds + at_seconds for at_seconds in curve.at_seconds)
+            points.setdefault(where, []).extend(zip(times, curve.nbytes, strict=True))
+    for where, readings in points.items():
+        most = max(nbytes for _, nbytes in readings)
+        if most <= 0:
+            continue
+        yield {
+            "name": "process (RAM)" if where == PROCESS else where,
+            "most": format_size(most),
+            "points": " ".join(
+                f"{1000 * at / run.seconds:.2f},{100 - 95 * nbytes / most:.2f}"
+                for at, nbytes in sorted(readings)
+            ),
+        }
+
+
+def _steps_view(stage: Stage) -> dict[str, Any]:
+    timed = known(step_seconds(stage))
+    if not timed:
+        return {"stage": stage.name, "count": len(stage.steps), "bars": []}
+    middle, most = median(timed), max(timed)
+    outliers = [number for number, value in enumerate(timed, start=1) if value > _OUTLIER * middle]
+    height = min(most, 4 * middle) or 1.0
+    return {
+        "stage": stage.name,
+        "count": len(timed),
+        "median": seconds(middle),
+        "p90": seconds(percentile(timed, 90)),
+        "slowest": seconds(most),
+        "slowest_number": timed.index(most) + 1,
+        "outliers": len(outliers),
+        "bars": [
+            {"height": 100 * min(value, height) / height, "slow": value > _OUTLIER * middle, "about": about}
+            for value, about in _binned(timed)
+        ],
+        "histogram": _histogram(timed),
+    }
+
+
+def _binned(timed: Sequence[float]) -> Iterator[tuple[float, str]]:
+    """A bar a step; of more steps than there is room for, the slowest of several neighbours."""
+    size = math.ceil(len(timed) / _MOST_BARS)
+    for start in range(0, len(timed), size):
+        part = timed[start : start + size]
+        numbers = f"step {start + 1}" if size == 1 else f"steps {start + 1}-{start + len(part)}, the slowest"
+        yield max(part), f"{numbers}: {seconds(max(part))}"
+
+
+def _histogram(timed: Sequence[float]) -> list[dict[str, Any]]:
+    least, most = min(timed), max(timed)
+    if most <= least:
+        return []
+    width = (most - least) / _BINS
+    counts = [0] * _BINS
+    for value in timed:
+        counts[min(int((value - least) / width), _BINS - 1)] += 1
+    return [
+        {
+            "height": 100 * count / max(counts),
+            "about": f"{seconds(least + index * width)} to {seconds(least + (index + 1) * width)}: {count:,} steps",
+        }
+        for index, count in enumerate(counts)
+    ]
+
+
+def _peaks(run: Run) -> Iterator[dict[str, str]]:
+    for owner in peak_owners(run):
+        yield {
+            "where": "process (RAM)" if owner.where == PROCESS else owner.where,
+            "size": format_size(owner.bytes),
+            "stage": owner.stage,
+            "component": owner.component or "",
+            "weights": "" if owner.component_bytes is None else format_size(owner.component_bytes),
+            "at": seconds(owner.at_seconds),
+        }
+
+
+def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """What an analysis of a LoRA's application says: whether it acts, what did not match, how strong it is where."""
+    verdict, file = _mapping(analysis.get("verdict")), _mapping(analysis.get("lora_file"))
+    unmatched = [
+        module
+        for module in verdict.get("modules") or ()
+        if isinstance(module, Mapping) and not module.get("matched")
+    ]
+    blocks = [
+        (str(block.get("name")), float(block["relative_change"]))
+        for side in ("unet", "clip")
+        for block in _mapping(analysis.get(f"{side}_weight_changes")).get("by_block") or ()
+        if isinstance(block, Mapping) and is_duration(block.get("relative_change"))
+    ]
+    strongest = max((change for _, change in blocks), default=0.0) or 1.0
+    return {
+        "effective": analysis.get("effective"),
+        "file": file.get("filename"),
+        "rank": file.get("rank"),
+        "matched": verdict.get("matched_modules"),
+        "total": verdict.get("total_modules"),
+        "unmatched": [(module.get("name"), module.get("detail")) for module in unmatched[:_MOST_LAYERS]],
+        "unmatched_left": max(0, len(unmatched) - _MOST_LAYERS),
+        "blocks": [
+            {"name": name, "text": statistic(change), "width": 100 * change / strongest}
+            for name, change in blocks
+        ],
+    }
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _tensors(run: Run) -> Iterator[dict[str, Any]]:
+    for stage in run.walk():
+        for name, facts in stage.tensors.items():
+            broken = (facts.nan_count or 0) + (facts.inf_count or 0)
+            yield {
+                "stage": stage.name,
+                "name": name,
+                "shape": "×".join(map(str, facts.shape)) or "scalar",
+                "dtype": facts.dtype.removeprefix("torch."),
+                "size": format_size(facts.nbytes),
+                "figures": [statistic(value) for value in (facts.min, facts.max, facts.mean, facts.std)],
+                "broken": "-" if facts.nan_count is None else f"{broken:,}",
+                "is_broken": broken > 0,
+            }
+
+
+def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """The runs after the first beside the first."""
+    changed = what_changed(runs[1:], runs[:1])
+    largest = max((max(before, now) for _, before, now in changed.rows), default=0.0) or 1.0
+    return {
+        "headline": changed.headline,
+        "recipe": [(name, before, now) for name, (before, now) in changed.recipe.items()],
+        "rows": [
+            {
+                "label": label,
+                "before": seconds(before),
+                "now": seconds(now),
+                "change": f"{'+' if now >= before else '−'}{seconds(abs(now - before))}",
+                "before_width": 100 * before / largest,
+                "now_width": 100 * now / largest,
+            }
+            for label, before, now in changed.rows
+        ],
+    }

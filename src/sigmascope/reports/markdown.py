@@ -1,0 +1,93 @@
+"""A `Run`, or two sets of runs side by side, as Markdown for an issue tracker: 60 lines at most.
+
+`report.md.jinja` lays it out. Whatever comes from the record is text there: no link, no tag, no mention of anybody.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from markupsafe import Markup
+
+from sigmascope.analysis.breakdown import findings_of, headline, large_rows
+from sigmascope.analysis.memory import peak_owners
+from sigmascope.analysis.recipe import recipe_of, what_changed
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.run import Run
+from sigmascope.reports.html import private_runs, template
+from sigmascope.units import format_size, percent, seconds
+
+_MOST_ROWS: Final = 10
+_MOST_FINDINGS: Final = 5
+_MOST_OF_RECIPE: Final = 20
+_LONGEST: Final = 160
+_LONGEST_HEADLINE: Final = 800
+_MARKS: Final = re.compile(r"([\\`*_{}\[\]#!|~])")
+_SPECIAL: Final = {"&": "&amp;", "<": "&lt;", "@": "@\u200b", "://": ":\u200b//", "www.": "www\u200b."}
+"""Tags, mentions and links, each broken by what shows as it was."""
+_KEPT: Final = ("prompt", "negative_prompt", "seed", "num_inference_steps", "guidance_scale", "height", "width",
+                "batch_size", "LoRAs", "scheduler", "pipeline", "processor", "threads", "system", "Python")  # fmt: skip
+_LIBRARIES: Final = ("sigmascope", "torch", "diffusers", "transformers", "peft", "accelerate")
+
+
+def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -> str:
+    """Return what to paste into a bug report. Its first line says what is in it and what is left out.
+
+    Args:
+        runs: One run; or several, of which the first is what the others are compared with.
+        prompts: What it says of prompts that the runs hold as text.
+
+    Raises:
+        ConfigError: No run, or no such privacy.
+    """
+    check_privacy(prompts)
+    shown = private_runs(runs, prompts)
+    last = shown[-1]
+    rows, small = large_rows(last)
+    changed = what_changed(shown[1:], shown[:1]) if len(shown) > 1 else None
+    findings = findings_of(last)
+    return template("report.md.jinja").render(
+        runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
+        privacy={"hash": "their hashes", "none": "nothing", "full": "their text"}[prompts],
+        headline=_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
+        name=_text(last.name or "unnamed"),
+        took=seconds(last.seconds),
+        rows=[
+            (_text(row.label), seconds(row.seconds), percent(row.seconds, last.seconds))
+            for row in rows[:_MOST_ROWS]
+        ],
+        small=seconds(small) if small else None,
+        peaks=[
+            (_text(owner.where), format_size(owner.bytes), _text(owner.component or owner.stage))
+            for owner in peak_owners(last)
+        ],
+        findings=[
+            (finding.severity, _text(finding.message), _text(finding.advice or ""))
+            for finding in findings[:_MOST_FINDINGS]
+        ],
+        more_findings=max(0, len(findings) - _MOST_FINDINGS),
+        differences=[] if changed is None else list(_cells(changed.recipe))[:_MOST_OF_RECIPE],
+        recipe=[] if changed is not None else list(_recipe(last)),
+    )
+
+
+def _cells(recipe: Any) -> Iterator[tuple[Markup, Markup, Markup]]:
+    for name, (before, now) in recipe.items():
+        yield _text(name), _text(before), _text(now)
+
+
+def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
+    recipe = {name: value for name, value in recipe_of(run) if value is not None}
+    for name in (*_KEPT, *_LIBRARIES):
+        if name in recipe:
+            yield _text(name), _text(recipe[name])
+
+
+def _text(value: object, most: int = _LONGEST) -> Markup:
+    """The value in one line that Markdown shows as it is: its marks lose their meaning, and nobody is mentioned."""
+    line = " ".join(str(value).split())
+    line = line if len(line) <= most else f"{line[: most - 1]}…"
+    escaped = _MARKS.sub(r"\\\1", line)
+    for special, harmless in _SPECIAL.items():
+        escaped = escaped.replace(special, harmless)
+    return Markup(escaped)

@@ -1,0 +1,173 @@
+"""Where a run's time went: rows by arithmetic on made records, and the sentence that a slow part gives."""
+
+from typing import Any
+
+import pytest
+
+from sigmascope.analysis.breakdown import findings_of, headline, time_breakdown
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
+
+
+def run_of(*stages: Stage, seconds: float = 10.0, **more: Any) -> Run:
+    return Run("1", "demo", "2026-01-02T03:04:05+00:00", seconds, stages=stages, **more)
+
+
+def rows(run: Run) -> dict[str, Any]:
+    return {row.label: pytest.approx(row.seconds) for row in time_breakdown(run)}
+
+
+TWO_STEPS = Steps(started=(0.5, 2.5), seconds=(1.0, 1.0))
+"""Half a second before the first, a second after each."""
+
+
+def generation(denoising: Stage, **more: Any) -> Run:
+    call = {"call": {"callback": "preview (generate.py:31)"}}
+    text = Stage("text_encoding", 2.0, 1.0)
+    return run_of(Stage("generation", 2.0, 6.0, children=(text, denoising), facts=call), **more)
+
+
+def test_rows_divide_the_wall_time() -> None:
+    run = generation(Stage("denoising", 3.0, 4.5, steps=TWO_STEPS))
+    assert rows(run) == {
+        "before the first stage": 2.0,
+        "generation, the rest": 0.5,  # 6 − 1 − 4.5
+        "text_encoding": 1.0,
+        "denoising, the rest": 0.5,  # before the first step
+        "denoising, steps": 2.0,
+        "denoising, between steps": 2.0,  # 4.5 − 0.5 − 2
+        "after the last stage": 2.0,
+    }
+    assert sum(row.seconds for row in time_breakdown(run)) == pytest.approx(run.seconds)
+
+
+def test_the_scheduler_has_its_part_of_the_steps() -> None:
+    run = generation(Stage("denoising", 3.0, 4.5, steps=TWO_STEPS, facts={"scheduler_seconds": 1.5}))
+    assert rows(run)["denoising, steps"] == 0.5
+    assert rows(run)["denoising, scheduler"] == 1.5
+    assert sum(row.seconds for row in time_breakdown(run)) == pytest.approx(run.seconds)
+
+
+def test_what_a_text_encoder_took_is_in_its_stage_and_what_lies_outside_it_is_said() -> None:
+    encoder = Stage("text_encoder", 0.5, 1.0, facts={"component": "text_encoder"})
+    run = run_of(Stage("text_encoding", 0.0, 8.0, children=(encoder,)))
+    assert rows(run) == {"text_encoding": 8.0, "after the last stage": 2.0}
+    assert headline(run) == (
+        "80 % of 10.00 s went into text_encoding: 7.00 s of it outside its models, such as its tokenizer."
+    )
+
+
+def test_a_preview_inside_the_denoising_is_no_part_of_what_is_between_its_steps() -> None:
+    preview = Stage("latent_decoding", 4.6, 0.75)
+    run = generation(Stage("denoising", 3.0, 4.5, steps=TWO_STEPS, children=(preview,)))
+    assert rows(run)["latent_decoding"] == 0.75
+    assert rows(run)["denoising, between steps"] == 1.25
+
+
+def test_the_devices_clock_counts_where_it_timed_the_steps() -> None:
+    queued = Steps(started=(0.0, 0.1), seconds=(0.1, 0.1), gpu_seconds=(1.5, 1.5))
+    denoising = Stage("denoising", 0.0, 0.2, steps=queued, facts={"device_seconds": 3.0})
+    run = run_of(Stage("generation", 0.0, 10.0, children=(denoising,)))
+    assert rows(run) == {"generation, the rest": 7.0, "denoising, steps": 3.0}
+
+
+def test_stages_side_by_side_leave_nothing_outside_that_they_cover() -> None:
+    run = run_of(Stage("one", 1.0, 5.0), Stage("two", 3.0, 5.0))
+    assert rows(run) == {"before the first stage": 1.0, "one": 5.0, "two": 5.0, "after the last stage": 2.0}
+
+
+def test_folded_generations_are_in_their_rows() -> None:
+    sums = {
+        "generation": FoldedStages(3, 30.0, 12.0),
+        "generation/denoising": FoldedStages(3, 24.0, 9.0, steps=60, step_seconds=21.0),
+    }
+    folded = Folded(1, 3, 0.0, 31.0, sums)
+    last = Stage("denoising", 40.0, 8.0, steps=Steps((0.0,), (8.0,)))
+    run = run_of(Stage("generation", 40.0, 10.0, children=(last,)), seconds=50.0, folded=folded)
+    assert rows(run) == {
+        "between stages": 10.0,  # 1 among the folded, 9 after them
+        "generation, the rest": 8.0,  # 2, and 6
+        "denoising, the rest": 3.0,
+        "denoising, steps": 29.0,
+    }
+    steps = next(row for row in time_breakdown(run) if row.part == "steps")
+    assert steps.count == 61
+
+
+@pytest.mark.parametrize("damage", [{"seconds": float("nan")}, {"seconds": -1.0}])
+def test_a_run_without_a_time_has_no_rows(damage: dict[str, float]) -> None:
+    assert time_breakdown(run_of(Stage("denoising", 0.0, 1.0), **damage)) == ()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -3.0])
+def test_a_stage_whose_time_is_none_adds_nothing(seconds: float) -> None:
+    run = run_of(Stage("denoising", 0.0, seconds), Stage("latent_decoding", 1.0, 4.0))
+    assert rows(run)["latent_decoding"] == 4.0
+    assert "denoising" not in rows(run)
+
+
+def test_the_headline_names_the_callback_with_its_place() -> None:
+    steps = Steps(started=(0.0, 3.0), seconds=(0.25, 0.25))
+    run = generation(Stage("denoising", 2.5, 5.25, steps=steps))
+    assert headline(run) == (
+        "48 % of 10.00 s went into your callback preview (generate.py:31), 2.38 s after each of 2 steps."
+    )
+
+
+def test_the_headline_names_imports_and_loading_before_all_stages() -> None:
+    run = run_of(Stage("denoising", 7.0, 3.0))
+    assert headline(run) == "70 % of 10.00 s passed before the first stage: imports and loading."
+
+
+def test_a_failure_comes_before_all_times() -> None:
+    inner = Stage("denoising", 2.0, 3.0, success=False, error="RuntimeError: size mismatch")
+    outer = Stage(
+        "generation", 0.0, 9.0, success=False, children=(inner,), error="RuntimeError: size mismatch"
+    )
+    fault = Finding("picture.black", "error", "All pictures are black.")
+    assert (
+        headline(run_of(outer, findings=(fault,)))
+        == "denoising failed after 3.00 s: RuntimeError: size mismatch."
+    )
+    assert headline(run_of(Stage("generation", 0.0, 9.0), findings=(fault,))) == "All pictures are black."
+
+
+def test_an_attempt_that_failed_in_a_stage_that_went_well_is_no_failure() -> None:
+    attempt = Stage("direct", 0.0, 1.0, success=False, error="OutOfMemoryError: 8 GB")
+    run = run_of(Stage("latent_decoding", 0.0, 9.0, children=(attempt,)))
+    assert headline(run) == "90 % of 10.00 s went into latent_decoding."
+
+
+def test_what_could_be_saved_is_said_from_a_quarter_of_the_time_on() -> None:
+    finding = Finding(
+        "time.first_step_compiles",
+        "info",
+        "The first step took 6.00 s, the others 1.00 s.",
+        {"gain_seconds": 5.0},
+    )
+    stages = Stage("denoising", 0.0, 10.0, steps=Steps((0.0, 6.0), (6.0, 4.0)))
+    assert headline(run_of(stages, findings=(finding,))) == (
+        "50 % of 10.00 s could be saved. The first step took 6.00 s, the others 1.00 s."
+    )
+    small = Finding(finding.id, "info", finding.message, {"gain_seconds": 2.0})
+    assert headline(run_of(stages, findings=(small,))).startswith(
+        "100 % of 10.00 s went into denoising: 2 steps"
+    )
+
+
+def test_the_highest_memory_is_the_devices_where_there_is_one() -> None:
+    peak = PeakMemory(3 * 2**30, 0.5, accelerators=(AcceleratorPeak("cuda:0", 2**30, 0.5),))
+    run = run_of(Stage("latent_decoding", 0.0, 10.0, peak=peak, facts={"component": "vae"}))
+    assert headline(run).endswith("Peak of cuda:0: 1 GB, in latent_decoding (vae).")
+
+
+def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> None:
+    twice = Finding("a", "info", "A.", {"gain_seconds": 1.0})
+    more = Finding("b", "info", "B.", {"gain_seconds": 2.0})
+    grave = Finding("c", "error", "C.")
+    run = run_of(Stage("denoising", 0.0, 1.0, findings=(twice, grave)), findings=(twice, more))
+    assert [finding.id for finding in findings_of(run)] == ["c", "b", "a"]
+
+
+def test_a_run_without_stages_says_so() -> None:
+    assert headline(run_of()) == "Nothing was recorded: no stage was opened."

@@ -1,0 +1,147 @@
+"""What changed between runs, on made records: what explains a time by arithmetic, and what is no more than noise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sigmascope.analysis.recipe import first_difference, what_changed
+from sigmascope.records.run import HostFacts, Run, Stage, Steps, TensorFacts
+
+
+def tensor(mean: float | None) -> TensorFacts:
+    return TensorFacts((1, 4, 8, 8), "float32", "cpu", 1024, 256, -1.0, 1.0, mean, 0.5, 0, 0)
+
+
+def generated(
+    *,
+    steps: int = 4,
+    step: float = 1.0,
+    between: float = 0.0,
+    text: float = 1.0,
+    call: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
+    prompt: str = "a cat",
+    means: tuple[float | None, float | None] = (0.1, 0.2),
+    **facts: Any,
+) -> Run:
+    """A second outside the stages, then text encoding and denoising; no time but what is said."""
+    started = tuple(index * (step + between) for index in range(steps))
+    denoising = Stage(
+        "denoising",
+        1.0 + text,
+        steps * (step + between),
+        steps=Steps(started, (step,) * steps),
+        tensors={"latent": tensor(means[1])},
+        facts=facts.pop("denoising", {}),
+    )
+    encoding = Stage("text_encoding", 1.0, text, tensors={"prompt_embeds": tensor(means[0])})
+    whole = text + denoising.seconds
+    told = {
+        "call": {"num_inference_steps": steps, **(call or {})},
+        "recipe": {"arguments": {}, "loras": {}, "threads": 2, **(recipe or {})},
+        "prompts": {"prompt": {"sha256": prompt[::-1], "text": prompt}},
+        "seeds": [3],
+    }
+    stage = Stage("generation", 1.0, whole, children=(encoding, denoising), facts=told)
+    return Run("1", "demo", "2026-01-02T03:04:05+00:00", 1.0 + whole, stages=(stage,), facts=facts)
+
+
+def headline(now: Run, before: Run, runs: int = 1) -> str:
+    return what_changed([now] * runs, [before] * runs).headline
+
+
+def test_more_steps_explain_the_time_that_they_take() -> None:
+    assert headline(generated(steps=8), generated()) == (
+        "1.67 × as long: 6.00 s → 10.00 s. num_inference_steps 4 → 8 explains it."
+    )
+
+
+def test_a_larger_picture_explains_up_to_the_square_of_its_pixels() -> None:
+    sizes = ({"height": 64, "width": 64}, {"height": 128, "width": 128})
+    before, proportional, square, more = (
+        generated(step=step, call=size)
+        for step, size in ((1.0, sizes[0]), (4.0, sizes[1]), (16.0, sizes[1]), (40.0, sizes[1]))
+    )
+    for now in (proportional, square):
+        assert headline(now, before).endswith("height 64 → 128 and width 64 → 128 explains it.")
+    assert headline(more, before).endswith("height 64 → 128 and width 64 → 128 explains a part.")
+
+
+def test_what_no_amount_explains_is_placed_and_the_recipe_asked() -> None:
+    slower = generated(step=2.0, recipe={"threads": 1})
+    assert headline(slower, generated()) == (
+        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in the steps of denoising; threads 2 → 1 may explain it."
+    )
+    assert headline(generated(step=2.0), generated()).endswith(
+        "4.00 s more in the steps of denoising; nothing in the recipe explains it."
+    )
+
+
+def test_a_callback_that_is_new_is_named() -> None:
+    now = generated(between=1.0, call={"callback": "preview (generate.py:31)"})
+    assert headline(now, generated()) == (
+        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in your callback preview (generate.py:31)."
+    )
+
+
+def test_less_time_is_explained_as_well() -> None:
+    assert headline(generated(), generated(steps=8)) == (
+        "1.67 × as fast: 10.00 s → 6.00 s. num_inference_steps 8 → 4 explains it."
+    )
+
+
+def test_other_work_on_the_processor_is_named() -> None:
+    busy = generated(step=2.0, others_cpu_share=0.6)
+    assert "processor used by others 0 % → 60 % may explain it" in headline(
+        busy, generated(others_cpu_share=0.0)
+    )
+
+
+@pytest.mark.parametrize(("runs", "factor"), [(1, 1.15), (3, 1.08), (5, 1.02)])
+def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(runs: int, factor: float) -> None:
+    now = [replace(generated(), seconds=6.0 * factor + index / 1000) for index in range(runs)]
+    before = [replace(generated(), seconds=6.0 + index / 1000) for index in range(runs)]
+    assert what_changed(now, before).headline == "Nothing differs beyond noise."
+    slower = [replace(run, seconds=run.seconds * 1.2) for run in now]
+    assert "× as long" in what_changed(slower, before).headline
+
+
+def test_runs_that_overlap_are_no_slower() -> None:
+    now = [replace(generated(), seconds=seconds) for seconds in (6.0, 8.0, 8.5)]
+    before = [replace(generated(), seconds=seconds) for seconds in (5.0, 6.0, 7.9)]
+    assert what_changed(now, before).headline == "Nothing differs beyond noise."
+
+
+def test_the_first_output_that_differs_is_named_with_what_acts_there() -> None:
+    other = generated(prompt="a dog", means=(0.3, 0.4))
+    assert headline(other, generated()) == (
+        "Times are as before. "
+        "The outputs differ from the prompt_embeds of text_encoding on: prompt a cat → a dog."
+    )
+    lora = generated(
+        recipe={"loras": {"unet.style": {"strength": [1.0, 1.0], "layers": 4, "active": 4}}}, means=(0.1, 0.4)
+    )
+    assert headline(lora, generated()).endswith("the latent of denoising on: LoRAs none → unet.style.")
+    assert headline(generated(means=(0.1, 0.4)), generated()).endswith("nothing in the recipe explains it.")
+
+
+def test_outputs_that_differ_on_one_side_alone_or_were_not_read_say_nothing() -> None:
+    unseeded = [generated(means=(0.1, mean)) for mean in (0.5, 0.6)]
+    assert first_difference(unseeded, [generated(means=(0.1, 0.7))] * 2) is None
+    assert first_difference([generated(means=(None, None))], [generated()]) is None
+    assert first_difference([generated()], [generated()]) is None
+
+
+def test_a_recipe_that_differs_without_an_effect_is_told() -> None:
+    hosts = [HostFacts(libraries={"torch": version}) for version in ("2.12", "2.13")]
+    before, now = (replace(generated(), host=host) for host in hosts)
+    assert headline(now, before) == "Times are as before. The recipe differs: torch 2.12 → 2.13."
+
+
+def test_records_from_before_recipes_were_kept_compare_with_those_of_today() -> None:
+    now = generated()
+    stage = now.stages[0]
+    facts = {name: value for name, value in stage.facts.items() if name not in ("recipe", "seeds")}
+    old = replace(now, stages=(replace(stage, facts=facts),))
+    assert what_changed([now], [old]).recipe == {}

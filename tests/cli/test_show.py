@@ -1,0 +1,86 @@
+"""`sigmascope show`: the verdict of saved runs, and which one is the newest."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sigmascope.cli.root import app
+from sigmascope.records.run import Finding, Run, Stage
+
+
+def saved(path: Path, name: str = "portrait", *, written_at: float = 1e9) -> Path:
+    findings = tuple(
+        Finding(f"rule.{number}", "info", f"Number {number} is odd.", {"figure": number}, "Look at it.")
+        for number in range(8)
+    )
+    run = Run(
+        "1",
+        name,
+        "2026-01-02T03:04:05+00:00",
+        10.0,
+        stages=(Stage("denoising", 1.0, 8.0),),
+        findings=findings,
+    )
+    run.save(path)
+    os.utime(path, (written_at, written_at))
+    return path
+
+
+def show(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+def test_the_verdict_comes_first_and_at_most_five_findings(tmp_path: Path) -> None:
+    lines = show(saved(tmp_path / "run.json")).output.splitlines()
+    assert "Run: portrait" in lines[0]
+    assert lines[1] == "80 % of 10.00 s went into denoising."
+    assert [line for line in lines if "is odd" in line] == [
+        f"info Number {number} is odd." for number in range(5)
+    ]
+    assert lines[-1].startswith("3 more findings")
+
+
+def test_in_full_there_is_everything(tmp_path: Path) -> None:
+    output = show(saved(tmp_path / "run.json"), "--full").output
+    assert output.count("is odd") == 8
+    assert "figure 7" in output
+    assert "✓ denoising" in output
+
+
+def test_a_script_reads_the_same_as_json(tmp_path: Path) -> None:
+    report = json.loads(show(saved(tmp_path / "run.json"), "--json").stdout)[0]
+    assert report["headline"] == "80 % of 10.00 s went into denoising."
+    assert [(row["label"], row["seconds"]) for row in report["time"]] == [
+        ("before the first stage", 1.0),
+        ("denoising", 8.0),
+        ("after the last stage", 1.0),
+    ]
+    assert len(report["findings"]) == 8
+
+
+def test_alone_it_shows_the_newest_run_and_says_what_it_passes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "old.json", "old", written_at=1e9)
+    saved(tmp_path / "new.json", "new", written_at=2e9)
+    other = tmp_path / "settings.json"
+    other.write_text("{}")
+    os.utime(other, (3e9, 3e9))
+    monkeypatch.chdir(tmp_path)
+    done = show()
+    assert "Run: new" in done.stdout
+    assert "new.json" in done.stderr
+    assert "settings.json" in done.stderr
+    assert "old.json" not in done.stderr
+
+
+def test_a_folder_without_a_run_is_an_error_that_says_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = show()
+    assert done.exit_code != 0
+    assert "sigmascope watch" in getattr(done.exception, "hint", "")

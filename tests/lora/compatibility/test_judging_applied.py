@@ -1,0 +1,157 @@
+"""Files that diffusers loaded, or not, into the tiny pipelines."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.families import FAMILIES, make_pipeline
+
+from sigmascope.lora.compatibility import judge_applied
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.peft import read_adapters
+
+Save = Callable[..., Path]
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def shared_sd15() -> Any:
+    return make_pipeline("sd15")
+
+
+@pytest.fixture
+def sd15(shared_sd15: Any) -> Iterator[Any]:
+    """A pipeline from which the test's adapters are taken off again."""
+    yield shared_sd15
+    shared_sd15.enable_lora()
+    shared_sd15.unload_lora_weights()
+
+
+def patches_of(model: Any) -> tuple[AppliedPatch, ...]:
+    reading = read_adapters(model)
+    assert reading.value is not None, reading.reason
+    return reading.value
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        ("sd15", "peft"),
+        ("sd15", "kohya"),
+        ("wan", "peft"),
+        ("wan", "kohya"),
+        ("flux", "peft"),
+        ("sd3", "peft"),
+    ],
+)
+def test_what_diffusers_loaded_is_found(save: Save, family: str, format: str) -> None:
+    pipeline = make_pipeline(family)
+    path = save(pipeline, FAMILIES[family].denoiser, format=format, only="blocks.0")
+    pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")
+    verdict = judge_applied(path, patches_of(pipeline), pipeline)
+    assert verdict.complete, verdict.missing[:2]
+    assert verdict.findings == ()
+    assert verdict.strengths == {1.0: len(verdict.modules)}
+    assert verdict.modules[0].sources == ("style",)
+
+
+def test_the_strength_is_the_adapters_weight(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")
+    sd15.set_adapters("style", 0.25)
+    assert set(judge_applied(path, patches_of(sd15), sd15).strengths) == {0.25}
+
+
+def test_a_file_that_loads_nothing_is_told(sd15: Any, save: Save) -> None:
+    """With its default prefix, the adapter loader finds nothing of a U-Net's file, and returns normally."""
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.unet.load_lora_adapter(load_file(path))
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert verdict.there == ()
+    assert [finding.id for finding in verdict.findings] == ["lora_not_loaded"]
+    assert verdict.findings[0].severity == "critical"
+
+
+def test_half_a_file_is_told(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="to_q")
+    half = {key: tensor for key, tensor in load_file(path).items() if "attn1" in key}
+    sd15.load_lora_weights(half)
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert 0 < len(verdict.there) < len(verdict.modules)
+    assert [finding.id for finding in verdict.findings] == ["lora_partly_loaded"]
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_two_adapters_of_one_file_are_told(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    for name in ("a", "b"):
+        sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
+    sd15.set_adapters(["a", "b"], [1.0, 0.5])
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert len(verdict.twice) == len(verdict.modules)
+    assert set(verdict.strengths) == {1.5}
+    assert [finding.id for finding in verdict.findings] == ["lora_applied_twice"]
+
+
+def test_switched_off_adapters_are_there_and_do_not_act(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    sd15.load_lora_weights(str(path.parent), weight_name=path.name)
+    sd15.disable_lora()
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert len(verdict.there) == len(verdict.modules)
+    assert not verdict.complete
+    assert [finding.id for finding in verdict.findings] == ["lora_not_acting"]
+
+
+def test_another_lora_is_not_taken_for_it(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    other = {key: torch.randn_like(tensor) for key, tensor in load_file(path).items()}
+    sd15.load_lora_weights(other, adapter_name="other")
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert verdict.there == ()
+    assert (verdict.modules[0].detail or "").startswith("only other changes of other are on ")
+
+
+def test_parts_of_a_fused_weight_are_found_by_their_factors(tmp_path: Path) -> None:
+    """As ComfyUI holds a LoRA of query, key and value: three changes of parts of one weight."""
+    shapes = {
+        "double_blocks.0.img_attn.qkv.weight": (12, 4),
+        "img_in.weight": (4, 4),
+        "vector_in.in_layer.weight": (4, 4),
+        "single_blocks.0.linear1.weight": (28, 4),
+    }
+    parts = {part: (torch.randn(4, 2), torch.randn(2, 4)) for part in "qkv"}
+    state = {
+        f"transformer.transformer_blocks.0.attn.to_{part}.lora_{end}.weight": tensor
+        for part, pair in parts.items()
+        for end, tensor in zip("BA", pair, strict=True)
+    }
+    save_file(state, tmp_path / "lora.safetensors")
+    patches = [
+        AppliedPatch(
+            "double_blocks.0.img_attn.qkv.weight",
+            "lora",
+            "unknown",
+            "",
+            "registered",
+            tensors={"up": up.bfloat16(), "down": down.bfloat16()},
+            strength=0.5,
+            weight_shape=(12, 4),
+            offset=(0, 4 * index, 4),
+        )
+        for index, (up, down) in enumerate(parts.values())
+    ]
+    verdict = judge_applied(tmp_path / "lora.safetensors", patches, shapes)
+    assert verdict.complete
+    assert [module.times for module in verdict.modules] == [1, 1, 1]
+    assert verdict.strengths == {0.5: 3}
+
+
+def test_an_unreadable_file_is_a_verdict(tmp_path: Path) -> None:
+    verdict = judge_applied(tmp_path / "none.safetensors", ())
+    assert verdict.error is not None
+    assert verdict.findings[0].id == "lora_unreadable"

@@ -1,0 +1,175 @@
+"""The HTML report: its figures are the record's, a stranger's text stays text, prompts are private, long runs stay small."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.reports.html.payloads import PAYLOADS, run_that_holds
+
+import sigmascope
+from sigmascope.analysis.breakdown import headline, time_breakdown
+from sigmascope.errors import ConfigError
+from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.serialization import run_from_json, run_to_json
+from sigmascope.reports.html import to_html
+from sigmascope.units import seconds
+
+PROMPT = "a portrait of nobody you know"
+STEPS = Steps(started=(0.0, 2.0, 4.0, 6.0), seconds=(1.5, 1.5, 1.5, 1.5))
+CALL = {
+    "call": {"callback": "preview (generate.py:31)", "num_inference_steps": 4},
+    "prompts": {"prompt": {"sha256": "ab" * 32, "text": PROMPT}},
+    "recipe": {"arguments": {"eta": 0.0}, "loras": {}, "threads": 2},
+}
+DENOISING = Stage("denoising", 2.0, 8.0, steps=STEPS)
+RUN = Run(
+    "1",
+    "portrait",
+    "2026-01-02T03:04:05+00:00",
+    12.0,
+    stages=(
+        Stage("generation", 1.0, 10.0, children=(Stage("text_encoding", 1.0, 0.75), DENOISING), facts=CALL),
+    ),
+    findings=(Finding("rule", "warning", "It is slow.", {"gain_seconds": 1.0}, "Do less."),),
+)
+
+
+class Page(HTMLParser):
+    """What a browser makes of it: elements with attributes, and the texts of cells, paragraphs and the rest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, tuple[str, ...]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.in_script = False
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, tuple(name for name, _ in attrs)))
+        self.in_script = tag == "script"
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_script = False
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.in_script else self.texts).append(data.strip())
+
+    def cells_after(self, label: str, count: int) -> list[str]:
+        texts = [text for text in self.texts if text]
+        start = texts.index(label) + 1
+        return texts[start : start + count]
+
+
+def test_the_figures_are_the_records() -> None:
+    page = Page(to_html(RUN))
+    assert headline(RUN) in page.texts
+    for row in time_breakdown(RUN):
+        assert page.cells_after(row.label, 1) == [seconds(row.seconds)]
+    assert page.cells_after("denoising, between steps", 3) == [
+        "2.00 s",
+        "17 %",
+        "preview (generate.py:31), 4 × 500 ms",
+    ]
+    assert any(text.startswith("4 steps: median 1.50 s") for text in page.texts)
+    assert "What to do: Do less." in page.texts
+
+
+def test_the_record_is_in_it_whole() -> None:
+    page = Page(to_html(RUN, prompts="full"))
+    assert run_from_json(page.scripts[0]) == run_from_json(run_to_json(RUN))
+
+
+def test_nothing_is_asked_of_the_network() -> None:
+    html = to_html(RUN)
+    assert not re.search(r"(?:src|href)=\"(?!#)", html)
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "url(" not in html
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_strangers_text_stays_text(payload: str) -> None:
+    plain = Page(to_html([run_that_holds("harmless")] * 2, prompts="full"))
+    page = Page(to_html([run_that_holds(payload)] * 2, prompts="full"))
+    assert page.elements == plain.elements
+    assert any(payload in text for text in page.texts)
+
+
+def test_there_are_sixty_payloads() -> None:
+    assert len(set(PAYLOADS)) >= 60
+
+
+@pytest.mark.parametrize(("privacy", "kept"), [("full", True), ("hash", False), ("none", False)])
+def test_prompts_are_private_unless_asked_for(privacy: str, kept: bool) -> None:
+    failed = replace(DENOISING, success=False, error=f"ValueError: {PROMPT}")
+    run = replace(RUN, stages=(replace(RUN.stages[0], children=(failed,), success=False),))
+    html = to_html(run, prompts=privacy)  # type: ignore[arg-type]
+    assert (PROMPT in html) is kept
+    assert (PROMPT in to_html(run, prompts=privacy, only_verdict=True)) is kept  # type: ignore[arg-type]
+
+
+def test_several_runs_are_set_beside_the_first() -> None:
+    slower = replace(
+        RUN,
+        name="slower",
+        seconds=20.0,
+        stages=(replace(RUN.stages[0], seconds=18.0), Stage("saving", 19.0, 1.0)),
+    )
+    page = Page(to_html([RUN, slower]))
+    assert any(text.startswith("1.67 × as long: 12.00 s → 20.00 s.") for text in page.texts)
+    assert page.cells_after("generation, the rest", 3) == ["1.25 s", "9.25 s", "+8.00 s"]
+    assert {"Before: portrait", "Now: slower"} <= set(page.texts)
+
+
+def test_a_notebook_shows_the_verdict_without_prompts() -> None:
+    html = RUN._repr_html_()
+    assert headline(RUN) in html
+    assert len(html) < 5_000
+    assert "<script" not in html
+
+
+def test_ten_thousand_steps_stay_below_six_megabytes_and_the_slow_one_is_seen() -> None:
+    count = 10_000
+    durations = [0.01] * count
+    durations[7_777] = 0.5
+    long = Stage(
+        "denoising", 0.0, 110.0, steps=Steps(tuple(index / 100 for index in range(count)), tuple(durations))
+    )
+    html = to_html(replace(RUN, seconds=120.0, stages=(long,)))
+    assert len(html.encode()) < 6 << 20
+    assert html.count('class="step slow"') == 1
+    assert "(step 7778)" in html
+
+
+def test_a_damaged_record_is_shown_all_the_same() -> None:
+    nan = float("nan")
+    run = replace(
+        RUN, stages=(Stage("denoising", nan, nan, steps=Steps((nan,), (nan,))), Stage("vae", 0.0, -1.0))
+    )
+    assert "Damaged" in to_html(run)
+    assert "Damaged" in to_html(replace(run, seconds=nan))
+    assert "Nothing was recorded" in to_html(replace(RUN, stages=()))
+
+
+def test_no_run_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no run"):
+        to_html([])
+
+
+def test_a_file_is_written_by_the_run_itself(tmp_path: Path) -> None:
+    RUN.to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text == to_html(RUN)
+    sigmascope.write_html([RUN, RUN], tmp_path / "report.html")
+    assert "2 runs" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_lora_strengths_by_block_and_what_did_not_match_are_shown() -> None:
+    page = Page(to_html(run_that_holds("block"), prompts="full"))
+    assert "It changes the model." in page.texts
+    assert json.loads(page.scripts[0])["run"]["name"] == "block"

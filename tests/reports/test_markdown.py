@@ -1,0 +1,54 @@
+"""Markdown for an issue tracker: short, private, and a stranger's text is text there too."""
+
+from dataclasses import replace
+
+import pytest
+from tests.reports.html.payloads import PAYLOADS, run_that_holds
+from tests.reports.html.test_html import PROMPT, RUN
+
+from sigmascope.records.run import Finding, HostFacts
+from sigmascope.reports.markdown import to_markdown
+
+
+def test_the_first_line_says_what_is_in_it_and_what_is_left_out() -> None:
+    first, _, verdict = to_markdown(RUN).splitlines()[:3]
+    assert "no tensors" in first
+    assert "their hashes" in first
+    assert verdict == "**50 % of 12.00 s went into denoising: 4 steps of 1.50 s.**"
+
+
+def test_a_long_record_makes_sixty_lines_at_most() -> None:
+    findings = tuple(Finding(f"rule.{number}", "info", f"Number {number}.") for number in range(50))
+    host = HostFacts("cpu", 2, 2, 1, "os", "3.11", {f"library{number}": "1" for number in range(90)})
+    before = replace(RUN, findings=findings, host=host)
+    now = replace(before, host=replace(host, libraries={f"library{number}": "2" for number in range(90)}))
+    for text in (to_markdown(before), to_markdown([before, now])):
+        assert len(text.splitlines()) <= 60
+        assert "and 45 more findings" in text
+
+
+def test_prompts_are_private_unless_asked_for() -> None:
+    assert PROMPT not in to_markdown(RUN)
+    assert "sha256" in to_markdown(RUN)
+    assert PROMPT in to_markdown(RUN, prompts="full")
+
+
+@pytest.mark.parametrize(
+    "payload", [*PAYLOADS, "@everyone", "#1", "![x](https://example.com)", "| cell |", "`code`"]
+)
+def test_a_strangers_text_stays_text(payload: str) -> None:
+    text = to_markdown([run_that_holds(payload)] * 2, prompts="full")
+    table = to_markdown(run_that_holds(payload), prompts="full")
+    assert text.count("<") == 0
+    assert table.count("<") == 4  # details and summary, each opened and closed
+    for special in ("@everyone", " #1", "![x]", "https://"):
+        assert special not in text
+    plain = to_markdown([run_that_holds("harmless")] * 2, prompts="full")
+    bars = [line.replace("\\|", "").count("|") for line in text.splitlines()]
+    assert bars == [line.count("|") for line in plain.splitlines()]
+
+
+def test_two_runs_lead_with_what_changed() -> None:
+    slower = replace(RUN, seconds=24.0)
+    text = to_markdown([RUN, slower])
+    assert "**2.00 × as long: 12.00 s → 24.00 s." in text

@@ -1,0 +1,147 @@
+"""Seventeen files that are not for the pipeline that loads them: diffusers mostly says nothing, the verdict does."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.families import FAMILIES, make_pipeline
+from tests.families.loras import State, lora_state, write
+from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
+
+from sigmascope.lora.compatibility import AppliedVerdict, judge_applied, judge_lora
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.probes.peft import read_adapters
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+pytestmark = pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mismatch."""
+
+    case: Mismatch
+    error: Exception | None
+    loaded: int
+    verdict: LoraVerdict
+    applied: AppliedVerdict
+
+
+@cache
+def lora_of(family: str, parts: tuple[str, ...]) -> State:
+    """Factors for these parts of a family's pipeline; not to be changed."""
+    return lora_state(make_pipeline(family), parts)
+
+
+@pytest.fixture(scope="module", params=MISMATCHES)
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    case = MISMATCHES[request.param]
+    parts = case.parts or (FAMILIES[case.made_for].denoiser,)
+    state = case.edit(lora_of(case.made_for, parts))
+    path = write(state, tmp_path_factory.mktemp("mismatch") / "lora.safetensors")
+    path.write_bytes(path.read_bytes()[: int(case.cut * path.stat().st_size)])
+    pipeline = make_pipeline(case.into)
+    verdict = judge_lora(path, pipeline)
+    error = load_error(case, pipeline, path)
+    patches = read_adapters(pipeline).value or ()
+    return Outcome(case, error, len(patches), verdict, judge_applied(path, patches, pipeline))
+
+
+def load_error(case: Mismatch, pipeline: Any, path: Path) -> Exception | None:
+    try:
+        case.load(pipeline, path)
+    except (RuntimeError, IndexError, OSError) as error:
+        return error
+    return None
+
+
+def test_seventeen_mismatches_are_tried() -> None:
+    assert len(MISMATCHES) == 17
+
+
+def test_diffusers_loads_what_it_can_and_mostly_raises_nothing(outcome: Outcome) -> None:
+    assert type(outcome.error) is (outcome.case.raises or type(None))
+    assert outcome.loaded == outcome.case.loaded
+
+
+def test_verdict_on_file_and_pipeline_names_it(outcome: Outcome) -> None:
+    found = {finding.id: finding.message for finding in outcome.verdict.findings}
+    assert outcome.case.says in found[outcome.case.finding]
+
+
+def test_verdict_on_what_was_loaded_names_it(outcome: Outcome) -> None:
+    found = [finding.id for finding in outcome.applied.findings]
+    assert found == ([] if outcome.case.applied is None else [outcome.case.applied])
+
+
+def test_unmatched_modules_have_a_reason(outcome: Outcome) -> None:
+    assert all(module.reason and module.detail for module in outcome.verdict.unmatched)
+
+
+def test_findings_say_what_to_do(outcome: Outcome) -> None:
+    serious = [finding for finding in outcome.verdict.findings if finding.severity in ("critical", "error")]
+    assert all(finding.advice for finding in serious)
+
+
+def analysed(made_for: str, into: str, edit: Edit, folder: Path) -> dict[str, Any]:
+    """The stage's analysis of a LoRA for one family's denoiser in a pipeline of another."""
+    state = edit(lora_of(made_for, (FAMILIES[made_for].denoiser,)))
+    path = write(state, folder / "lora.safetensors")
+    pipeline = make_pipeline(into)
+    denoiser = getattr(pipeline, FAMILIES[into].denoiser)
+    baseline = capture_lora_baseline(denoiser, pipeline.text_encoder, path)
+    into_pipeline(pipeline, path)
+    return dict(analyze_lora_application_results(baseline, denoiser, pipeline.text_encoder, pipeline))
+
+
+def test_analysis_calls_nothing_loaded_no_success(tmp_path: Path) -> None:
+    analysis = analysed("flux", "sd15", dict, tmp_path)
+    told = (analysis["lora_application_success"], analysis["effective"], analysis["success"])
+    assert told == (True, False, False)
+    assert analysis["verdict"]["matched_modules"] == 0
+    assert analysis["unet_lora_patches"]["total_patched_keys"] == 0
+    assert "lora_not_loaded" in {finding["id"] for finding in analysis["findings"]}
+
+
+def test_analysis_sees_that_diffusers_widened_the_model(tmp_path: Path) -> None:
+    changes = analysed("flux", "flux", wider, tmp_path)["unet_weight_changes"]["weight_changes"]
+    assert sum(change["shape_changed"] for change in changes.values()) == 50
+    change = changes["context_embedder.weight"]
+    assert change["original_shape"] == "torch.Size([16, 24])"
+    assert change["modified_shape"] == "torch.Size([16, 48])"
+
+
+def test_mixed_ranks_are_no_mismatch_and_each_is_read(tmp_path: Path) -> None:
+    pipeline = make_pipeline("flux")
+    larger = lora_state(pipeline, ("transformer",), only="single_transformer_blocks.0", rank=5)
+    state = lora_state(pipeline, ("transformer",), only="single_transformer_blocks") | larger
+    path = write(state, tmp_path / "lora.safetensors")
+    assert judge_lora(path, pipeline).ranks == {2: 6, 5: 6}
+    into_pipeline(pipeline, path)
+    patches = read_adapters(pipeline).value or ()
+    assert sorted(Counter(patch.rank for patch in patches).items()) == [(2, 6), (5, 6)]
+    assert {(patch.scale, patch.strength) for patch in patches} == {(1.0, 1.0)}
+
+
+def test_layer_that_an_adapter_excludes_is_missing_by_name(tmp_path: Path) -> None:
+    import peft
+
+    pipeline = make_pipeline("wan")
+    state = lora_state(pipeline, ("transformer",), only="attn1.to_")
+    state = {key: value for key, value in state.items() if "to_out" not in key}
+    path = write(state, tmp_path / "lora.safetensors")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=2, target_modules=r".*attn1\.to_[qkv]", exclude_modules=r".*1\.to_k"
+    )
+    pipeline.transformer.add_adapter(config, "style")
+    inner = {key.removeprefix("transformer."): value for key, value in state.items()}
+    kept = {key: value for key, value in inner.items() if not key.split(".lora")[0].endswith("1.to_k")}
+    peft.set_peft_model_state_dict(pipeline.transformer, kept, "style")
+    verdict = judge_applied(path, read_adapters(pipeline).value or (), pipeline)
+    assert [module.name for module in verdict.missing] == [
+        "transformer.blocks.0.attn1.to_k",
+        "transformer.blocks.1.attn1.to_k",
+    ]
