@@ -23,11 +23,10 @@ import torch
 from PIL import Image
 
 from sigmascope.lbm.images import psnr
-from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.infer import lbm_statistics, noise_pictures, translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lbm.statistics import lbm_statistics, noise_pictures
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora

@@ -48,7 +48,7 @@ MOVED: Final = {
     "lbm.basing.baseline": "lbm.base",
     "lbm.image_errors": "lbm.image_validation",
     "lbm.model": "lbm.config",
-    "lbm.pocket.bench": "lbm.pocket.benchmark",
+    "lbm.pocket.bench": "lbm.pocket.demo",
     "lbm.pocket.shards": "lbm.make_shards",
     "lbm.train": "lbm.training.train lbm.training.metrics",
     "lbm.training_terms": "lbm.training.objective",

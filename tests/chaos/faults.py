@@ -403,7 +403,7 @@ def _page() -> Activity:
     model = build_lbm(parse_config(TINY)).eval().requires_grad_(False)
     attached = attach_lora(model, lora_for(model))
     served = ServedModel(
-        model, base_name="tiny", resolution=64, lora=attached, lora_name="light", lora_ranks={2: 1}
+        model, base_name="tiny", resolution=64, lora=attached, lora_name="light", lora_ranks=(2,)
     )
     sent = encoded(Image.effect_mandelbrot((75, 50), (-2, -1, 1, 1), 60).convert("RGB"))
 

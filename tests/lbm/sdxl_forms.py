@@ -99,7 +99,7 @@ def make_form(
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def refiner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an SDXL refiner in small: diffusers' folder `unets`, and `refiner.safetensors`."""
     folder = tmp_path_factory.mktemp("refiner")

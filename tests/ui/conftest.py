@@ -44,7 +44,7 @@ def served(tiny_config: LbmConfig) -> ServedModel:
         resolution=64,
         lora=attach_lora(model, lora_for(model)),
         lora_name="light.safetensors",
-        lora_ranks={2: 1},
+        lora_ranks=(2,),
     )
 
 

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sigmascope.ui.jobs import Job, JobLine, Report, Work
+from sigmascope.ui.app import Job, JobLine, Work
+from sigmascope.ui.lbm_model import Report
 
 
 def with_line(scenario: Callable[[JobLine], Awaitable[None]], limit: int = 8) -> None:

@@ -192,7 +192,7 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import resolve_device
         from sigmascope.lbm.images import load_image
-        from sigmascope.lbm.pocket.benchmark import PocketSubject
+        from sigmascope.lbm.pocket.demo import PocketSubject
         from sigmascope.pipeline.bench_diffusers import PROMPT, DiffusersSubject, load_pipeline
         from sigmascope.pipeline.out_of_memory import wait_for
 

@@ -441,6 +441,11 @@ def _refuse_limits(flags: RankFlags, what: str) -> None:
             )
 
 
+def flag(name: str, help_text: str, panel: str | None = None, **settings: Any) -> Any:
+    """An option of one command, in a panel of its help."""
+    return typer.Option(name, help=help_text, rich_help_panel=panel, **settings)
+
+
 def _in_panel(name: str, help_text: str, **settings: Any) -> Callable[..., Any]:
     """An option that each command shows in a panel of its own, and may describe in its own words."""
 

@@ -11,6 +11,13 @@ be left over.
 
 All files are written or none, with room on the disk checked first, and none is lost that was there. `check_base`
 proves that a base can be used: it loads it, runs it once and looks at what comes out.
+
+The backbone's weights lie in a diffusers folder, in a single-file checkpoint with SDXL's own names, or in a
+repository of the Hugging Face hub, of which nothing else is fetched.
+
+Diffusers' own converter renames the tensors of a single file. It wants a state dict, and is given one that takes no
+memory: each tensor is one number, the tensor's place in the file, expanded to the shape that the file has. Where
+a number comes out is the new name, and the shape that it comes out with is the one that diffusers' model has.
 """
 
 import logging
@@ -20,15 +27,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sigmascope.checkpoints import StreamingTorchWriter, StreamingWriter, TensorSpec, open_checkpoint
+from sigmascope.checkpoints import (
+    Checkpoint,
+    StreamingTorchWriter,
+    StreamingWriter,
+    TensorSpec,
+    open_checkpoint,
+)
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder
+from sigmascope.checkpoints.reader import PICKLE_SUFFIXES
 from sigmascope.errors import (
     CheckpointError,
     ConfigError,
@@ -38,7 +53,6 @@ from sigmascope.errors import (
     WriteError,
 )
 from sigmascope.files import atomic_path, free_bytes, require_writable, temporary_name
-from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.images import Size, image_to_tensor, psnr, tensor_to_image
 from sigmascope.lbm.infer import translate_image
@@ -60,16 +74,25 @@ ITERATIONS = "num_iterations"
 DROPPED = "denoiser.add_embedding."
 """The UNet's embedding of sizes and pooled text: an LBM has none."""
 _FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
-
 SUFFIXES = (".safetensors", ".ckpt")
 """Of the files that a base is written to."""
 _HEADER_BYTES = 2 * 2**20
 """Room for headers and names, in bytes a file."""
-
 SCENE = 4
 """The rendered scene that `check_base` translates."""
 LATENT_SIDE = 32
 """Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
+PREFIXES = {"unet": "denoiser.", "vae": "vae.vae_model."}
+"""Of the LBM's keys, by the folder of a diffusers model."""
+_FILE_SUFFIXES = (".safetensors", ".gguf", ".json", *PICKLE_SUFFIXES)
+"""A signature with one of these is a file, and no repository."""
+_WEIGHTS_STEM = "diffusion_pytorch_model"
+"""What diffusers calls the files of weights."""
+_EARLIER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_EARLIER_NAME = re.compile(r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(\.\w+)")
+UNET: Final = "model.diffusion_model."
+VAE: Final = "first_stage_model."
+_VAE_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +196,14 @@ def create_base(
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     signature = config.backbone_signature if backbone is None else backbone
     with open_backbone(signature, config, variant) as source:
-        refuse_inputs(targets, source.files)
+        _refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
         specs = {
             key: TensorSpec(torch.float32 if key == ITERATIONS else dtype or source.weights[key].dtype, shape)
             for key, shape in shapes.items()
         }
         nbytes = sum(spec.nbytes for spec in specs.values())
-        require_space(targets, nbytes)
+        _require_space(targets, nbytes)
         _write_files(targets, text, specs, source, progress)
         dropped = {key: info.shape for key, info in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
@@ -206,24 +229,62 @@ class BaseFiles:
     """Where a base goes.
 
     Attributes:
-        safetensors: None when only a `.ckpt` was asked for.
-        ckpt: None when only a `.safetensors` was asked for.
+        weights: The files of weights, `.safetensors` first; one where only one was asked for.
         config: The YAML to write; None when one that says the same is there, or none was asked for.
     """
 
-    safetensors: Path | None
-    ckpt: Path | None
+    weights: tuple[Path, ...]
     config: Path | None
-
-    @property
-    def weights(self) -> tuple[Path, ...]:
-        """The files of weights."""
-        return tuple(path for path in (self.safetensors, self.ckpt) if path is not None)
 
     @property
     def all(self) -> tuple[Path, ...]:
         """Every file that will be written."""
         return self.weights if self.config is None else (*self.weights, self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneWeight:
+    """One weight of a backbone, read when it is needed.
+
+    Attributes:
+        checkpoint: The open file that holds it.
+        key: Its name there.
+        shape: As diffusers' models have it. Single files keep some Linear layers as 1×1 convolutions.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is read."""
+        return self.checkpoint.info(self.key).dtype
+
+    def read(self) -> Tensor:
+        """Read it into memory of its own."""
+        return self.checkpoint.tensor(self.key).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """An open backbone.
+
+    Attributes:
+        path: The diffusers folder or the single file.
+        weights: By the key that each has, or would have, in the LBM.
+        outside: How many tensors of a single file are neither UNet nor VAE, by the first part of their names.
+    """
+
+    path: Path
+    weights: Mapping[str, BackboneWeight]
+    outside: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that is read, each once."""
+        checkpoints = {id(weight.checkpoint): weight.checkpoint for weight in self.weights.values()}
+        return tuple(file for checkpoint in checkpoints.values() for file in checkpoint.files)
 
 
 def _write_files(
@@ -238,16 +299,15 @@ def _write_files(
         writers: list[Write] = []
         if targets.config is not None:
             files.enter_context(atomic_path(targets.config)).write_text(config, encoding="utf-8")
-        if targets.ckpt is not None:
-            # As Lightning writes it, which is what LBM's own loader reads of a .ckpt.
-            prefixed = {f"model.{key}": spec for key, spec in specs.items()}
-            lightning = files.enter_context(StreamingTorchWriter(targets.ckpt, prefixed, "state_dict"))
-            writers.append(lambda key, tensor: lightning.write(f"model.{key}", tensor))
-        if targets.safetensors is not None:
-            # With it transformers and diffusers read the file, without it they refuse.
-            metadata = {"format": "pt"}
-            stream = StreamingWriter(targets.safetensors, metadata, expected=specs)
-            writers.append(files.enter_context(stream).write)
+        for path in reversed(targets.weights):
+            if path.suffix.lower() == ".safetensors":
+                # With this header transformers and diffusers read the file, without it they refuse.
+                stream = StreamingWriter(path, {"format": "pt"}, expected=specs)
+                writers.append(files.enter_context(stream).write)
+            else:  # as Lightning writes it, which is what LBM's own loader reads of a .ckpt
+                prefixed = {f"model.{key}": spec for key, spec in specs.items()}
+                lightning = files.enter_context(StreamingTorchWriter(path, prefixed, "state_dict"))
+                writers.append(_under_model(lightning.write))
         for done, (key, spec) in enumerate(specs.items(), start=1):
             if key == ITERATIONS:
                 tensor = torch.zeros(spec.shape, dtype=spec.dtype)
@@ -256,6 +316,10 @@ def _write_files(
             for write in writers:
                 write(key, tensor)
             progress(done, len(specs), key)
+
+
+def _under_model(write: Write) -> Write:
+    return lambda key, tensor: write(f"model.{key}", tensor)
 
 
 def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
@@ -275,10 +339,6 @@ def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
 
 def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
     """Say for each weight of the LBM whose shape is not the backbone's how it changes.
-
-    Args:
-        backbone: Open.
-        shapes: Of every tensor of the LBM, by key.
 
     Raises:
         ModelMismatchError: Names every weight that the backbone lacks, that has no place in the LBM, or whose
@@ -367,11 +427,6 @@ def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
 def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> BaseFiles:
     """Choose the files and refuse those that cannot be written, before any work is done.
 
-    Args:
-        save_path: One of the files, by its ending.
-        config: Of the LBM.
-        both: Write the other format beside it too, and the config where no equal one is.
-
     Raises:
         ConfigError: The ending is neither, or a YAML that describes another model stands where later commands
             would find it; or links lead two of the files to one place.
@@ -382,12 +437,8 @@ def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> Base
         raise ConfigError(
             f"{save_path}: a base is written as .safetensors or .ckpt.", hint="Choose one of these endings."
         )
-    paths = {ending: save_path.with_suffix(ending) if ending != suffix else save_path for ending in SUFFIXES}
-    targets = BaseFiles(
-        paths[".safetensors"] if both or suffix == ".safetensors" else None,
-        paths[".ckpt"] if both or suffix == ".ckpt" else None,
-        config_target(save_path, config) if both else None,
-    )
+    paths = tuple(save_path.with_suffix(ending) if ending != suffix else save_path for ending in SUFFIXES)
+    targets = BaseFiles(paths, config_target(save_path, config)) if both else BaseFiles((save_path,), None)
     by_place: dict[Path, Path] = {}
     for path in targets.all:
         require_writable(path)
@@ -431,12 +482,8 @@ def _describes(path: Path, config: LbmConfig) -> bool:
         return False
 
 
-def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
-    """Refuse to replace a file of the backbone by the base that is made from it.
-
-    Raises:
-        ConfigError: Names the file.
-    """
+def _refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
+    """Refuse to replace a file of the backbone by the base that is made from it."""
     read = {path.resolve() for path in inputs}
     for path in targets.weights:
         if path.resolve() in read:
@@ -446,16 +493,8 @@ def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
             )
 
 
-def require_space(targets: BaseFiles, nbytes: int) -> None:
-    """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole.
-
-    Args:
-        targets: Where the base goes.
-        nbytes: Bytes of all its tensors.
-
-    Raises:
-        WriteError: Says how much is needed and how much is free.
-    """
+def _require_space(targets: BaseFiles, nbytes: int) -> None:
+    """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole."""
     needed = len(targets.weights) * (nbytes + _HEADER_BYTES)
     free = free_bytes(targets.weights[0].resolve().parent)
     if free is not None and needed > free:
@@ -566,10 +605,8 @@ def check_base(
     loaded = time.perf_counter()
     side = max(LATENT_SIDE // config.denoiser.factor, 1) * config.factor
     picture = Image.fromarray(shade(make_scene(SCENE, side), scene_source_light(SCENE)))
-    keys = config.conditioning_images_keys
-    conditioning = dict.fromkeys(keys, picture) | dict.fromkeys(
-        config.conditioning_masks_keys, Image.new("L", picture.size, 255)
-    )
+    conditioning = dict.fromkeys(config.conditioning_images_keys, picture)
+    conditioning |= dict.fromkeys(config.conditioning_masks_keys, Image.new("L", picture.size, 255))
     result = translate_image(model, picture, seed=0, size=picture.size, conditioning=conditioning)
     done = time.perf_counter()
     with torch.inference_mode():
@@ -610,3 +647,177 @@ def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> 
                         raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it anew.")
                     progress(done, len(first), key)
         return len(first)
+
+
+@contextmanager
+def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None = None) -> Iterator[Backbone]:
+    """Open a backbone for as long as the block runs; headers are read, tensors are not.
+
+    Args:
+        signature: A diffusers folder with `unet` and `vae`, a single-file checkpoint with SDXL's own names
+            (`model.diffusion_model.*`, `first_stage_model.*`), or a repository of the Hugging Face hub.
+        config: Of the LBM; it tells how many layers a block of a single file has.
+        variant: Of a folder or repository, such as `fp16` for `*.fp16.safetensors`.
+
+    Raises:
+        ConfigError: It is not here and cannot be fetched, or the variant is asked of a single file.
+        CheckpointError: It cannot be read, or holds no UNet or no VAE.
+    """
+    path = _locate(str(signature), variant)
+    with ExitStack() as files:
+        if is_folder(path):
+            yield _from_folder(path, variant, files)
+        elif variant is not None:
+            raise ConfigError(
+                f"--variant {variant}: {path} is a single file, which has no variants.", hint="Leave it out."
+            )
+        else:
+            yield name_single_file(files.enter_context(open_checkpoint(path)), config)
+
+
+def _locate(signature: str, variant: str | None) -> Path:
+    if not signature.strip():
+        raise ConfigError(
+            "--backbone_signature: is empty.", hint="Leave it out to take the config's, or name a backbone."
+        )
+    local = Path(signature)
+    if is_existing(local):
+        return local
+    if local.is_absolute() or signature.startswith(".") or signature.lower().endswith(_FILE_SUFFIXES):
+        raise ConfigError(
+            f"--backbone_signature {signature}: is not there.",
+            hint="Give a diffusers folder, a single-file checkpoint or the name of a repository.",
+        )
+    return download(signature, variant)
+
+
+def download(signature: str, variant: str | None) -> Path:
+    """Fetch a repository's `unet` and `vae` in one variant, or find them in the local cache.
+
+    Args:
+        signature: Such as `stabilityai/stable-diffusion-xl-base-1.0`.
+        variant: Such as `fp16`; None for the plain files.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        ConfigError: The repository cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    fetch: Callable[..., str] = snapshot_download
+    try:
+        return Path(fetch(signature, allow_patterns=wanted_files(variant)))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(
+            f"--backbone_signature {signature}: is no folder or file here, and cannot be fetched from the hub "
+            f"({str(error).splitlines()[0]}).",
+            hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
+        ) from error
+
+
+def wanted_files(variant: str | None) -> list[str]:
+    """Patterns of the files that a base is made from; those of other variants are gigabytes nobody reads."""
+    dotted = "" if variant is None else f".{variant}"
+    names = (
+        "config.json",
+        f"{_WEIGHTS_STEM}{dotted}.safetensors",
+        f"{_WEIGHTS_STEM}.safetensors.index{dotted}.json",
+        f"{_WEIGHTS_STEM}{dotted}-*-of-*.safetensors",
+        f"{_WEIGHTS_STEM}-*-of-*{dotted}.safetensors",
+    )
+    return [f"{part}/{name}" for part in ("unet", "vae") for name in names]
+
+
+def _from_folder(folder: Path, variant: str | None, files: ExitStack) -> Backbone:
+    weights: dict[str, BackboneWeight] = {}
+    for part, prefix in PREFIXES.items():
+        if not is_folder(folder / part):
+            raise CheckpointError(
+                folder,
+                f"has no folder {part}.",
+                hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
+            )
+        checkpoint = files.enter_context(open_checkpoint(folder / part, variant=variant))
+        for key in checkpoint.keys():  # noqa: SIM118 - no dict
+            name = _EARLIER_NAME.sub(_renamed, key) if part == "vae" else key
+            weights[prefix + name] = BackboneWeight(checkpoint, key, checkpoint.info(key).shape)
+    return Backbone(folder, weights)
+
+
+def _renamed(match: re.Match[str]) -> str:
+    """Diffusers' present name of a VAE's attention: folders saved before it are still about."""
+    return f"{match[1]}{_EARLIER_ATTENTION[match[2]]}{match[3]}"
+
+
+def name_single_file(checkpoint: Checkpoint, config: LbmConfig) -> Backbone:
+    """Name the UNet's and the VAE's tensors as diffusers does; what its converter does not know keeps its own name.
+
+    Raises:
+        CheckpointError: There is no UNet or no VAE under SDXL's names.
+        ConfigError: The config's blocks differ in their layers, which such files cannot.
+    """
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
+
+    keys = checkpoint.keys()
+    parts = {
+        "unet": [key for key in keys if key.startswith(UNET)],
+        "vae": [key for key in keys if key.startswith(VAE) and not key.startswith(_VAE_LOSS)],
+    }
+    for part, prefix in (("unet", UNET), ("vae", VAE)):
+        if not parts[part]:
+            raise CheckpointError(
+                checkpoint.path,
+                f"holds no tensors named {prefix}*, so no {part} of a single-file checkpoint.",
+                hint="Give a whole SDXL checkpoint, or a diffusers folder that holds unet and vae.",
+            )
+    layers = config.denoiser.layers_per_block
+    counts = {layers} if isinstance(layers, int) else set(layers)
+    if len(counts) > 1:
+        raise ConfigError(
+            f"denoiser.layers_per_block: a single-file backbone has as many in every block, got {layers}.",
+            hint="Give the backbone as a diffusers folder.",
+        )
+    has_added_embedding = any(key.startswith(f"{UNET}label_emb.") for key in parts["unet"])
+    unet = {
+        "layers_per_block": counts.pop(),
+        "addition_embed_type": "text_time" if has_added_embedding else None,
+    }
+    blocks = len(config.vae.block_out_channels)
+    vae = {
+        "down_block_types": ["DownEncoderBlock2D"] * blocks,
+        "up_block_types": ["UpDecoderBlock2D"] * blocks,
+    }
+    weights = {
+        **_converted(checkpoint, parts["unet"], UNET, PREFIXES["unet"], convert_ldm_unet_checkpoint, unet),
+        **_converted(checkpoint, parts["vae"], VAE, PREFIXES["vae"], convert_ldm_vae_checkpoint, vae),
+    }
+    inside = {*parts["unet"], *parts["vae"]}
+    outside = Counter(key.partition(".")[0] for key in keys if key not in inside)
+    return Backbone(checkpoint.path, weights, outside)
+
+
+def _converted(
+    checkpoint: Checkpoint,
+    keys: list[str],
+    prefix: str,
+    own_prefix: str,
+    convert: Callable[..., dict[str, Tensor]],
+    config: dict[str, Any],
+) -> dict[str, BackboneWeight]:
+    placeholders = {
+        key: torch.tensor(number).expand(checkpoint.info(key).shape) for number, key in enumerate(keys)
+    }
+    weights: dict[str, BackboneWeight] = {}
+    for name, placeholder in convert(dict(placeholders), config).items():
+        key = keys[int(placeholder.flatten()[0])]
+        if placeholder.numel() == placeholders[key].numel():  # the whole tensor, and not a slice of it
+            weights[own_prefix + name] = BackboneWeight(checkpoint, key, tuple(placeholder.shape))
+    converted = {weight.key for weight in weights.values()}
+    for key in keys:  # what is left over must not be lost unseen
+        if key not in converted:
+            name = own_prefix + key.removeprefix(prefix)
+            weights[name] = BackboneWeight(checkpoint, key, checkpoint.info(key).shape)
+    return weights

@@ -233,6 +233,11 @@ class LbmConfig(ConfigBlock):
             )
 
     @property
+    def conditioning_keys(self) -> tuple[str, ...]:
+        """What the model takes beside the source: pictures, then masks."""
+        return (*self.conditioning_images_keys, *self.conditioning_masks_keys)
+
+    @property
     def expected_input_channels(self) -> int:
         """Channels that the denoiser sees: the latent, then every conditioning image and mask."""
         images = 1 + len(self.conditioning_images_keys)

@@ -39,8 +39,8 @@ from sigmascope.lbm.images import (
     to_rgb,
 )
 from sigmascope.lbm.shards import (
-    EpochOrder,
     RawSample,
+    epoch_samples,
     expand_shards,
     find_member,
     wanted_members,
@@ -257,12 +257,13 @@ class TrainingData:
     def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
         epoch, options = start.epoch, self._options
         buckets = SizeBuckets(options.batch_size)
-        order = EpochOrder(
+        samples = epoch_samples(
             self.shards,
             self._decoder.keys,
-            options.seed,
-            options.shuffle,
-            options.shuffle_buffer,
+            epoch,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            buffer=options.shuffle_buffer,
             max_member=options.max_member,
         )
         good = broken = passed = 0
@@ -271,7 +272,7 @@ class TrainingData:
         def of_this_process() -> Iterator[tuple[int, RawSample]]:
             """The pending samples with their numbers, then those from the start on."""
             nonlocal passed
-            for number, raw in enumerate(order.samples(epoch)):
+            for number, raw in enumerate(samples):
                 passed = number + 1
                 mine = number % options.processes == options.process
                 if (mine and number >= start.samples) or number in waiting:
@@ -514,11 +515,6 @@ class SampleDecoder:
     def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
         """Decode a sample.
 
-        Args:
-            raw: As read.
-            epoch: Of the stream, from 0.
-            number: In the epoch's stream.
-
         Raises:
             DataError: Says which member is missing, damaged, or of another shape than the source.
         """
@@ -611,14 +607,7 @@ class CropBox:
 
 
 def choose_crop(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> CropBox:
-    """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn.
-
-    Args:
-        image_size: (width, height) of the picture.
-        size: (width, height) that it is brought to.
-        crop: Which part.
-        draws: Gives the place of a random part.
-    """
+    """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn."""
     width, height = image_size
     scale = max(size[0] / width, size[1] / height)
     part = (min(size[0] / scale, width), min(size[1] / scale, height))

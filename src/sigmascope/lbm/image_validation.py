@@ -243,9 +243,7 @@ def require_source_only(checkpoints: Sequence[str | Path], config: str | Path | 
         ConfigError: A model needs more than a source picture, or its config is not valid.
     """
     for checkpoint in checkpoints:
-        model = resolve_config(checkpoint, config)
-        keys = [*model.conditioning_images_keys, *model.conditioning_masks_keys]
-        if keys:
+        if keys := resolve_config(checkpoint, config).conditioning_keys:
             raise ConfigError(
                 f"--images: {checkpoint} needs more than a source picture ({', '.join(keys)}).",
                 hint="Compare single pictures with sigmascope lbm infer and --conditioning.",

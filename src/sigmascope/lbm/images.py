@@ -387,12 +387,6 @@ def _round_up(length: int, factor: int) -> int:
 def nearest_bucket(width: int, height: int, *, resolution: int = BASE_RESOLUTION, factor: int = 1) -> Size:
     """Choose the bucket whose aspect ratio is nearest, by |log(ratio)|, so that 2:1 and 1:2 count alike.
 
-    Args:
-        width: Of the image, in pixels.
-        height: Of the image, in pixels.
-        resolution: Side of the square bucket.
-        factor: Sides of buckets are multiples of this.
-
     Returns:
         (width, height) of the bucket.
 

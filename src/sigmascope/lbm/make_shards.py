@@ -83,10 +83,6 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
 
     The bytes depend on the samples alone: members are sorted, and times and owners are fixed.
 
-    Args:
-        samples: Consumed once, each held only while it is written.
-        target: Where to.
-
     Raises:
         ConfigError: As `check_target`.
         WriteError: The folder or a shard cannot be written; what was there before is unchanged.
@@ -300,13 +296,7 @@ def _shard_name(name: str, taken: set[str]) -> str:
 def encode_pairs(
     pairs: Sequence[Pair], left_out: list[SkippedFile], progress: Progress = no_progress
 ) -> Iterator[EncodedSample]:
-    """Give the pairs' files as they are, in their order; each picture is decoded once, as a check.
-
-    Args:
-        pairs: Of `find_pairs`.
-        left_out: Filled with those that training could not use.
-        progress: Told after each pair.
-    """
+    """Give the pairs' files as they are, in their order; each picture is decoded once, as a check."""
     outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
     for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
         if isinstance(outcome, str):

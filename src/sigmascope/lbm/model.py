@@ -299,7 +299,7 @@ def assign_weights(
         NonFiniteError: A tensor holds NaN or Inf.
     """
     expected = model.state_dict(keep_vars=True)
-    _check_keys_and_shapes(expected, checkpoint)
+    check_fits(expected, checkpoint)
     for done, (key, placeholder) in enumerate(expected.items(), start=1):
         tensor = checkpoint.tensor(key)
         if not tensor.is_floating_point():
@@ -320,7 +320,12 @@ def assign_weights(
         progress(done, len(expected), key)
 
 
-def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+def check_fits(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Compare a model's state with a checkpoint's header: no tensor is read.
+
+    Raises:
+        ModelMismatchError: Keys are missing or unexpected, or shapes differ.
+    """
     wrong = []
     missing, unexpected = compare_keys(expected, checkpoint)
     if missing:
@@ -337,7 +342,8 @@ def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoin
     if wrong:
         raise ModelMismatchError(
             f"{checkpoint.path}: the weights do not fit the model that the config describes; {'; '.join(wrong)}.",
-            hint="Pass the config that this checkpoint was made with (--config_path).",
+            hint="Pass the config that this checkpoint was made with (--config_path, or the model's keys in a training's "
+            "YAML).",
         )
 
 
@@ -347,9 +353,9 @@ def compare_keys(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tupl
     return missing, sorted(key for key in checkpoint if key not in expected)
 
 
-def listed(names: Sequence[str], most: int = NAMED, separator: str = ", ") -> str:
+def listed(names: Sequence[str], most: int = NAMED) -> str:
     """The first few names, and how many there are beyond them."""
-    shown = separator.join(names[:most])
+    shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 

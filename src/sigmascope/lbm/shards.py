@@ -325,38 +325,38 @@ def wanted_members(key: str, names: Sequence[str]) -> list[str]:
     return [name for extension in EXTENSIONS if (name := f"{key}.{extension}") in names]
 
 
-@dataclass(frozen=True)
-class EpochOrder:
-    """How an epoch's samples are ordered.
+def epoch_samples(
+    shards: Sequence[str],
+    keys: Collection[str],
+    epoch: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    buffer: int = 256,
+    buffer_bytes: int = BUFFER_BYTES,
+    max_member: str | int | None = None,
+) -> Iterator[RawSample]:
+    """Read an epoch's samples in its order, from the first.
 
-    Attributes:
+    Args:
         shards: Read one after the other.
         keys: The config's; members that no key means are dropped.
+        epoch: From 0; each has its own order.
         seed: Of the order.
         shuffle: Permute the shards, and mix samples in a buffer; otherwise they come as they lie.
         buffer: Samples in the buffer.
         buffer_bytes: Memory that they may take.
         max_member: As of `read_shard`.
     """
-
-    shards: Sequence[str]
-    keys: Collection[str]
-    seed: int = 0
-    shuffle: bool = True
-    buffer: int = 256
-    buffer_bytes: int = BUFFER_BYTES
-    max_member: str | int | None = None
-
-    def samples(self, epoch: int) -> Iterator[RawSample]:
-        """Read an epoch's samples in its order, from the first."""
-        shards = list(self.shards)
-        if self.shuffle:
-            random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
-        samples = (sample for shard in shards for sample in read_shard(shard, self.keys, self.max_member))
-        if not self.shuffle:
-            return samples
-        draws = random.Random(f"{self.seed} {epoch} samples")
-        return shuffled(samples, draws, self.buffer, self.buffer_bytes)
+    order = list(shards)
+    if shuffle:
+        random.Random(f"{seed} {epoch} shards").shuffle(order)
+    samples = (sample for shard in order for sample in read_shard(shard, keys, max_member))
+    return (
+        shuffled(samples, random.Random(f"{seed} {epoch} samples"), buffer, buffer_bytes)
+        if shuffle
+        else samples
+    )
 
 
 def shuffled(

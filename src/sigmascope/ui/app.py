@@ -1,22 +1,29 @@
 """The server and its page: a port of its own, a prompt end, and an address told once it answers.
 
 `make_app` is the page as a Starlette application: addresses, errors, and the line of jobs that lives with it. Each
-method of `Page` answers one address. The model runs in one worker thread (`jobs.JobLine`), results are kept in memory
-(`lbm_model.Recent`), and nothing is written to disk.
+method of `Page` answers one address. Results are kept in memory (`lbm_model.Recent`); nothing is written to disk.
+
+Requests wait in line before the one model (`JobLine`), each client with at most one. All of a job's state changes on
+the event loop. The model runs in one worker thread, which tells the loop how far it is, so that the server answers
+while it works.
 """
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final, Literal
 
 import uvicorn
 from jinja2 import Environment, PackageLoader
@@ -33,12 +40,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.ui.jobs import JobLine
 from sigmascope.ui.lbm_model import (
     Made,
     Picture,
     Pictures,
     Recent,
+    Report,
     ServedModel,
     Translator,
     as_png,
@@ -51,12 +58,12 @@ from sigmascope.ui.security import (
     Guard,
     Limits,
     Refusal,
-    answer_fault,
-    answer_http_error,
-    answer_refusal,
-    answer_sigmascope_error,
+    answer_error,
+    as_error,
     is_loopback,
 )
+
+_log = logging.getLogger(__name__)
 
 STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
@@ -64,6 +71,18 @@ PATIENCE_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
 HEADER_SECONDS: Final = 20.0
 """How long a request's headers may take."""
+ASSETS: Final = Path(__file__).parent / "page"
+POLL_SECONDS: Final = 20.0
+"""How long a question about a job waits for news."""
+WISH_BYTES: Final = 8192
+"""Most that the body of a job may have."""
+SCENES: Final = frozenset(map(str, range(1000)))
+"""The pocket model's held-out scenes, as an address names them."""
+REMEMBERED: Final = 256
+"""Finished jobs whose outcome can still be asked for."""
+State = Literal["waiting", "running", "done", "failed", "replaced"]
+Work = Callable[[Report], dict[str, Any]]
+"""Runs in the worker thread; told how to report, which may raise `Stopped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +177,7 @@ class _Server(uvicorn.Server):
     Waiting requests are answered then: otherwise the server would wait for them, and they for the model.
     """
 
-    def __init__(self, config: uvicorn.Config, line: JobLine, on_ready: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, line: "JobLine", on_ready: Callable[[], object]) -> None:
         super().__init__(config)
         self._line = line
         self._on_ready = on_ready
@@ -175,7 +194,7 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._line.stop)
 
 
-def _leave(line: JobLine) -> None:
+def _leave(line: "JobLine") -> None:
     """Give the model a moment to come to the end of its step, then leave without it.
 
     A step of a large model may take minutes, and Python waits for its threads. Nothing is lost: what the
@@ -193,16 +212,9 @@ def make_app(
     limits: Limits | None = None,
     *,
     host: str = "127.0.0.1",
-    on_line: Callable[[JobLine], object] = lambda line: None,
+    on_line: "Callable[[JobLine], object]" = lambda line: None,
 ) -> Starlette:
-    """The application that serves one model.
-
-    Args:
-        served: Model and LoRA.
-        limits: Of requests; the defaults when left out.
-        host: That the server binds to.
-        on_line: Given the line of jobs, for who ends the server.
-    """
+    """The application that serves one model."""
     page = Page(served, limits or Limits())
     on_line(page.line)
 
@@ -228,12 +240,7 @@ def make_app(
             Route("/api/results/{result}/picture.png", page.result_picture),
             Route("/api/results/{result}/run.json", page.result_run),
         ],
-        exception_handlers={
-            Refusal: answer_refusal,
-            HTTPException: answer_http_error,
-            SigmascopeError: answer_sigmascope_error,
-            Exception: answer_fault,
-        },
+        exception_handlers=dict.fromkeys((Refusal, HTTPException, SigmascopeError, Exception), answer_error),
         lifespan=lifespan,
     )
     app.add_middleware(Guard, host=host)
@@ -274,22 +281,8 @@ def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"--host: cannot bind to {host} ({reason}).", hint="Use 127.0.0.1.")
 
 
-ASSETS: Final = Path(__file__).parent / "page"
-POLL_SECONDS: Final = 20.0
-"""How long a question about a job waits for news."""
-WISH_BYTES: Final = 8192
-"""Most that the body of a job may have."""
-SCENES: Final = frozenset(map(str, range(1000)))
-"""The pocket model's held-out scenes, as an address names them."""
-
-
 class Page:
-    """One served model with its pictures, its results and its line of jobs.
-
-    Args:
-        served: Model and LoRA.
-        limits: Of requests.
-    """
+    """One served model with its pictures, its results and its line of jobs."""
 
     def __init__(self, served: ServedModel, limits: Limits) -> None:
         self.served = served
@@ -413,3 +406,167 @@ class Page:
 
 def _picture_answer(picture: Picture) -> JSONResponse:
     return JSONResponse({"id": picture.id, "width": picture.image.width, "height": picture.image.height}, 201)
+
+
+@dataclass
+class Job:
+    """One request and where it stands. `version` grows with every change."""
+
+    client: str
+    work: Work
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state: State = "waiting"
+    position: int = 0
+    making: str | None = None
+    done: int = 0
+    total: int = 0
+    outcome: dict[str, Any] | None = None
+    error: dict[str, str | None] | None = None
+    version: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the client is told."""
+        return {
+            "id": self.id,
+            "version": self.version,
+            "state": self.state,
+            "position": self.position,
+            "making": self.making,
+            "step": self.done,
+            "steps": self.total,
+            "outcome": self.outcome,
+            "error": self.error,
+        }
+
+    def change(self, **values: Any) -> None:
+        """Set values and wake whoever waits for a change."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.version += 1
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class JobLine:
+    """Runs jobs one after another in the order they came."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: list[Job] = []
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.stopping = False
+        self.busy = False
+
+    def submit(self, client: str, work: Work) -> Job:
+        """Put a job in line, in the place of the client's waiting one if there is one.
+
+        Raises:
+            Refusal: The line is full (429), or the server ends (503).
+        """
+        if self.stopping:
+            raise Refusal(503, "The server is being stopped.", "Start it again.")
+        job = Job(client, work)
+        place = next((at for at, other in enumerate(self._waiting) if other.client == client), None)
+        if place is not None:
+            replaced, self._waiting[place] = self._waiting[place], job
+            replaced.change(state="replaced", position=0)
+        elif len(self._waiting) < self._limit:
+            self._waiting.append(job)
+        else:
+            raise Refusal(429, f"{self._limit} requests are waiting already.", "Try again in a while.")
+        self._remember(job)
+        self._number()
+        self._arrived.set()
+        return job
+
+    def get(self, job_id: str) -> Job:
+        """The job of that id.
+
+        Raises:
+            Refusal: There is none, or it is forgotten (404).
+        """
+        if job_id not in self._jobs:
+            raise Refusal(404, "There is no such request any more.", "Ask again.")
+        return self._jobs[job_id]
+
+    async def wait_for_change(self, job: Job, after: int, seconds: float) -> None:
+        """Return once the job's version is past `after`, the time is over, or the server ends."""
+        changed = job.changed
+        if job.version <= after and not self.stopping:
+            try:
+                async with asyncio.timeout(seconds):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+    async def run(self) -> None:
+        """Work through the line until cancelled."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting and not self.stopping:
+                job = self._waiting.pop(0)
+                try:
+                    job.change(state="running", position=0)
+                    self._number()
+                    await self._work(job)
+                except Exception as error:  # noqa: BLE001 - those that wait are still to be worked through
+                    self._fail(job, error)
+
+    def stop(self) -> None:
+        """Take no more jobs, stop the running one at its next step, and answer everybody who waits."""
+        self.stopping = True
+        for job in self._jobs.values():
+            job.change()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _work(self, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(making: str, done: int, total: int) -> None:
+            if self.stopping:
+                raise Stopped
+            loop.call_soon_threadsafe(lambda: job.change(making=making, done=done, total=total))
+
+        def in_worker() -> dict[str, Any]:
+            self.busy = True
+            try:
+                return job.work(tell)
+            finally:
+                self.busy = False
+
+        try:
+            outcome = await loop.run_in_executor(self._executor, in_worker)
+        except (Stopped, asyncio.CancelledError) as stop:
+            job.change(state="failed", error=as_error("The server was stopped.", "Start it again."))
+            if isinstance(stop, asyncio.CancelledError):
+                raise
+        except SigmascopeError as error:
+            job.change(state="failed", error=as_error(error.message, error.hint))
+        except Exception as error:  # noqa: BLE001 - one request must not end the server
+            self._fail(job, error)
+        else:
+            job.change(state="done", outcome=outcome)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        _log.error("A request failed", exc_info=error)
+        message = f"The model failed ({type(error).__name__})."
+        job.change(state="failed", error=as_error(message, "The server's own output says more."))
+
+    def _remember(self, job: Job) -> None:
+        self._jobs[job.id] = job
+        ended = [key for key, kept in self._jobs.items() if kept.state not in ("waiting", "running")]
+        for key in ended[: max(len(self._jobs) - REMEMBERED, 0)]:
+            del self._jobs[key]
+
+    def _number(self) -> None:
+        for position, job in enumerate(self._waiting, start=1):
+            if job.position != position:
+                job.change(position=position)
+
+
+class Stopped(Exception):
+    """The server ends: the work stops at its next report."""

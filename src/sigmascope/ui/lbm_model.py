@@ -13,7 +13,6 @@ import io
 import tempfile
 import threading
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import run_to_json
-from sigmascope.ui.jobs import Report
 from sigmascope.ui.security import LORA_SCALES, Limits, Refusal
 from sigmascope.units import MIB
 
@@ -57,6 +55,8 @@ POCKET_RESOLUTION: Final = 256
 """At which the pocket model works on a picture of the user's. It knows 128, where a photograph has no detail."""
 SAMPLES_PER_SECOND: Final = 10.0
 """How often memory is looked at between the steps."""
+Report = Callable[[str, int, int], None]
+"""(what is made: "base" or "result", steps done, steps in all); may raise, which ends the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class ServedModel:
     resolution: int
     lora: AttachedLora | None = None
     lora_name: str | None = None
-    lora_ranks: dict[int, int] | None = None
+    lora_ranks: tuple[int, ...] = ()
     tile_size: int | None = None
     load_seconds: float = 0.0
     pocket: bool = False
@@ -135,17 +135,13 @@ class ServedModel:
             "load_seconds": self.load_seconds,
             "lora": self.lora_name,
             "lora_modules": 0 if self.lora is None else len(self.lora.applied),
-            "lora_ranks": sorted(self.lora_ranks or {}),
+            "lora_ranks": list(self.lora_ranks),
             "pocket": self.pocket,
         }
 
 
 def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> ServedModel:
     """Load model and LoRA.
-
-    Args:
-        options: What to load.
-        progress: Told after each tensor of the model.
 
     Raises:
         ConfigError: An option makes no sense, or the model needs more than a source picture.
@@ -162,8 +158,7 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         device=resolve_device(options.device),
         progress=progress,
     ).requires_grad_(False)
-    keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
-    if keys:
+    if keys := model.config.conditioning_keys:
         raise ConfigError(
             f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
             hint="Run it with sigmascope lbm infer and --conditioning.",
@@ -186,7 +181,7 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
         lora=None if lora is None else attach_lora(model, lora),
         lora_name=lora_name,
-        lora_ranks=None if lora is None else dict(lora.ranks),
+        lora_ranks=() if lora is None else tuple(sorted(lora.ranks)),
         tile_size=options.tile_size,
         load_seconds=time.perf_counter() - started,
         pocket=options.pocket,
@@ -279,9 +274,10 @@ class Wish(BaseModel):
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     size: str = Field(default="bucket", max_length=32)
 
-    def key(self, scale: float) -> str:
-        """What a result depends on, and so the name under which it is kept."""
-        return f"{self.picture}/{self.steps}/{self.seed}/{self.size}/{scale!r}"
+    def result_id(self, scale: float) -> str:
+        """The name under which a result is kept: of all that it depends on."""
+        key = f"{self.picture}/{self.steps}/{self.seed}/{self.size}/{scale!r}"
+        return hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,15 +306,9 @@ class Translator:
     def __init__(self, served: ServedModel, kept: Recent[Made]) -> None:
         self._served = served
         self._kept = kept
-        self._by_key = Recent[str](limit_bytes=10_000)  # a thousand names of results, each counted as ten
 
     def translate(self, picture: Picture, wish: Wish, report: Report) -> dict[str, Any]:
         """Make what is asked for, and nothing that is still kept.
-
-        Args:
-            picture: The one that the wish names.
-            wish: What to make.
-            report: Told before the work and after each step.
 
         Returns:
             `base` and `result` (None without a LoRA), as `Made.summary` gives them, and `dormant_modules`:
@@ -335,9 +325,7 @@ class Translator:
         }
 
     def _once(self, picture: Picture, wish: Wish, scale: float, what: str, report: Report) -> dict[str, Any]:
-        key = wish.key(scale)
-        made = self._kept.get(self._by_key.get(key) or "")
-        if made is not None:
+        if (made := self._kept.get(wish.result_id(scale))) is not None:
             return made.summary(kept=True)
         report(what, 0, wish.steps)
         try:
@@ -345,7 +333,6 @@ class Translator:
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _out_of_memory(error) from None  # the traceback would keep the tensors alive
         self._kept.put(made.id, made, len(made.png) + len(made.run_json))
-        self._by_key.put(key, made.id, size_bytes=10)
         return made.summary(kept=False)
 
     def _make(
@@ -373,7 +360,7 @@ class Translator:
                 progress=progress,
             )
         run = recorder.run()
-        return Made(uuid.uuid4().hex, scale, as_png(result), run_to_json(run), timings(run))
+        return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run), timings(run))
 
 
 def _out_of_memory(error: BaseException) -> SigmascopeError:
@@ -461,13 +448,6 @@ def wished_size(wish: Wish) -> str | Size:
 
 def check_working_size(wish: Wish, picture: Size, *, resolution: int, factor: int, limits: Limits) -> None:
     """Refuse a size that the model would need more memory for than a machine has.
-
-    Args:
-        wish: What is asked for.
-        picture: Its width and height.
-        resolution: Side of the square bucket.
-        factor: The config's.
-        limits: How much is too much.
 
     Raises:
         Refusal: It is too large.

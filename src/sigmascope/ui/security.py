@@ -161,29 +161,18 @@ def as_error(message: str, hint: str | None) -> dict[str, str | None]:
     return {"message": message, "hint": hint}
 
 
-async def answer_refusal(request: Request, error: Exception) -> Response:
-    """Starlette's handler of `Refusal`."""
-    assert isinstance(error, Refusal)
-    return error.response
-
-
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler of its own 404 and 405."""
-    assert isinstance(error, HTTPException)
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-    response = refusal.response
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def answer_sigmascope_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler of what the library refuses while a request is read."""
-    assert isinstance(error, SigmascopeError)
-    return Refusal(422, error.message, error.hint).response
-
-
-async def answer_fault(request: Request, error: Exception) -> Response:
-    """Starlette's handler of everything else, which it then raises again for the server's own output."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler of every exception; it raises those that nobody foresaw again, for the server's own output."""
+    match error:
+        case Refusal():
+            return error.response
+        case HTTPException():  # Starlette's own 404 and 405
+            refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+            response = refusal.response
+            response.headers.update(error.headers or {})
+            return response
+        case SigmascopeError():  # what the library refuses while a request is read
+            return Refusal(422, error.message, error.hint).response
     message = f"The server failed ({type(error).__name__})."
     return Refusal(500, message, "The server's own output says more.").response
 

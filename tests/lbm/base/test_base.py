@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
-from sigmascope.lbm.base import adapt_weight, create_base
+from sigmascope.lbm.base import BaseReport, adapt_weight, create_base
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm, load_lbm
 
@@ -58,31 +58,35 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (None, "base.safetensors"),
-        (torch.bfloat16, "base.ckpt"),
-        (torch.float16, "base.safetensors"),
-    ],
-)
-def test_the_base_is_what_the_rule_gives_bit_for_bit(
-    sdxl_config: LbmConfig,
-    sdxl_folder: Path,
-    expected: dict[str, Tensor],
-    tmp_path: Path,
-    dtype: torch.dtype | None,
-    name: str,
-) -> None:
-    create_base(sdxl_config, tmp_path / name, backbone=sdxl_folder, dtype=dtype)
-    converted = {key: each if key == "num_iterations" else each.to(dtype) for key, each in expected.items()}
-    assert_same_bits(load_file(tmp_path / "base.safetensors"), converted)
+@pytest.fixture(scope="module")
+def plain(sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseReport:
+    """A base in the backbone's own types, in both formats with the config beside them. Never to be changed."""
+    path = tmp_path_factory.mktemp("base") / "base.safetensors"
+    return create_base(sdxl_config, path, backbone=sdxl_folder)
+
+
+def assert_base(folder: Path, expected: dict[str, Tensor]) -> None:
+    assert_same_bits(load_file(folder / "base.safetensors"), expected)
     # As LBM's own get_model reads a .ckpt: Lightning's dictionary, whose names begin with "model."
-    lightning = torch.load(tmp_path / "base.ckpt", weights_only=True)["state_dict"]
+    lightning = torch.load(folder / "base.ckpt", weights_only=True)["state_dict"]
     assert all(key.startswith("model.") for key in lightning)
-    assert_same_bits({key[6:]: tensor for key, tensor in lightning.items()}, converted)
-    with open_checkpoint(tmp_path / "base.ckpt") as checkpoint:
-        assert set(checkpoint) == set(converted)
+    assert_same_bits({key[6:]: tensor for key, tensor in lightning.items()}, expected)
+    with open_checkpoint(folder / "base.ckpt") as checkpoint:
+        assert set(checkpoint) == set(expected)
+
+
+def test_the_base_is_what_the_rule_gives_bit_for_bit(plain: BaseReport, expected: dict[str, Tensor]) -> None:
+    assert_base(plain.paths[0].parent, expected)
+
+
+def test_it_is_rounded_to_the_dtype_that_is_asked_for(
+    sdxl_config: LbmConfig, sdxl_folder: Path, expected: dict[str, Tensor], tmp_path: Path
+) -> None:
+    create_base(sdxl_config, tmp_path / "base.ckpt", backbone=sdxl_folder, dtype=torch.bfloat16)
+    rounded = {
+        key: each if key == "num_iterations" else each.to(torch.bfloat16) for key, each in expected.items()
+    }
+    assert_base(tmp_path, rounded)
 
 
 @pytest.mark.parametrize("form", ["sharded", "variant", "safetensors", "ckpt"])
@@ -93,8 +97,10 @@ def test_every_form_of_a_backbone_gives_the_same_base(
     tmp_path: Path,
     form: Form,
 ) -> None:
-    create_base(sdxl_config, tmp_path / "base.safetensors", backbone=make_form(form), both=False)
+    report = create_base(sdxl_config, tmp_path / "base.safetensors", backbone=make_form(form), both=False)
     assert_same_bits(load_file(tmp_path / "base.safetensors"), expected)
+    # What a single file holds besides is counted.
+    assert report.outside == ({"conditioner": 1} if form in ("safetensors", "ckpt") else {})
 
 
 def test_an_sdxl_refiner_gives_the_same_base_as_a_file_and_as_a_folder(refiner: Path, tmp_path: Path) -> None:
@@ -140,10 +146,8 @@ def test_adapting_cuts_and_fills_with_zeros() -> None:
     assert adapt_weight(weight, (3, 2)).tolist() == [[0, 1], [3, 4], [0, 0]]
 
 
-def test_every_change_is_reported_with_both_shapes(
-    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
-) -> None:
-    report = create_base(sdxl_config, tmp_path / "base.safetensors", backbone=sdxl_folder, both=False)
+def test_every_change_is_reported_with_both_shapes(plain: BaseReport) -> None:
+    report = plain
     first = report.adapted["denoiser.conv_in.weight"]
     assert (first.change, first.had, first.shape) == ("zero-filled", (16, 4, 3, 3), (16, 5, 3, 3))
     others = {key: each for key, each in report.adapted.items() if key != "denoiser.conv_in.weight"}
@@ -157,25 +161,16 @@ def test_every_change_is_reported_with_both_shapes(
         "denoiser.add_embedding.linear_2.weight": (64, 64),
         "denoiser.add_embedding.linear_2.bias": (64,),
     }
-    assert report.nbytes == sum(each.nbytes for each in load_file(tmp_path / "base.safetensors").values())
-    with safe_open(tmp_path / "base.safetensors", "pt") as file:
+    assert report.nbytes == sum(each.nbytes for each in load_file(report.paths[0]).values())
+    with safe_open(report.paths[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}  # without it diffusers refuses a file
 
 
-def test_what_a_single_file_holds_besides_is_counted(
-    sdxl_config: LbmConfig, make_form: Callable[[Form], Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "base.safetensors"
-    report = create_base(sdxl_config, path, backbone=make_form("safetensors"), both=False)
-    assert report.outside == {"conditioner": 1}
-
-
 def test_the_base_loads_as_a_model_with_the_config_beside_it(
-    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
+    plain: BaseReport, sdxl_config: LbmConfig
 ) -> None:
-    create_base(sdxl_config, tmp_path / "base.safetensors", backbone=sdxl_folder)
-    for name in ("base.safetensors", "base.ckpt"):
-        model = load_lbm(tmp_path / name)
+    for path in plain.paths:
+        model = load_lbm(path)
         assert model.config == sdxl_config
     prediction = model(torch.randn(1, 4, 8, 8), torch.ones(1), torch.ones(1, 1, 8, 8))
     assert torch.isfinite(prediction).all()

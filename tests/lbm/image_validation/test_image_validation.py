@@ -64,11 +64,15 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_config: Any) -> Path:
 
 @pytest.fixture
 def files(models: Path, tmp_path: Path, tiny_yaml: dict[str, Any]) -> Files:
+    return folder_of(models, tmp_path, json.dumps(tiny_yaml))  # JSON is YAML too
+
+
+def folder_of(models: Path, tmp_path: Path, config: str) -> Files:
     """The models, a LoRA to edit and a folder with two pictures."""
     for name in ("base", "tuned"):
         (tmp_path / f"{name}.safetensors").symlink_to(models / f"{name}.safetensors")
     shutil.copy(models / "lora.safetensors", tmp_path)
-    (tmp_path / "config.yaml").write_text(json.dumps(tiny_yaml))  # JSON is YAML too
+    (tmp_path / "config.yaml").write_text(config)
     (tmp_path / "pictures").mkdir()
     picture(32, 24, 1).save(tmp_path / "pictures" / "b.png")
     picture(40, 56, 2).save(tmp_path / "pictures" / "a.jpg")
@@ -109,14 +113,64 @@ def test_errors_are_those_of_the_models_own_results(files: Files) -> None:
     assert found.base.latent_error == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_the_whole_change_gives_the_tuned_pictures(files: Files) -> None:
-    report = files.validate(ImageOptions(num_inference_steps=2))
+@dataclass(frozen=True)
+class Whole:
+    """A validation of the LoRA that is the whole change, and what was told and loaded meanwhile."""
+
+    report: ImageReport
+    told: list[tuple[int, int, str]]
+    alive: list[int]
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory: pytest.TempPathFactory, tiny_config: Any) -> Whole:
+    files = folder_of(models, tmp_path_factory.mktemp("whole"), tiny_config.to_yaml())
+    (files.pictures / "broken.png").write_bytes((files.pictures / "b.png").read_bytes()[:60])
+    (files.pictures / "text.jpg").write_text("no picture")
+    (files.pictures / "notes.txt").write_text("not meant")
+    loaded: list[weakref.ref[LbmModel]] = []
+    alive: list[int] = []
+    told: list[tuple[int, int, str]] = []
+
+    def load(*args: Any, **more: Any) -> LbmModel:
+        alive.append(sum(ref() is not None for ref in loaded))
+        model = load_lbm(*args, **more)
+        loaded.append(weakref.ref(model))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_validation, "load_lbm", load)
+        report = files.validate(
+            ImageOptions(num_inference_steps=2),
+            progress=lambda done, total, what: told.append((done, total, what)),
+        )
+    return Whole(report, told, alive)
+
+
+def test_the_whole_change_gives_the_tuned_pictures(whole: Whole) -> None:
+    report = whole.report
     assert [errors.picture for errors in report.pictures] == ["a.jpg", "b.png"]
     assert report.not_applied == ()
     for errors in report.pictures:
         assert errors.base.psnr < 45 < errors.with_lora.psnr
         assert errors.remaining is not None
         assert errors.remaining < 1e-4
+
+
+def test_damaged_pictures_are_named_and_the_others_go_on(whole: Whole) -> None:
+    assert [file.file for file in whole.report.unreadable] == ["broken.png", "text.jpg"]
+    assert "no picture" in whole.report.unreadable[1].reason
+    assert len(whole.report.pictures) == 2
+
+
+def test_models_are_in_memory_one_at_a_time(whole: Whole) -> None:
+    assert whole.alive == [0, 0]
+
+
+def test_progress_tells_model_and_picture(whole: Whole) -> None:
+    assert whole.told[0] == (0, 6, "tuned: a.jpg")
+    assert whole.told[3] == (3, 6, "base: b.png")
+    assert whole.told[5] == (5, 6, "base + LoRA: b.png")
 
 
 def test_half_the_change_lies_between(files: Files) -> None:
@@ -126,6 +180,7 @@ def test_half_the_change_lies_between(files: Files) -> None:
                 tensors[key] /= 2
 
     edit_lora(files, halve)
+    (files.pictures / "b.png").unlink()
     left = files.validate().overall.remaining
     assert left is not None
     assert 0.2 < left < 0.9
@@ -133,6 +188,7 @@ def test_half_the_change_lies_between(files: Files) -> None:
 
 def test_a_lora_of_zeros_changes_nothing(files: Files) -> None:
     edit_lora(files, lambda tensors: [tensors[key].zero_() for key in tensors if "lora_up" in key])
+    (files.pictures / "b.png").unlink()
     for errors in files.validate().pictures:
         assert errors.with_lora == errors.base
 
@@ -165,17 +221,8 @@ def test_modules_that_fit_nothing_are_named(files: Files) -> None:
         tensors["denoiser.conv_in.lora_up.weight"] = torch.ones(3, RANK, 1, 1)
 
     edit_lora(files, add)
+    (files.pictures / "b.png").unlink()
     assert set(files.validate().not_applied) == {"denoiser.nowhere", "denoiser.conv_in"}
-
-
-def test_damaged_pictures_are_named_and_the_others_go_on(files: Files) -> None:
-    (files.pictures / "broken.png").write_bytes((files.pictures / "b.png").read_bytes()[:60])
-    (files.pictures / "text.jpg").write_text("no picture")
-    (files.pictures / "notes.txt").write_text("not meant")
-    report = files.validate()
-    assert [file.file for file in report.unreadable] == ["broken.png", "text.jpg"]
-    assert "no picture" in report.unreadable[1].reason
-    assert len(report.pictures) == 2
 
 
 @pytest.mark.parametrize("content", [None, b"no picture"])
@@ -200,20 +247,6 @@ def test_a_model_that_needs_conditioning_is_refused(files: Files, tiny_yaml: dic
         files.validate()
 
 
-def test_models_are_in_memory_one_at_a_time(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[weakref.ref[LbmModel]] = []
-
-    def load(*args: Any, **more: Any) -> LbmModel:
-        assert [ref for ref in loaded if ref() is not None] == []
-        model = load_lbm(*args, **more)
-        loaded.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(image_validation, "load_lbm", load)
-    files.validate()
-    assert len(loaded) == 2
-
-
 @pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_again(files: Files) -> None:
     (files.pictures / "b.png").unlink()
@@ -231,11 +264,3 @@ def test_nothing_is_left_behind_by_a_failure(
     with pytest.raises(NonFiniteError, match=r"denoiser\.conv_in"):
         files.validate()
     assert list(place.iterdir()) == []
-
-
-def test_progress_tells_model_and_picture(files: Files) -> None:
-    told: list[tuple[int, int, str]] = []
-    files.validate(progress=lambda done, total, what: told.append((done, total, what)))
-    assert told[0] == (0, 6, "tuned: a.jpg")
-    assert told[3] == (3, 6, "base: b.png")
-    assert told[5] == (5, 6, "base + LoRA: b.png")

@@ -4,7 +4,7 @@ import pytest
 
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
-from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lbm.pocket.demo import DemoResult, run_demo
 
 
 @pytest.fixture(scope="package")
@@ -18,7 +18,11 @@ def tuned() -> LbmModel:
 
 
 @pytest.fixture(scope="package")
-def rank8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("lora") / "rank8.safetensors"
-    extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank=8, conv_rank=8))
-    return path
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    """The whole demo, at the rank that the model's card speaks of."""
+    return run_demo(tmp_path_factory.mktemp("demo"), rank=8, conv_rank=8, num_inference_steps=1)
+
+
+@pytest.fixture(scope="package")
+def rank8(demo: DemoResult) -> Path:
+    return demo.files["lora"]

@@ -8,24 +8,19 @@ from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.pocket.demo import DemoResult, run_demo
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    return run_demo(tmp_path_factory.mktemp("demo"), num_inference_steps=1)
+def test_everything_it_claims_holds(demo: DemoResult) -> None:
+    assert [check.claim for check in demo.checks if not check.passed] == []
+    assert len(demo.checks) == 5
 
 
-def test_everything_it_claims_holds(result: DemoResult) -> None:
-    assert [check.claim for check in result.checks if not check.passed] == []
-    assert len(result.checks) == 5
-
-
-def test_the_more_lora_the_closer_to_the_truth(result: DemoResult) -> None:
-    quality = [result.psnr[f"base + LoRA at {scale}"] for scale in ("0", "0.5", "1")]
+def test_the_more_lora_the_closer_to_the_truth(demo: DemoResult) -> None:
+    quality = [demo.psnr[f"base + LoRA at {scale}"] for scale in ("0", "0.5", "1")]
     assert quality == sorted(quality)
     assert quality[2] > quality[0] + 8
 
 
-def test_the_record_on_disk_has_every_stage_and_step(result: DemoResult) -> None:
-    run = load_run(result.files["run"])
+def test_the_record_on_disk_has_every_stage_and_step(demo: DemoResult) -> None:
+    run = load_run(demo.files["run"])
     names = [stage.name for stage in run.walk()]
     for stage in ("model_loading", "lora_application", "latent_encoding", "latent_decoding"):
         assert stage in names
@@ -34,8 +29,8 @@ def test_the_record_on_disk_has_every_stage_and_step(result: DemoResult) -> None
     assert run.complete
 
 
-def test_the_folder_holds_the_lora_its_description_the_pictures_and_no_debris(result: DemoResult) -> None:
-    folder = result.files["run"].parent
+def test_the_folder_holds_the_lora_its_description_the_pictures_and_no_debris(demo: DemoResult) -> None:
+    folder = demo.files["run"].parent
     assert sorted(path.name for path in folder.iterdir()) == [
         "base_plus_lora.png",
         "lora_layer_names.txt",

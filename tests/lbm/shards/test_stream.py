@@ -1,11 +1,12 @@
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.lbm.shard_files import encoded as png
 from tests.lbm.shard_files import noise, pair, write_tar
 
-from sigmascope.lbm.shards import EpochOrder, RawSample, shuffled
+from sigmascope.lbm.shards import RawSample, epoch_samples, shuffled
 
 KEYS = ("source", "target")
 
@@ -20,17 +21,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def keys(order: EpochOrder, epoch: int = 0) -> list[str | None]:
-    return [sample.key for sample in order.samples(epoch)]
+def keys(shards: tuple[str, ...], epoch: int = 0, **order: Any) -> list[str | None]:
+    return [sample.key for sample in epoch_samples(shards, KEYS, epoch, **order)]
 
 
 def test_shards_are_permuted_by_epoch(shards: tuple[str, ...]) -> None:
-    firsts = {(keys(EpochOrder(shards, KEYS, buffer=0), epoch)[0] or "")[0] for epoch in range(12)}
+    firsts = {(keys(shards, epoch, buffer=0)[0] or "")[0] for epoch in range(12)}
     assert firsts == {"0", "1", "2"}
 
 
 def test_the_buffer_mixes_samples_of_several_shards(shards: tuple[str, ...]) -> None:
-    narrow, wide = keys(EpochOrder(shards, KEYS, buffer=0)), keys(EpochOrder(shards, KEYS, buffer=40))
+    narrow, wide = keys(shards, buffer=0), keys(shards, buffer=40)
     assert sorted(map(str, narrow)) == sorted(map(str, wide))
     first_shard = (narrow[0] or "")[0]
     assert {(key or "")[0] for key in narrow[:20]} == {first_shard}
@@ -52,8 +53,7 @@ def test_large_samples_shrink_the_buffer(tmp_path: Path) -> None:
     shard = str(
         write_tar(tmp_path / "0.tar", [(f"{name}.{key}.png", data) for name in names for key in KEYS])
     )
-    order = EpochOrder((shard,), KEYS, buffer=100, buffer_bytes=6 * len(data))
-    ordered = keys(order)
+    ordered = keys((shard,), buffer=100, buffer_bytes=6 * len(data))
     assert sorted(map(str, ordered)) == names
     for place, key in enumerate(ordered):  # three samples fit, so that none comes more than three early
         assert int(key or 0) <= place + 3

@@ -49,7 +49,7 @@ def state_of(step: int, value: float = 1.0) -> TrainingState:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(NESTS)
 def test_nested_state_comes_back_as_it_was(value: Any) -> None:
     tensors: dict[str, Tensor] = {}

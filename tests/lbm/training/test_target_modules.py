@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tests.lbm.training.tiny_run import new_model
+from tests.lbm.training.tiny_run import new_model, tiny_settings
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lbm.model import LbmModel, build_lbm
@@ -8,8 +8,8 @@ from sigmascope.lbm.training.lora_layers import (
     denoiser_layers,
     matches,
     plan_continued_lora,
-    plan_full,
     plan_new_lora,
+    plan_training,
     select_layers,
 )
 from sigmascope.lora.adapters import DiffChange
@@ -125,7 +125,7 @@ def test_the_table_counts_every_parameter_once(tiny_model: LbmModel) -> None:
 
 
 def test_full_fine_tuning_trains_the_denoiser(tiny_model: LbmModel) -> None:
-    plan = plan_full(tiny_model)
+    plan = plan_training(tiny_model, tiny_settings(full_finetune=True))
     assert plan.trained_parameters == sum(p.numel() for p in tiny_model.denoiser.parameters())
     assert plan.frozen_parameters == sum(p.numel() for p in tiny_model.vae.parameters())
     assert plan.modules == {}

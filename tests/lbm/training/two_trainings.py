@@ -5,24 +5,21 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import psutil
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
-from tests.lbm.training.two_processes import Ended, run_two
+from tests.lbm.training.two_processes import Ended, run_two, start_two, wait_for_checkpoint
 
 from sigmascope.lbm.training import session
 from sigmascope.lbm.training.accelerate import Prepared, prepare_step
-from sigmascope.lbm.training.checkpoints import find_checkpoints
 from sigmascope.lbm.training.metrics import StepLog, Validation
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.train import train
@@ -103,23 +100,32 @@ class Spreading:
 
     def check_kill_9(self, run: SmallRun) -> None:
         """Train without a stop, and anew with both processes killed in the middle; the files must be equal."""
-        keys: dict[str, Any] = {"max_steps": 30, "save_interval": 3, "ema_decay": 0.9, "batch_size": 1}
+        keys: dict[str, Any] = {"max_steps": 24, "save_interval": 3, "ema_decay": 0.9, "batch_size": 1}
         self.train(run, "whole", **keys)
-        launch = self._launch(run, "out", **keys)
-        environment = {**os.environ, **self.environment}
-        _kill_after(6, run.out, launch, environment)
+        settings = run.settings(**keys)
+
+        def work(number: int) -> None:
+            self.allow()
+            train(settings)
+
+        processes, _ = start_two(work, run.folder, dict(self.environment))
+        wait_for_checkpoint(run.out, 6, processes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
         done = subprocess.run(
-            [*launch, "--json"],
-            env=environment,
+            [*self._launch(run, "out", **keys), "--json"],
+            env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert 6 <= json.loads(done.stdout)["resumed_from"] < 30
+        assert 6 <= json.loads(done.stdout)["resumed_from"] < 24
         for name in ("weights", "average", "lora"):
-            file = f"checkpoint-000030/{name}.safetensors"
+            file = f"checkpoint-000024/{name}.safetensors"
             assert same(load_file(run.folder / "whole" / file), load_file(run.out / file))
 
     def _told(self, settings: TrainSettings) -> tuple[object, ...]:
@@ -151,19 +157,6 @@ def check_logs(main: Told, other: Told, alone: list[StepLog]) -> None:
         assert norms == pytest.approx([log.gradient_norm for log in alone], rel=1e-3)
         assert [log.learning_rate for log in logs] == [log.learning_rate for log in alone]
     assert max(log.gradient_norm or 0 for log in alone) > WATCHED["max_grad_norm"]
-
-
-def _kill_after(step: int, out: Path, launch: list[str], environment: Mapping[str, str]) -> None:
-    """Start a training, and kill all of its processes once it has a checkpoint of that step or a later one."""
-    process = subprocess.Popen(launch, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + TIMEOUT
-    while not any(int(path.name[-6:]) >= step for path in find_checkpoints(out)):
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-        each.kill()
-    process.wait()
 
 
 def check_bf16(spreading: Spreading, run: SmallRun) -> None:

@@ -8,8 +8,7 @@ import uvicorn
 
 from sigmascope.errors import ConfigError
 from sigmascope.ui import app
-from sigmascope.ui.app import Address, bind
-from sigmascope.ui.jobs import JobLine
+from sigmascope.ui.app import Address, JobLine, bind
 from sigmascope.ui.lbm_model import ServedModel
 
 

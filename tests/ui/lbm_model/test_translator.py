@@ -98,12 +98,12 @@ def test_a_new_scale_makes_the_result_alone_and_an_old_one_nothing(
     assert told == []
 
 
-@pytest.mark.parametrize("change", [{"seed": 3}, {"steps": 2}, {"size": "keep"}])
 def test_another_seed_step_count_or_size_makes_the_base_anew(
-    change: dict[str, Any], translator: Translator, picture: Picture
+    translator: Translator, picture: Picture
 ) -> None:
     translator.translate(picture, wish(), silent)
-    assert translator.translate(picture, wish(**change), silent)["base"]["kept"] is False
+    for change in ({"seed": 3}, {"steps": 2}, {"size": "keep"}):
+        assert translator.translate(picture, wish(**change), silent)["base"]["kept"] is False
 
 
 def test_at_scale_zero_the_result_is_the_base_itself(translator: Translator, picture: Picture) -> None:
@@ -113,10 +113,8 @@ def test_at_scale_zero_the_result_is_the_base_itself(translator: Translator, pic
 
 def test_a_result_that_was_forgotten_is_made_again(served: ServedModel, picture: Picture) -> None:
     translator = Translator(served, Recent(limit_bytes=1))  # room for the newest alone
-    first = translator.translate(picture, wish(), silent)
-    second = translator.translate(picture, wish(), silent)
-    assert second["base"]["kept"] is False
-    assert second["base"]["id"] != first["base"]["id"]
+    translator.translate(picture, wish(), silent)
+    assert translator.translate(picture, wish(), silent)["base"]["kept"] is False
 
 
 def test_the_record_is_a_run_with_every_stage(

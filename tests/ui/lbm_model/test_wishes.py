@@ -60,7 +60,7 @@ def test_a_size_that_no_memory_holds_is_refused(size: str, fits: bool) -> None:
 
 def test_everything_that_changes_the_picture_is_in_its_key_and_the_client_is_not() -> None:
     def key(**changes: object) -> str:
-        return read_wish(json.dumps({**GOOD, **changes}).encode(), Limits()).key(0.5)
+        return read_wish(json.dumps({**GOOD, **changes}).encode(), Limits()).result_id(0.5)
 
     assert key(client="other") == key()
     assert len({key(), key(picture="q"), key(steps=2), key(seed=1), key(size="keep")}) == 5

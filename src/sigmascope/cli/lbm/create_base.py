@@ -42,42 +42,41 @@ class CreateBaseOptions:
     """What `lbm create-base` takes."""
 
     config_path: Annotated[
-        Path,
-        typer.Option("--config_path", help="YAML of the model.", show_default=False, rich_help_panel=FILES),
+        Path, options.flag("--config_path", "YAML of the model.", FILES, show_default=False)
     ]
     save_path: Annotated[
         Path,
-        typer.Option(
+        options.flag(
             "--save_path",
-            help="Where to write, .ckpt or .safetensors: the other is written beside it. Replaced when there.",
+            "Where to write, .ckpt or .safetensors: the other is written beside it. Replaced when there.",
+            FILES,
             show_default=False,
-            rich_help_panel=FILES,
         ),
     ]
     backbone_signature: Annotated[
         str | None,
-        typer.Option(
+        options.flag(
             "--backbone_signature",
-            help="Diffusers folder, single-file SDXL checkpoint, or hub name to start from.",
+            "Diffusers folder, single-file SDXL checkpoint, or hub name to start from.",
+            FILES,
             show_default="the config's",
-            rich_help_panel=FILES,
         ),
     ] = None
     variant: Annotated[
         str | None,
-        typer.Option(
+        options.flag(
             "--variant",
-            help="Of the folder's or repository's files, such as fp16.",
+            "Of the folder's or repository's files, such as fp16.",
+            FILES,
             show_default="the plain files",
-            rich_help_panel=FILES,
         ),
     ] = None
     torch_dtype: Annotated[
         str,
-        typer.Option(
+        options.flag(
             "--torch_dtype",
-            help="Of the weights: float32, bf16 (LBM's own), fp16, or backbone to keep the backbone's.",
-            rich_help_panel=MODEL,
+            "Of the weights: float32, bf16 (LBM's own), fp16, or backbone to keep the backbone's.",
+            MODEL,
         ),
     ] = "bf16"
     device: Annotated[
@@ -85,10 +84,10 @@ class CreateBaseOptions:
     ] = "auto"
     test_baseline: Annotated[
         bool,
-        typer.Option(
+        options.flag(
             "--test_baseline",
-            help="Load what was written, compare both files and translate one generated picture.",
-            rich_help_panel=OUTPUT,
+            "Load what was written, compare both files and translate one generated picture.",
+            OUTPUT,
         ),
     ] = False
     as_json: Annotated[bool, options.as_json(OUTPUT)] = False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sigmascope.monitor.recorder import Recorder
     from sigmascope.records.run import Run
     from sigmascope.ui.app import Address
-    from sigmascope.ui.lbm_model import ModelOptions, ServedModel
+    from sigmascope.ui.lbm_model import ServedModel
 
 
 EPILOG = (
@@ -51,76 +51,50 @@ class InferOptions:
 
     base_model_path: Annotated[Path, options.base_model_path(FILES)]
     source_image: Annotated[
-        Path,
-        typer.Option(
-            "--source_image", help="The picture to translate.", show_default=False, rich_help_panel=FILES
-        ),
+        Path, options.flag("--source_image", "The picture to translate.", FILES, show_default=False)
     ]
     output_path: Annotated[
-        Path,
-        typer.Option(
-            "--output_path",
-            help="Where to write: .png, .jpg or .webp.",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
+        Path, options.flag("--output_path", "Where to write: .png, .jpg or .webp.", FILES, show_default=False)
     ]
-    lora_path: Annotated[
-        Path | None, typer.Option("--lora_path", help="A LoRA to apply.", rich_help_panel=FILES)
-    ] = None
+    lora_path: Annotated[Path | None, options.flag("--lora_path", "A LoRA to apply.", FILES)] = None
     config_path: Annotated[Path | None, options.config_path(FILES)] = None
     conditioning: Annotated[
         list[str] | None,
-        typer.Option(
-            "--conditioning",
-            help="KEY=PICTURE for each conditioning key of the config; repeatable.",
-            rich_help_panel=FILES,
+        options.flag(
+            "--conditioning", "KEY=PICTURE for each conditioning key of the config; repeatable.", FILES
         ),
     ] = None
-    lora_scale: Annotated[
-        float, typer.Option("--lora_scale", help="Strength, 0.0 to 2.0.", rich_help_panel=MODEL)
-    ] = 1.0
+    lora_scale: Annotated[float, options.flag("--lora_scale", "Strength, 0.0 to 2.0.", MODEL)] = 1.0
     merge: Annotated[
         bool,
-        typer.Option(
-            "--merge/--hot",
-            help="Merge the LoRA into the weights in memory, or compute it beside them.",
-            rich_help_panel=MODEL,
+        options.flag(
+            "--merge/--hot", "Merge the LoRA into the weights in memory, or compute it beside them.", MODEL
         ),
     ] = False
     num_inference_steps: Annotated[
-        int, typer.Option("--num_inference_steps", help="Steps along the bridge.", rich_help_panel=MODEL)
+        int, options.flag("--num_inference_steps", "Steps along the bridge.", MODEL)
     ] = 1
     torch_dtype: Annotated[str, options.torch_dtype(MODEL)] = "float32"
     device: Annotated[str, options.device(MODEL)] = "auto"
     size: Annotated[
         str,
-        typer.Option(
-            "--size",
-            help="bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.",
-            rich_help_panel=MODEL,
+        options.flag(
+            "--size", "bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.", MODEL
         ),
     ] = "bucket"
     resolution: Annotated[
         int | None,
-        typer.Option(
-            "--resolution",
-            help="Side of the square bucket (--size bucket); by default the config's.",
-            rich_help_panel=MODEL,
+        options.flag(
+            "--resolution", "Side of the square bucket (--size bucket); by default the config's.", MODEL
         ),
     ] = None
     tile_size: Annotated[int | None, options.tile_size(MODEL)] = None
     seed: Annotated[
         int | None,
-        typer.Option(
-            "--seed",
-            help="Of the noise between steps; drawn and recorded if left out.",
-            rich_help_panel=MODEL,
-        ),
+        options.flag("--seed", "Of the noise between steps; drawn and recorded if left out.", MODEL),
     ] = None
     run_path: Annotated[
-        Path | None,
-        typer.Option("--run_path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT),
+        Path | None, options.flag("--run_path", "Save what was recorded, as JSON.", OUTPUT)
     ] = None
     as_json: Annotated[bool, options.as_json(OUTPUT)] = False
     verbose: Annotated[
@@ -374,16 +348,15 @@ SERVED, ADDRESS = "Model", "Address"
 def serve(
     base_model_path: Annotated[Path | None, options.base_model_path(SERVED)] = None,
     lora_path: Annotated[
-        Path | None,
-        typer.Option("--lora_path", help="A LoRA to compare with the base.", rich_help_panel=SERVED),
+        Path | None, options.flag("--lora_path", "A LoRA to compare with the base.", SERVED)
     ] = None,
     config_path: Annotated[Path | None, options.config_path(SERVED)] = None,
     pocket: Annotated[
         bool,
-        typer.Option(
+        options.flag(
             "--pocket",
-            help="Serve the small model that ships with Sigmascope, with a LoRA extracted at rank 8.",
-            rich_help_panel=SERVED,
+            "Serve the small model that ships with Sigmascope, with a LoRA extracted at rank 8.",
+            SERVED,
         ),
     ] = False,
     torch_dtype: Annotated[str, options.torch_dtype(SERVED)] = "float32",
@@ -391,34 +364,19 @@ def serve(
     tile_size: Annotated[int | None, options.tile_size(SERVED)] = None,
     resolution: Annotated[
         int | None,
-        typer.Option(
-            "--resolution",
-            help="Side of the square bucket; by default the config's (256 with --pocket).",
-            rich_help_panel=SERVED,
+        options.flag(
+            "--resolution", "Side of the square bucket; by default the config's (256 with --pocket).", SERVED
         ),
     ] = None,
     host: Annotated[
-        str,
-        typer.Option(
-            "--host",
-            help="Interface to bind to. Others than loopback let anyone in.",
-            rich_help_panel=ADDRESS,
-        ),
+        str, options.flag("--host", "Interface to bind to. Others than loopback let anyone in.", ADDRESS)
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", help="0 takes any that is free.", rich_help_panel=ADDRESS)
-    ] = 7860,
+    port: Annotated[int, options.flag("--port", "0 takes any that is free.", ADDRESS)] = 7860,
     open_browser: Annotated[
-        bool,
-        typer.Option(
-            "--open/--no_open", help="Open the page in the browser when it is ready.", rich_help_panel=OUTPUT
-        ),
+        bool, options.flag("--open/--no_open", "Open the page in the browser when it is ready.", OUTPUT)
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the address as one line of JSON when it is ready.", rich_help_panel=OUTPUT
-        ),
+        bool, options.flag("--json", "Print the address as one line of JSON when it is ready.", OUTPUT)
     ] = False,
 ) -> None:
     """Show a page to try a model and its LoRA on: base and result side by side, with what each took.
@@ -427,43 +385,24 @@ def serve(
     results stay in memory; nothing is written to disk. Ctrl-C ends it.
     """
     with needs_extra("ui"):
-        from sigmascope.ui.lbm_model import ModelOptions
-
-    run_serve(
-        ModelOptions(
-            base_model_path=base_model_path,
-            lora_path=lora_path,
-            config_path=config_path,
-            pocket=pocket,
-            torch_dtype=torch_dtype,
-            device=device,
-            tile_size=tile_size,
-            resolution=resolution,
-        ),
-        host=host,
-        port=port,
-        open_browser=open_browser,
-        as_json=as_json,
-    )
-
-
-def run_serve(options: "ModelOptions", *, host: str, port: int, open_browser: bool, as_json: bool) -> None:
-    """Serve until Ctrl-C.
-
-    Raises:
-        ConfigError: The options make no sense, or the port is taken.
-        SigmascopeError: The model or the LoRA cannot be loaded.
-        KeyboardInterrupt: Ctrl-C.
-    """
-    with needs_extra("ui"):
         from sigmascope.ui.app import bind
         from sigmascope.ui.app import serve as serve_model
-        from sigmascope.ui.lbm_model import load_served
+        from sigmascope.ui.lbm_model import ModelOptions, load_served
 
-    options.check()
+    model = ModelOptions(
+        base_model_path=base_model_path,
+        lora_path=lora_path,
+        config_path=config_path,
+        pocket=pocket,
+        torch_dtype=torch_dtype,
+        device=device,
+        tile_size=tile_size,
+        resolution=resolution,
+    )
+    model.check()
     with closing(bind(host, port)) as listening:
         with progress_bar("Loading") as progress:
-            served = load_served(options, progress=progress)
+            served = load_served(model, progress=progress)
 
         def on_ready(address: "Address") -> None:
             _announce(address, served, as_json=as_json)

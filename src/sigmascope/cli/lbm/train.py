@@ -23,10 +23,9 @@ from sigmascope.units import parse_size
 
 if TYPE_CHECKING:
     from sigmascope.lbm.make_shards import SkippedFile, WrittenShard
-    from sigmascope.lbm.training.dry_run import DryRun
     from sigmascope.lbm.training.metrics import Listeners, StepLog, Validation
     from sigmascope.lbm.training.settings import TrainSettings
-    from sigmascope.lbm.training.train import TrainReport
+    from sigmascope.lbm.training.train import DryRun, TrainReport
 
 
 EPILOG = (
@@ -42,57 +41,48 @@ class TrainOptions:
     """What `lbm train` takes."""
 
     path_config: Annotated[
-        Path,
-        typer.Option("--path_config", help="YAML of the training and the model.", show_default=False),
+        Path, options.flag("--path_config", "YAML of the training and the model.", show_default=False)
     ]
     resume: Annotated[
         bool | None,
-        typer.Option(
+        options.flag(
             "--resume/--no_resume",
-            help="Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
-            rich_help_panel=RUNNING,
+            "Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
+            RUNNING,
         ),
     ] = None
     max_steps: Annotated[
         int | None,
-        typer.Option(
-            "--max_steps",
-            min=1,
-            help="Optimizer steps in all, in place of the YAML's.",
-            rich_help_panel=RUNNING,
-        ),
+        options.flag("--max_steps", "Optimizer steps in all, in place of the YAML's.", RUNNING, min=1),
     ] = None
     device: Annotated[
         str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.")
     ] = None
     allow_pipe: Annotated[
-        bool,
-        typer.Option(
-            "--allow_pipe", help="Run the commands of shards named pipe:COMMAND.", rich_help_panel=RUNNING
-        ),
+        bool, options.flag("--allow_pipe", "Run the commands of shards named pipe:COMMAND.", RUNNING)
     ] = False
     max_member: Annotated[
         str | None,
-        typer.Option(
+        options.flag(
             "--max_member",
-            help="Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
-            rich_help_panel=RUNNING,
+            "Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
+            RUNNING,
         ),
     ] = None
     dry_run: Annotated[
         bool,
-        typer.Option(
+        options.flag(
             "--dry_run",
-            help="Check settings, base and data, and show what would be trained and the memory it takes.",
-            rich_help_panel=RUNNING,
+            "Check settings, base and data, and show what would be trained and the memory it takes.",
+            RUNNING,
         ),
     ] = False
     live: Annotated[
         bool | None,
-        typer.Option(
+        options.flag(
             "--live/--no_live",
-            help="A bar drawn over itself, or a line every log_interval steps; by default as stderr allows.",
-            rich_help_panel=OUTPUT,
+            "A bar drawn over itself, or a line every log_interval steps; by default as stderr allows.",
+            OUTPUT,
         ),
     ] = None
     as_json: Annotated[bool, options.as_json(OUTPUT)] = False
@@ -107,8 +97,7 @@ def train(options: TrainOptions) -> None:
     """
     with needs_extra("train"):
         from sigmascope.lbm.devices import resolve_device
-        from sigmascope.lbm.training.dry_run import dry_run
-        from sigmascope.lbm.training.train import EXIT_CODES
+        from sigmascope.lbm.training.train import EXIT_CODES, dry_run
         from sigmascope.lbm.training.train import train as train_lbm
 
     settings = _settings(options)
@@ -345,42 +334,32 @@ class MakeShardsOptions:
     ]
     keys: Annotated[
         str | None,
-        typer.Option(
+        options.flag(
             "--keys",
-            help="What every pair must have; by default source,target, and a mask where there is one.",
-            rich_help_panel=WHAT,
+            "What every pair must have; by default source,target, and a mask where there is one.",
+            WHAT,
         ),
     ] = None
     pocket_scenes: Annotated[
         str | None,
-        typer.Option(
+        options.flag(
             "--pocket_scenes",
-            help="Render these scenes of the pocket model instead, for example 1000-1255; those below 1000 are "
-            "for judging.",
-            rich_help_panel=WHAT,
+            (
+                "Render these scenes of the pocket model instead, for example 1000-1255; those below 1000 are "
+                "for judging."
+            ),
+            WHAT,
         ),
     ] = None
     light: Annotated[
-        str | None,
-        typer.Option(
-            "--light", help="With --pocket_scenes: the targets' light, cool or warm.", rich_help_panel=WHAT
-        ),
+        str | None, options.flag("--light", "With --pocket_scenes: the targets' light, cool or warm.", WHAT)
     ] = None
     shard_size: Annotated[
         int | None,
-        typer.Option(
-            "--shard_size",
-            help="Pairs in a shard; by default 1000, with --pocket_scenes 128.",
-            rich_help_panel=WHERE,
-        ),
+        options.flag("--shard_size", "Pairs in a shard; by default 1000, with --pocket_scenes 128.", WHERE),
     ] = None
-    prefix: Annotated[
-        str, typer.Option("--prefix", help="Shards are PREFIX-000000.tar and on.", rich_help_panel=WHERE)
-    ] = "train"
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace all shards of that name.", rich_help_panel=WHERE),
-    ] = False
+    prefix: Annotated[str, options.flag("--prefix", "Shards are PREFIX-000000.tar and on.", WHERE)] = "train"
+    overwrite: Annotated[bool, options.flag("--overwrite", "Replace all shards of that name.", WHERE)] = False
     as_json: options.AsJson = False
 
 

@@ -215,7 +215,7 @@ def calibrated(model: Path, folder: Path, config: Path | None, device: str) -> "
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import resolve_device
         from sigmascope.lbm.images import find_images, load_image
-        from sigmascope.lbm.statistics import lbm_statistics
+        from sigmascope.lbm.infer import lbm_statistics
     pictures = [load_image(path) for path in find_images(folder)[0]]
     with progress_bar("Calibrating") as progress:
         return lbm_statistics(

@@ -159,7 +159,7 @@ def _of_lbm(
 ) -> "ModelStatistics":
     with needs_extra("lbm"):
         from sigmascope.lbm.images import find_images, load_image, parse_size
-        from sigmascope.lbm.statistics import lbm_statistics, noise_pictures
+        from sigmascope.lbm.infer import lbm_statistics, noise_pictures
     if images is not None:
         pictures = [load_image(path) for path in find_images(images)[0]]
     else:

@@ -1,6 +1,7 @@
-"""The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched.
+"""The pocket model at work: the main job on it (`run_demo`), and the model as the subject of a benchmark.
 
-What the documentation promises is then checked on the very pictures that were made.
+The demo extracts a LoRA, proves it, applies it and watches the inference. What the documentation promises is then
+checked on the very pictures that were made.
 """
 
 import tempfile
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
-from sigmascope.errors import WriteError
+from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import reason_of
 from sigmascope.lbm.bridge import bridge_sigmas
 from sigmascope.lbm.images import contact_sheet, load_image, psnr, save_image
@@ -26,7 +28,9 @@ from sigmascope.lora.linalg import FULL_RANK
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import ValidationReport, validate_lora, write_layer_names
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.performance import BenchCase, Made
 from sigmascope.records.run import Run
 
 SCALES = (0.0, 0.5, 1.0)
@@ -37,6 +41,8 @@ PARTS = ("extract", "validate", "infer", "check", "save")
 """For the progress."""
 FULL_RANK_ERROR = 0.005
 """Largest relative error of a layer at full rank: storage in 16 bits leaves less than this."""
+STEPS = 2
+"""Of a benchmark's case that names none."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +215,55 @@ def _largest_difference(first: Image.Image, second: Image.Image) -> int:
 
 def _levels(difference: int) -> str:
     return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
+
+
+@dataclass(frozen=True)
+class PocketSubject:
+    """The tuned pocket model, which relights a rendered scene.
+
+    Attributes:
+        model: As loaded.
+        picture: What it relights, resized to each case.
+        name: What it is called in records and tables.
+    """
+
+    model: LbmModel
+    picture: Image.Image
+    name: str = "pocket LBM"
+
+    @classmethod
+    def load(cls, *, dtype: torch.dtype, device: torch.device) -> "PocketSubject":
+        """Load the model from the package, and render its scene."""
+        source, _ = relighting_pair(EXAMPLE_SCENE, COOL)
+        return cls(load_lbm(TUNED_PATH, CONFIG_PATH, dtype=dtype, device=device), Image.fromarray(source))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return next(self.model.parameters()).device
+
+    def check(self, case: BenchCase) -> None:
+        """Refuse batches, videos, and no steps.
+
+        Raises:
+            ConfigError: Says which.
+        """
+        if case.batch != 1:
+            raise ConfigError("--batch: the pocket model makes one picture at a time.", hint="Leave it out.")
+        if case.frames is not None:
+            raise ConfigError("--frames: the pocket model makes pictures, no videos.", hint="Leave it out.")
+        bridge_sigmas(STEPS if case.steps is None else case.steps)
+
+    def generate(self, case: BenchCase, seed: int, monitor: PerformanceMonitor) -> Made:
+        """Relight the scene at the case's size; `translate_image` knows its own stages and steps."""
+        picture = self.picture
+        if case.width is not None and case.height is not None:
+            picture = picture.resize((case.width, case.height))
+        result = translate_image(
+            self.model,
+            picture,
+            num_inference_steps=STEPS if case.steps is None else case.steps,
+            seed=seed,
+            size="keep",
+        )
+        return Made(1, result.width, result.height)

@@ -10,19 +10,19 @@ where it first appeared.
 Losses and pictures are shown by trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
 """
 
-import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, patch_environment, send_to_device
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -50,7 +50,6 @@ from sigmascope.lbm.training.settings import TrainSettings
 Losses = tuple[Tensor, Tensor, Tensor]
 """The loss with its gradient, its latent and its pixel term."""
 
-_DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
 _ASKED_FOR: Final = {
     DistributedType.DEEPSPEED: ("DeepSpeed", "use_deepspeed"),
     DistributedType.FSDP: ("FSDP", "use_fsdp"),
@@ -59,15 +58,6 @@ _ASKED_FOR: Final = {
 _NOT_IN_PARTS: Final = ("adafactor", "rprop")
 """Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
-_TRACKER_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "comet_ml": ("comet_ml",),
-    "aim": ("aim",),
-    "clearml": ("clearml",),
-}
-"""Of each tracker; one of them is enough."""
 LOGS: Final = "logs"
 """The folder of trackers that write files, in `save_ckpt_path`."""
 RUN: Final = "lbm"
@@ -89,7 +79,14 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """
     is_ours = not PartialState._shared_state
     plugin = deepspeed_plugin(settings)
-    with _device(settings.device) as device:
+    device = resolve_device(settings.device, "device")
+    # It takes a device only from its environment; a launcher has said it already.
+    told = (
+        {}
+        if settings.device in ("auto", "cpu") or "LOCAL_RANK" in os.environ
+        else {"ACCELERATE_TORCH_DEVICE": device}
+    )
+    with patch_environment(**told):
         try:
             accelerator = Accelerator(
                 # Without a GPU, auto is the CPU too: not told so, it would leave each process alone.
@@ -119,7 +116,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     kind = accelerator.distributed_type
     try:
         _check_kind(accelerator)
-        check_spreading(kind, settings, fsdp2=is_sharded(accelerator))
+        check_spreading(kind, settings, fsdp2=accelerator.is_fsdp2)
         # Set here: the launcher's environment would win over an argument.
         accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
         yield accelerator
@@ -128,24 +125,6 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
         if is_ours and accelerator.num_processes == 1 and kind != DistributedType.DEEPSPEED:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-
-
-@contextmanager
-def _device(name: str) -> Iterator[torch.device]:
-    """Tell Accelerate the device: it takes one only from its environment."""
-    device = resolve_device(name, "device")
-    if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
-        yield device
-        return
-    before = os.environ.get(_DEVICE_VARIABLE)
-    os.environ[_DEVICE_VARIABLE] = str(device)
-    try:
-        yield device
-    finally:
-        if before is None:
-            del os.environ[_DEVICE_VARIABLE]
-        else:
-            os.environ[_DEVICE_VARIABLE] = before
 
 
 def _check_kind(accelerator: Accelerator) -> None:
@@ -170,18 +149,8 @@ def _check_kind(accelerator: Accelerator) -> None:
         )
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether FSDP spreads the denoiser over the processes."""
-    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
-
-
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
     """Refuse ways to spread the model over processes that training has not.
-
-    Args:
-        kind: What the launcher's configuration asks for.
-        settings: Of the run.
-        fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
 
     Raises:
         ConfigError: It is Megatron-LM, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
@@ -211,12 +180,7 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
 
 
 class AcceleratedBackend:
-    """Gradients by Accelerate: of one process, or of DDP or FSDP.
-
-    Args:
-        accelerator: Of `accelerated`.
-        synchronised: The module whose gradients it brings together.
-    """
+    """Gradients by Accelerate: of one process, or of DDP or FSDP."""
 
     def __init__(self, accelerator: Accelerator, synchronised: nn.Module) -> None:
         self._accelerator = accelerator
@@ -299,14 +263,12 @@ class Prepared:
         synchronised: The module whose gradients Accelerate brings together: `module`, or the denoiser alone.
         optimizer: Of the trained weights, as Accelerate wraps it.
         backend: Computes the gradients.
-        sharded: Whether each process holds a part of the denoiser.
     """
 
     module: nn.Module
     synchronised: nn.Module
     optimizer: Any
     backend: AcceleratedBackend | EngineBackend
-    sharded: bool
 
 
 def prepare_step(
@@ -333,10 +295,10 @@ def prepare_step(
     step = TrainingStep(model, objective)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _by_engine(accelerator, step, optimizer, precision)
-    if not is_sharded(accelerator):
+    if not accelerator.is_fsdp2:
         module, prepared = accelerator.prepare(step, optimizer)
         _keep_group_to_the_last(module)
-        return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module), sharded=False)
+        return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module))
     _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
     # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
     # would wait for each other's layers at different places.
@@ -347,7 +309,7 @@ def prepare_step(
             f"accelerate: FSDP does not take the denoiser as the launcher's configuration says ({error}).",
             hint="Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, without fsdp_transformer_layer_cls_to_wrap.",
         ) from error
-    return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser), sharded=True)
+    return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser))
 
 
 def _keep_group_to_the_last(module: nn.Module) -> None:
@@ -363,12 +325,7 @@ def _keep_group_to_the_last(module: nn.Module) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
-
-    Args:
-        model: With what is trained in it.
-        objective: Its loss.
-    """
+    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it."""
 
     def __init__(self, model: LbmModel, objective: Objective) -> None:
         super().__init__()
@@ -399,7 +356,7 @@ def _by_engine(
             hint="Correct the file that --deepspeed_config_file names.",
         ) from error
     own = EngineOptimizer(engine, optimizer, trained, keep=accelerator.is_main_process)
-    return Prepared(engine, engine, own, EngineBackend(accelerator, engine, precision), sharded=False)
+    return Prepared(engine, engine, own, EngineBackend(accelerator, engine, precision))
 
 
 def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
@@ -433,30 +390,6 @@ class StepResult:
     skipped: bool
 
 
-@dataclass
-class NonFiniteLayers:
-    """Names of modules in the order in which they went wrong: NaN or Inf out of finite weights and inputs."""
-
-    weights: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Whether anything was found."""
-        return bool(self.weights or self.outputs or self.gradients)
-
-    def __str__(self) -> str:
-        """As a part of a sentence."""
-        for what, names in (
-            ("the weights of", self.weights),
-            ("the output of", self.outputs),
-            ("the gradient behind", self.gradients),
-        ):
-            if names:
-                return f"first in {what} {listed(names, NAMED)}"
-        return "nowhere"
-
-
 class Stepper:
     """Makes optimizer steps.
 
@@ -486,11 +419,6 @@ class Stepper:
 
     def make(self, group: StepBatches[Any], step: int, last_checkpoint: str | None) -> StepResult:
         """Make one step. The gradient is the mean over all samples of all processes.
-
-        Args:
-            group: The step's batches.
-            step: Its number, for errors.
-            last_checkpoint: Likewise.
 
         Raises:
             NonFiniteError: Loss or gradient is NaN or Inf; the weights are as they were before the step.
@@ -538,17 +466,17 @@ class Stepper:
         self, group: StepBatches[Any], step: int, loss: float, last_checkpoint: str | None
     ) -> NonFiniteError:
         keys = [key for batch in group.batches for key in batch.keys]
-        culprits = None
+        where = ""
         self.prepared.backend.release()
         for batch in group.batches:
-            layers = self._culprits(batch)
-            if layers and culprits is None:
-                culprits, keys = layers, list(batch.keys)
-            if layers and not self.prepared.sharded:  # where it is, all processes run all of their batches
+            layers = self._nonfinite_layers(batch)
+            if layers and not where:
+                where, keys = layers, list(batch.keys)
+            if layers and not self.accelerator.is_fsdp2:  # under FSDP all processes run all of their batches
                 break
         what = f"the loss is {loss:g}" if not math.isfinite(loss) else "the gradient is not finite"
-        # None: no layer showed it again, or it was another process's batch.
-        where = "in no layer of this process when it was run again" if culprits is None else str(culprits)
+        # Empty: no layer showed it again, or it was another process's batch.
+        where = where or "in no layer of this process when it was run again"
         intact = f"{last_checkpoint} is intact; lower" if last_checkpoint else "Lower"
         return NonFiniteError(
             f"step {step}: {what}, {where} (samples {listed(keys, NAMED)}). "
@@ -556,7 +484,7 @@ class Stepper:
             hint=f"{intact} learning_rate, use mixed_precision bf16 or no, or leave the samples out.",
         )
 
-    def _culprits(self, batch: Batch) -> NonFiniteLayers:
+    def _nonfinite_layers(self, batch: Batch) -> str:
         inner = self.accelerator.unwrap_model(self.prepared.module)
         inner.zero_grad()
 
@@ -566,35 +494,36 @@ class Stepper:
             again.backward()
             return float(again.detach())
 
-        return find_culprits(inner.model, backward)
+        return find_nonfinite_layers(inner.model, backward)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with all its pictures on a device."""
-    return replace(
-        batch,
-        source=batch.source.to(device),
-        target=batch.target.to(device),
-        mask=None if batch.mask is None else batch.mask.to(device),
-        conditioning_images={key: image.to(device) for key, image in batch.conditioning_images.items()},
-        conditioning_masks={key: mask.to(device) for key, mask in batch.conditioning_masks.items()},
-    )
+    return Batch(**send_to_device(vars(batch), device))
 
 
-def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:
-    """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
+def find_nonfinite_layers(model: nn.Module, backward: Callable[[], float]) -> str:
+    """Run a step's computation again, and say in which layers NaN or Inf came first.
 
     Args:
         model: Whose layers are looked at; it has no hook more afterwards.
         backward: Computes the loss and its gradients.
+
+    Returns:
+        A part of a sentence that names layers whose weights, else whose outputs, else whose gradients are not finite;
+        empty where all are.
     """
-    culprits = NonFiniteLayers()
-    for name, module in model.named_modules():
-        if any(not is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False)):
-            culprits.weights.append(name)
+    modules = dict(model.named_modules())
+    weights = [
+        name
+        for name, module in modules.items()
+        if not all(is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False))
+    ]
+    outputs: list[str] = []
+    gradients: list[str] = []
     handles = [
-        module.register_forward_hook(_watch(name, culprits))
-        for name, module in model.named_modules()
+        module.register_forward_hook(_watch(name, outputs, gradients))
+        for name, module in modules.items()
         if not any(module.children())
     ]
     try:
@@ -602,23 +531,28 @@ def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteL
     finally:
         for handle in handles:
             handle.remove()
-    if math.isfinite(loss) and not culprits.gradients:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad)):
-                culprits.gradients.append(name)
-    return culprits
+    if math.isfinite(loss) and not gradients:
+        gradients += [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad))
+        ]
+    found = {"the weights of": weights, "the output of": outputs, "the gradient behind": gradients}
+    return next((f"first in {what} {listed(names, NAMED)}" for what, names in found.items() if names), "")
 
 
-def _watch(name: str, culprits: NonFiniteLayers) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+def _watch(
+    name: str, outputs: list[str], gradients: list[str]
+) -> Callable[[nn.Module, tuple[object, ...], object], None]:
     def gradient(grad: Tensor) -> None:
-        if not is_finite(grad) and name not in culprits.gradients:
-            culprits.gradients.append(name)
+        if not is_finite(grad) and name not in gradients:
+            gradients.append(name)
 
     def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if not isinstance(output, Tensor):
             return
-        if not is_finite(output) and name not in culprits.outputs:
-            culprits.outputs.append(name)
+        if not is_finite(output) and name not in outputs:
+            outputs.append(name)
         if torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(gradient)  # type: ignore[no-untyped-call]
 
@@ -631,13 +565,10 @@ def check_tracker(name: str | None) -> None:
     Raises:
         ConfigError: Names the package and how to install it.
     """
-    if name is None:
-        return
-    packages = _TRACKER_PACKAGES.get(name, (name,))
-    if not any(importlib.util.find_spec(package) for package in packages):
+    if name is not None and name not in {tracker.value for tracker in get_available_trackers()}:
         raise ConfigError(
-            f"report_to: {name} needs the package {packages[0]}, which is not installed.",
-            hint=f"Install it with: pip install {packages[0]}, or set report_to: none and wandb_project: null.",
+            f"report_to: {name} needs the package {name}, which is not installed.",
+            hint=f"Install it with: pip install {name}, or set report_to: none and wandb_project: null.",
         )
 
 

@@ -202,10 +202,6 @@ def find_checkpoints(path: Path) -> list[Path]:
 def newest_readable(path: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
     """The newest checkpoint in `path` that can be read, and what was read; damaged ones are logged and passed over.
 
-    Args:
-        path: Where they lie.
-        read: `read_state`, or `read_facts` where those are enough.
-
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged.
     """
@@ -393,11 +389,6 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Packed:
 def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
     """Give back what `pack` was given.
 
-    Args:
-        packed: What it returned.
-        tensors: What it filled.
-        file: Named in errors.
-
     Raises:
         CheckpointError: A tensor is missing, or the values are not of `pack`.
     """
@@ -423,11 +414,7 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Read the state of all generators.
-
-    Args:
-        device: That the process computes on; its own generator is read too.
-    """
+    """Read the state of all generators."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global one, which libraries use

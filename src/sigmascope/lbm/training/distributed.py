@@ -30,15 +30,13 @@ from torch.distributed import DistError
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sigmascope.errors import ConfigError, DataError, OtherProcessError, SigmascopeError
+from sigmascope.errors import ConfigError, OtherProcessError, SigmascopeError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.training.settings import TrainSettings
 
 Position = TypeVar("Position")
 State = dict[str, Any]
 """An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
-_FAILED: Final = -1
-"""Stands for a batch's length where there is none because of an error."""
 _LOST: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
@@ -133,28 +131,15 @@ def step_batches(
         team: The processes.
 
     Raises:
-        DataError: Another process's data failed; says what it said.
-        SigmascopeError: Whatever is wrong with the data of this one.
+        SigmascopeError: Whatever is wrong with the data.
+        OtherProcessError: It is that of another process; says what it said.
     """
     rest = iter(stream)
     while True:
-        taken: list[tuple[Batch, Position]] = []
-        failure: SigmascopeError | None = None
-        try:
+        with team.together():
             taken = list(islice(rest, size))
-        except SigmascopeError as error:
-            failure = error
         lengths = [len(batch) for batch, _ in taken]
-        rows = team.gather([_FAILED] * size if failure else lengths + [0] * (size - len(lengths)))
-        if any(_FAILED in row for row in rows):
-            failures = team.objects(None if failure is None else str(failure))
-            if failure is not None:
-                raise failure
-            number, words = next((number, words) for number, words in enumerate(failures) if words)
-            raise DataError(
-                f"the data of process {number} of {team.size} failed: {words}",
-                hint="See what that process says.",
-            )
+        rows = team.gather(lengths + [0] * (size - len(lengths)))
         count = min(sum(1 for length in row if length) for row in rows)
         if count == 0:
             return
@@ -240,10 +225,6 @@ def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State
     """An optimizer's whole state as its parameters are spread.
 
     What has a parameter's shape is spread as it is; counters of steps and other numbers stay.
-
-    Args:
-        state: `state_dict()` with whole tensors.
-        parameters: In the optimizer's order.
     """
     spread: State = {}
     for number, values in state["state"].items():
@@ -311,12 +292,6 @@ def launched_processes() -> int:
 
 def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSettings, *, processes: int) -> None:
     """Refuse what training has not, and what contradicts the settings.
-
-    Args:
-        asked: The user's file, as it is; empty where flags of the launcher stand for it.
-        stage: Of ZeRO.
-        settings: Of the run.
-        processes: Of the run.
 
     Raises:
         ConfigError: Names the key of the file, or of the YAML.

@@ -1,6 +1,6 @@
 """Which layers of an LBM are trained, and how they are made trainable: LoRA factors put in by PEFT, or all weights.
 
-PEFT's layers are put in by exact names, with a rank and alpha each, and taken out again.
+PEFT's layers are put in by exact names, with a rank and alpha each.
 
 `select_layers` finds the layers that the partial names of `trainable_lora_modules` mean. `plan_rows` gives the table
 of what a run trains and what stays frozen, by block and kind of layer.
@@ -149,9 +149,8 @@ class TrainableLora:
         plan: Which layers have factors, and which of these are trained.
     """
 
-    def __init__(self, model: LbmModel, plan: TrainablePlan, layers: Mapping[str, PeftLayer]) -> None:
+    def __init__(self, plan: TrainablePlan, layers: Mapping[str, PeftLayer]) -> None:
         self.plan = plan
-        self._model = model
         self._layers = dict(layers)
 
     def parameters(self) -> NamedParameters:
@@ -181,27 +180,11 @@ class TrainableLora:
             modules[name] = LoraFactors(up, down, module.alpha, module.weight_shape)
         return LoraFile(modules)
 
-    def remove(self) -> None:
-        """Take the factors out: the model has its own layers and keys again. A second call does nothing."""
-        denoiser = self._model.denoiser
-        for name, layer in self._layers.items():
-            owner, _, child = name.removeprefix(DENOISER).rpartition(".")
-            setattr(denoiser.get_submodule(owner), child, layer.base_layer)
-        if hasattr(denoiser, "peft_config"):
-            del denoiser.peft_config
-        denoiser.requires_grad_(False)
-        self._layers = {}
-
 
 class TrainableFull:
-    """The denoiser's own weights. Made by `prepare_full`.
-
-    Attributes:
-        plan: Its table says what is trained.
-    """
+    """The denoiser's own weights. Made by `prepare_full`."""
 
     def __init__(self, model: LbmModel) -> None:
-        self.plan = plan_full(model)
         self._model = model
 
     def parameters(self) -> NamedParameters:
@@ -218,13 +201,9 @@ class TrainableFull:
         """
         return {**self._model.state_dict(), **(weights or {})}
 
-    def remove(self) -> None:
-        """Freeze the denoiser again; its weights stay as they are now."""
-        self._model.denoiser.requires_grad_(False)
-
 
 Trainable = TrainableLora | TrainableFull
-"""What the training loop changes, saves and takes away again."""
+"""What the training loop changes and saves."""
 
 
 def make_trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
@@ -264,7 +243,7 @@ def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
                 up.copy_(stored.up.reshape(up.shape))
         down.requires_grad_(module.trained)
         up.requires_grad_(module.trained)
-    return TrainableLora(model, plan, layers)
+    return TrainableLora(plan, layers)
 
 
 def fresh_down(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
@@ -291,10 +270,6 @@ def prepare_full(model: LbmModel) -> TrainableFull:
 
 def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, PeftLayer]:
     """Replace layers by PEFT's, which hold the layer and two float32 factors with no useful values yet.
-
-    Args:
-        denoiser: Changed in place.
-        modules: The layers by their native names.
 
     Returns:
         PEFT's layers by the same names.
@@ -344,7 +319,7 @@ def _any_of(paths: Iterable[str]) -> str:
 def plan_training(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
     """What the settings train in a model, which is not changed; raises what `inject_lora` does."""
     if settings.full_finetune:
-        return plan_full(model)
+        return TrainablePlan({}, plan_rows(model, (), full=True))
     patterns = settings.trainable_lora_modules
     if settings.lora_weights_path is not None:
         return plan_continued_lora(model, load_lora(Path(settings.lora_weights_path)), patterns)
@@ -445,11 +420,6 @@ def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]
     return factors
 
 
-def plan_full(model: LbmModel) -> TrainablePlan:
-    """Plan to train the denoiser's own weights; the VAE stays as it is."""
-    return TrainablePlan({}, plan_rows(model, (), full=True))
-
-
 def denoiser_layers(model: LbmModel) -> dict[str, Layer]:
     """Every Linear and Conv2d of the denoiser by its native name, in the model's order."""
     return {
@@ -517,13 +487,7 @@ def matches(pattern: str, layer: str) -> bool:
 def plan_rows(
     model: nn.Module, planned: Iterable[PlannedModule], *, full: bool = False
 ) -> tuple[PlanRow, ...]:
-    """Count the parameters of a model and of its planned LoRA, in the order in which a latent passes the blocks.
-
-    Args:
-        model: With `denoiser` and `vae`, before anything is injected.
-        planned: Its layers with a LoRA.
-        full: Whether the denoiser's own parameters are trained.
-    """
+    """Count the parameters of a model and of its planned LoRA, in the order in which a latent passes the blocks."""
     rows: dict[tuple[str, str], PlanRow] = {}
 
     def row_of(path: str, module: nn.Module) -> PlanRow:

@@ -217,11 +217,6 @@ class TrainingRecord:
 
         That of the session before goes along with its checkpoints, or gets a name that says where this one began; none
         is overwritten.
-
-        Args:
-            folder: Of the checkpoints.
-            step: That this session begins at.
-            aside: Where the earlier checkpoints went, when it begins anew.
         """
         path = folder / RUN_FILE
         if path.is_file() and aside is not None:
@@ -302,16 +297,7 @@ def validate(
     conditioning: Conditioning,
     autocast: AbstractContextManager[object],
 ) -> Validation:
-    """Make a picture of every sample at every number of steps. Model and random generators stay as they are.
-
-    Args:
-        model: As trained so far.
-        samples: Of one picture each.
-        step: Optimizer steps done.
-        num_steps: Of the bridge.
-        conditioning: Gives what the denoiser sees beside the latent.
-        autocast: The precision of training.
-    """
+    """Make a picture of every sample at every number of steps. Model and random generators stay as they are."""
     device = next(model.parameters()).device
     pictures: list[tuple[str, Image.Image]] = []
     values: dict[int, list[float]] = {count: [] for count in num_steps}

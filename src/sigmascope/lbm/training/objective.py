@@ -85,9 +85,6 @@ class BridgePoint:
 class Objective:
     """The loss that the settings describe.
 
-    Args:
-        settings: Of the run.
-
     Raises:
         ConfigError: The pixel loss needs a package that is not installed.
     """
@@ -180,14 +177,17 @@ class Objective:
             ConfigError: The batch lacks one that the config names.
         """
         given = {**batch.conditioning_images, **batch.conditioning_masks}
-        image_keys, mask_keys = self.config.conditioning_images_keys, self.config.conditioning_masks_keys
-        if missing := [key for key in (*image_keys, *mask_keys) if key not in given]:
+        if missing := [key for key in self.config.conditioning_keys if key not in given]:
             raise ConfigError(
                 f"conditioning: the batch has no {', '.join(missing)}.",
                 hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
             )
-        images = [encoded(model, batch.conditioning_images[key], posterior) for key in image_keys]
-        return join_conditioning([batch.conditioning_masks[key] for key in mask_keys], images, like)
+        images, masks = batch.conditioning_images, batch.conditioning_masks
+        return join_conditioning(
+            [masks[key] for key in self.config.conditioning_masks_keys],
+            [encoded(model, images[key], posterior) for key in self.config.conditioning_images_keys],
+            like,
+        )
 
 
 def encoded(
@@ -217,13 +217,7 @@ def vae_alone(model: LbmModel) -> Iterator[None]:
 def draw_bridge(
     generators: Sequence[torch.Generator], latent_shape: Sequence[int], config: LbmConfig
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch channels height width"]]:
-    """Draw σ by the config's `timestep_sampling`, then ε ~ N(0, I), for each sample (float32, CPU).
-
-    Args:
-        generators: One for each sample.
-        latent_shape: (channels, height, width) of one latent.
-        config: Of the model.
-    """
+    """Draw σ by the config's `timestep_sampling`, then ε ~ N(0, I), for each sample (float32, CPU)."""
     sigmas, noises = [], []
     for generator in generators:
         sigmas.append(sample_sigmas(1, config, generator))
@@ -317,15 +311,7 @@ class PixelLoss:
         mask: PixelMask | None,
         generators: Sequence[torch.Generator],
     ) -> Float[Tensor, " batch"]:
-        """The loss of each sample.
-
-        Args:
-            vae: Its decoder passes the gradient on to the latents.
-            latents: x̂_target.
-            target: The picture that it should be, in [-1, 1].
-            mask: 1 where a pixel is valid.
-            generators: One for each sample, of its crop.
-        """
+        """The loss of each sample."""
         if self.crop is not None:
             latents, target, mask = cropped(latents, target, mask, self.crop, vae.factor, generators)
         decoded = vae.decode(latents, tile_size=self.tile_size).float().clamp(-1.0, 1.0)

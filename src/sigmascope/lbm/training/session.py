@@ -1,14 +1,20 @@
-"""All that one training run works with, made from its settings and brought to where a checkpoint left off.
+"""All that one training run works with: made from its settings, brought to where a checkpoint left off, and written.
 
 `resume_identity` says which settings the result follows from: to resume under other ones would mix two trainings.
 `planned_steps` says how many optimizer steps a run will have, as far as its settings and shards tell.
+
+`write_result` writes what was trained at the end: LoRA files in every format asked for, or a whole checkpoint.
+`add_lora` puts the LoRA into each checkpoint on the way.
 """
 
 import hashlib
+import logging
 import math
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -16,26 +22,33 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from webdataset.tariterators import base_plus_ext
 
-from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.__about__ import __version__
+from sigmascope.checkpoints import StreamingWriter, atomic_path, open_checkpoint
+from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, redistribute
-from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.devices import DTYPES
+from sigmascope.lbm.model import LbmModel, is_finite
 from sigmascope.lbm.shards import PIPE
 from sigmascope.lbm.training.accelerate import Stepper, prepare_step
 from sigmascope.lbm.training.checkpoints import TrainingState, random_state, restore_random_state
 from sigmascope.lbm.training.distributed import Processes, gather_state, shard_like, shard_optimizer_state
-from sigmascope.lbm.training.lora_layers import Trainable, make_trainable
+from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora, make_trainable
 from sigmascope.lbm.training.objective import Objective
-from sigmascope.lbm.training.optimizers import MovingAverage, make_optimizer, make_schedule
-from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.settings import STEADY, TrainSettings, make_optimizer
+from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
+from sigmascope.lora.file import LoraFile, as_text, kept_metadata
+from sigmascope.lora.writer import save_lora, stored_factors
 
 _NUMPY_SEEDS: Final = 2**32
 """NumPy takes seeds below this."""
 
-FREE: Final = frozenset(
+MAY_CHANGE: Final = frozenset(
     {
         "backbone_signature",
         "save_ckpt_path",
@@ -66,11 +79,8 @@ _OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
 """Their product is the number of samples in an optimizer step."""
 _SAMPLED_BYTES: Final = 2**20
 """Of a file's head and of its tail, by which it is known again."""
-
 COUNTED_BYTES: Final = 64 * 2**30
 """Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
-_STEADY: Final = ("constant", "constant_with_warmup", "piecewise_constant")
-"""Schedules that do not depend on the length of the run."""
 
 
 @dataclass
@@ -104,7 +114,7 @@ class Session:
     data: TrainingData
     objective: Objective
     stepper: Stepper
-    average: MovingAverage | None
+    average: "MovingAverage | None"
     identity: Mapping[str, Any]
     total_steps: int | None
     step: int = 0
@@ -114,11 +124,6 @@ class Session:
 
 def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmModel) -> Session:
     """Put together what a run needs; nothing is trained yet.
-
-    Args:
-        settings: Of the run.
-        accelerator: Of `accelerated`.
-        model: Loaded, on the CPU or the accelerator's device. It is changed in place.
 
     Raises:
         SigmascopeError: Whatever is wrong with the settings, the data or the LoRA to go on with.
@@ -138,13 +143,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         optimizer = make_optimizer(
             settings.optimizer, parameters, settings.learning_rate, settings.optimizer_kwargs
         )
-        schedule = make_schedule(
-            settings.lr_scheduler,
-            optimizer,
-            steps=length,
-            warmup_steps=settings.warmup_steps,
-            kwargs=settings.lr_scheduler_kwargs,
-        )
+        schedule = make_schedule(settings, optimizer, length)
         objective = Objective(settings)
         identity = resume_identity(settings, data.shards, team.size, length)
     prepared = prepare_step(accelerator, model, objective, optimizer, settings.mixed_precision)
@@ -166,9 +165,40 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
     )
 
 
+def make_schedule(
+    settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int | None
+) -> LRScheduler:
+    """Make the schedule, which multiplies the learning rate once for each optimizer step.
+
+    Raises:
+        ConfigError: An argument or the number of steps is not right.
+    """
+    name, kwargs = settings.lr_scheduler, settings.lr_scheduler_kwargs
+    if follows_length(settings):
+        if steps is None:
+            raise ConfigError(
+                f"lr_scheduler: {name} needs to know the number of steps.",
+                hint="Set max_steps, or use constant.",
+            )
+        if settings.warmup_steps >= steps:
+            raise ConfigError(
+                f"warmup_steps: {settings.warmup_steps} leave nothing of a run of {steps} steps.",
+                hint="Use fewer.",
+            )
+    try:
+        schedule: LRScheduler = get_scheduler(
+            name, optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=steps, **kwargs
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler: {name} refuses {kwargs} ({error}).", hint="Correct lr_scheduler_kwargs."
+        ) from error
+    return schedule
+
+
 def follows_length(settings: TrainSettings) -> bool:
     """Whether the learning rate of a step depends on how many there will be."""
-    return settings.lr_scheduler not in _STEADY
+    return settings.lr_scheduler not in STEADY
 
 
 def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> TrainingData:
@@ -226,17 +256,6 @@ def capture_state(session: Session) -> TrainingState:
     )
 
 
-def trained_weights(session: Session) -> dict[str, Tensor]:
-    """The trained weights as they are given away, by name: their average where one is kept.
-
-    Every process calls this; the main one's are whole.
-    """
-    weights: Mapping[str, Tensor] = session.parameters
-    if session.average is not None:
-        weights = session.average.weights(list(session.parameters))
-    return gather_state(weights, keep=session.accelerator.is_main_process)
-
-
 def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
     """Go on from a checkpoint of this same training.
 
@@ -289,14 +308,8 @@ def resume_identity(
     """Describe a training by what its result follows from, as JSON values.
 
     Files are told by name, size and a part of their content, so that a folder may be moved.
-
-    Args:
-        settings: Of the run.
-        shards: What `train_shards` stands for, in order.
-        processes: How many share the data.
-        steps: Of the whole run; they count where the learning rate follows from them.
     """
-    values = settings.model_dump(mode="json", exclude=set(FREE | _NAMES_OF_FILES))
+    values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _NAMES_OF_FILES))
     values["train_shards"] = [
         [Path(shard).name, Path(shard).stat().st_size] if Path(shard).is_file() else [shard, None]
         for shard in shards
@@ -357,11 +370,6 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
 
     From the samples in the shards it is an upper bound: some may turn out to be unusable. Pictures of several
     shapes make a few more small batches than are counted.
-
-    Args:
-        settings: Of the run.
-        shards: What `train_shards` stands for.
-        processes: That share the samples.
     """
     epochs = epoch_limit(settings)
     if epochs is None:
@@ -399,3 +407,205 @@ def count_samples(shards: Sequence[str]) -> int | None:
         except (OSError, tarfile.TarError):
             return None
     return total
+
+
+_log = logging.getLogger(__name__)
+
+
+_OF_AN_EXTRACTION: Final = "sigmascope_"
+"""Keys of a continued file's header that begin so are dropped: they tell how that file was made."""
+_ITERATIONS: Final = "num_iterations"
+"""The model's counter of steps, to which this training's are added."""
+
+
+def write_result(session: Session, folder: Path) -> list[Path]:
+    """Write what was trained. Every process calls this; the main one writes.
+
+    Returns:
+        The files of weights; none in other processes.
+
+    Raises:
+        NonFiniteError: A trained value is NaN or Inf.
+        WriteError: A file cannot be written.
+        OtherProcessError: Either was so in the main process.
+    """
+    average = session.average
+    trained = session.parameters if average is None else average.weights(list(session.parameters))
+    weights = gather_state(trained, keep=session.accelerator.is_main_process)
+    files: list[Path] = []
+    with session.team.together():
+        if session.accelerator.is_main_process:
+            files = write_trained(session.trainable, session.settings, session.step, folder, weights)
+    return files
+
+
+def add_lora(session: Session, state: TrainingState, folder: Path) -> None:
+    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end."""
+    if isinstance(session.trainable, TrainableFull):
+        return  # the checkpoint holds these weights already, and a whole model more would fill disks
+    weights = state.weights if state.average is None else state.average
+    try:
+        write_trained(session.trainable, session.settings, session.step, folder, weights)
+    except NonFiniteError as error:
+        _log.warning("The checkpoint has no LoRA file: %s", error)
+
+
+def write_trained(
+    trainable: Trainable,
+    settings: TrainSettings,
+    step: int,
+    folder: str | Path,
+    weights: Mapping[str, Tensor] | None = None,
+) -> list[Path]:
+    """Write the result of a run; each file appears whole or not at all.
+
+    A LoRA is written once for each of `output_formats`: `lora.safetensors` for native naming,
+    `lora-kohya.safetensors`, `lora-peft.safetensors`. Trained factors have the dtype of `save_precision`; frozen
+    ones keep theirs, so that they come out as they went in. Full fine-tuning writes `model.safetensors` in native
+    naming, and `model.yaml`, which loading finds beside it. The same weights give the same bytes.
+
+    Args:
+        trainable: What was trained.
+        settings: Of the run.
+        step: Optimizer steps done.
+        folder: Made if it is not there.
+        weights: By the names of `trainable.parameters`, in place of what the model holds now.
+
+    Returns:
+        The files of weights, in the order of `output_formats`.
+
+    Raises:
+        NonFiniteError: A trained value is NaN or Inf, or becomes so in `save_precision`; names the layer.
+        WriteError: A file cannot be written.
+    """
+    folder = Path(folder)
+    metadata = training_metadata(settings, step)
+    if isinstance(trainable, TrainableFull):
+        path = folder / "model.safetensors"
+        _write_checkpoint(trainable.state(weights), settings, step, path, metadata)
+        return [path]
+    lora = stored_lora(trainable, DTYPES[settings.save_precision], weights)
+    paths = []
+    for output_format in settings.output_formats:
+        suffix = "" if output_format == "native" else f"-{output_format}"
+        path = folder / f"lora{suffix}.safetensors"
+        save_lora(path, lora, metadata, format=output_format)
+        paths.append(path)
+    return paths
+
+
+def _write_checkpoint(
+    state: Mapping[str, Tensor], settings: TrainSettings, step: int, path: Path, metadata: Mapping[str, str]
+) -> None:
+    dtype = DTYPES[settings.save_precision]
+    with StreamingWriter(path, {"format": "pt", **metadata}, expected=state) as writer:
+        for key, tensor in state.items():
+            stored = tensor.detach() + step if key == _ITERATIONS else tensor.detach().to(dtype)
+            if not is_finite(stored):
+                raise NonFiniteError(
+                    f"{key} holds NaN or Inf in {dtype}.",
+                    hint="Lower the learning rate; store in bf16 or float32 if it was fp16.",
+                )
+            writer.write(key, stored)
+    with atomic_path(path.with_suffix(".yaml")) as temporary:
+        temporary.write_text(settings.lbm.to_yaml(), encoding="utf-8")
+
+
+def stored_lora(
+    trainable: TrainableLora, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None
+) -> LoraFile:
+    """The LoRA as it is stored: trained factors with alpha = rank in `dtype`, frozen ones as they came.
+
+    The header of a continued file goes along, as far as it is still true.
+    """
+    lora, frozen = trainable.state(weights), set(trainable.plan.frozen)
+    modules = {
+        layer: factors if layer in frozen else stored_factors(factors, dtype)
+        for layer, factors in lora.modules.items()
+    }
+    inherited = {
+        key: text
+        for key, text in kept_metadata(trainable.plan.metadata).items()
+        if not key.startswith(_OF_AN_EXTRACTION)
+    }
+    return LoraFile(modules, inherited)
+
+
+def training_metadata(settings: TrainSettings, step: int) -> dict[str, str]:
+    """What a file's header says of its training, with the names of kohya's tools.
+
+    No time of day is in it, so that a resumed run writes the file of an uninterrupted one, byte for byte.
+    """
+    batch = settings.batch_size * settings.gradient_accumulation_steps
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_step": str(step),
+        **_base_facts(settings.base_model_path),
+        "ss_sd_model_name": as_text(settings.base_model_path.name),
+        "ss_output_name": as_text(settings.save_ckpt_path.name),
+        "ss_steps": str(step),
+        "ss_learning_rate": repr(settings.learning_rate),
+        "ss_optimizer": settings.optimizer,
+        "ss_lr_scheduler": settings.lr_scheduler,
+        "ss_batch_size_per_device": str(settings.batch_size),
+        "ss_gradient_accumulation_steps": str(settings.gradient_accumulation_steps),
+        "ss_total_batch_size": str(batch),
+        "ss_mixed_precision": settings.mixed_precision,
+        "ss_seed": str(settings.seed),
+    }
+
+
+@lru_cache(maxsize=8)
+def _base_facts(base: Path) -> Mapping[str, str]:
+    """The base's name and fingerprint, by which `lora validate` knows another base. Read once."""
+    named = {"sigmascope_base": as_text(base.name)}
+    try:
+        with open_checkpoint(base) as checkpoint:
+            return {**named, BASE_FINGERPRINT: denoiser_fingerprint(checkpoint)}
+    except SigmascopeError as error:  # gone since it was loaded: no reason to lose what was trained
+        _log.warning("The base's fingerprint is left out of the header: %s", error)
+        return named
+
+
+class MovingAverage:
+    """Follows parameters (diffusers' `EMAModel`): shadow ← decay·shadow + (1 − decay)·parameter after each step.
+
+    The decay rises from 0 as (1 + step)/(10 + step), so that the beginning is soon forgotten.
+
+    Args:
+        parameters: What to follow, always in this order.
+        decay: That the decay rises to, below 1.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        self._parameters = list(parameters)
+        self._average = EMAModel(self._parameters, decay=decay)
+
+    def update(self) -> None:
+        """Take the parameters as they are after a step."""
+        self._average.step(self._parameters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the parameters hold the average; after it, bit for bit what they held before."""
+        self._average.store(self._parameters)
+        self._average.copy_to(self._parameters)
+        try:
+            yield
+        finally:
+            self._average.restore(self._parameters)
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The average by the parameters' names, given in their order."""
+        return dict(zip(names, self._average.shadow_params, strict=True))
+
+    def numbers(self) -> dict[str, Any]:
+        """All that is needed to go on, but for the weights."""
+        state: dict[str, Any] = self._average.state_dict()
+        return {key: value for key, value in state.items() if key != "shadow_params"}
+
+    def restore(self, numbers: Mapping[str, Any], weights: Sequence[Tensor]) -> None:
+        """Go on from `numbers` and `weights`."""
+        places = [shadow.device for shadow in self._average.shadow_params]
+        shadows = [weight.to(place) for weight, place in zip(weights, places, strict=True)]
+        self._average.load_state_dict({**numbers, "shadow_params": shadows})

@@ -2,19 +2,32 @@
 
 What users write is brought to what the settings hold. Settings that are each right and cannot be together are
 refused, with one line for each.
+
+Every optimizer of `torch.optim` is there, and every schedule of diffusers. Importing this loads no diffusers, so that
+settings are checked quickly.
 """
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, get_args
 
 import torch
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
+from torch import nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import TRAINING_NEEDS, LbmConfig, config_error, find_config, load_config, read_yaml
-from sigmascope.lbm.training.optimizers import SCHEDULES, check_optimizer, check_schedule
+from sigmascope.lbm.config import (
+    TRAINING_NEEDS,
+    LbmConfig,
+    config_error,
+    did_you_mean,
+    find_config,
+    load_config,
+    read_yaml,
+)
 from sigmascope.units import parse_size
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
@@ -28,6 +41,22 @@ _OF_LBM: Final = {
     "learning_rate_scheduler_kwargs": "lr_scheduler_kwargs",
 }
 """Keys of LBM's own YAMLs that have another name here."""
+NOT_FOR_THIS_LOOP = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
+"""The base class, the one that calls the model itself, and the one for sparse gradients."""
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("power",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "piecewise_constant": ("step_rules",),
+}
+"""diffusers' schedules and the arguments of each."""
+NO_WARMUP = frozenset({"constant", "piecewise_constant"})
+"""Schedules that take no `warmup_steps`."""
+STEADY = NO_WARMUP | {"constant_with_warmup"}
+"""Schedules that do not depend on the length of the run."""
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
@@ -132,7 +161,7 @@ class TrainSettings(LbmConfig):
 
     @model_validator(mode="after")
     def _can_be_done(self) -> "TrainSettings":
-        if wrong := impossible_combinations(self):
+        if wrong := list(impossible_combinations(self)):
             raise ValueError("; ".join(wrong))
         return self
 
@@ -241,115 +270,90 @@ def renamed(data: Any) -> Any:
     return values
 
 
-def impossible_combinations(settings: "TrainSettings") -> list[str]:
+def impossible_combinations(settings: "TrainSettings") -> Iterator[str]:
     """Say what cannot be together, one line for each, naming the keys and what to do."""
-    return [
-        *_what_is_trained(settings),
-        *_what_is_minimised(settings),
-        *_how_it_is_optimised(settings),
-        *_sizes(settings),
-        *_where_it_runs(settings),
-    ]
+    yield from _what_is_trained(settings)
+    yield from _what_is_minimised(settings)
+    yield from _how_it_is_optimised(settings)
+    yield from _sizes(settings)
+    yield from _where_it_runs(settings)
 
 
-def _what_is_trained(settings: "TrainSettings") -> list[str]:
+def _what_is_trained(settings: "TrainSettings") -> Iterator[str]:
     ranks = [key for key in ("rank", "conv_rank", "alpha") if getattr(settings, key) is not None]
     if settings.full_finetune:
-        of_lora = ranks + [
-            key
-            for key in ("lora_weights_path", "trainable_lora_modules")
-            if getattr(settings, key) is not None
-        ]
-        others = [name for name in settings.output_formats if name != "native"]
-        wrong = []
-        if of_lora:
-            wrong.append(f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}")
-        if others:
-            wrong.append(
+        keys = (*ranks, "lora_weights_path", "trainable_lora_modules")
+        if of_lora := [key for key in keys if getattr(settings, key) is not None]:
+            yield f"full_finetune: trains the weights themselves, so leave out {', '.join(of_lora)}"
+        if others := [name for name in settings.output_formats if name != "native"]:
+            yield (
                 f"full_finetune: writes a whole checkpoint, not a LoRA; leave {', '.join(others)} out of "
                 "output_formats"
             )
-        return wrong
-    if settings.trainable_lora_modules == ():
-        return ["trainable_lora_modules: an empty list trains nothing; leave it out to train every module"]
-    if settings.lora_weights_path is not None:
-        if not ranks:
-            return []
-        named = ", ".join(ranks)
-        return [f"lora_weights_path: its own ranks and alphas are taken over; leave out {named}"]
-    if settings.rank is None:
-        return [
-            "rank: give a rank to start a LoRA, lora_weights_path to continue one, or full_finetune: true"
-        ]
-    return []
+    elif settings.trainable_lora_modules == ():
+        yield "trainable_lora_modules: an empty list trains nothing; leave it out to train every module"
+    elif settings.lora_weights_path is not None:
+        if ranks:
+            yield f"lora_weights_path: its own ranks and alphas are taken over; leave out {', '.join(ranks)}"
+    elif settings.rank is None:
+        yield "rank: give a rank to start a LoRA, lora_weights_path to continue one, or full_finetune: true"
 
 
-def _what_is_minimised(settings: "TrainSettings") -> list[str]:
-    if settings.source_key.lower() == settings.target_key.lower():
-        return [f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"]
-    if settings.mask_key is not None:
-        for key in ("source_key", "target_key"):
-            if getattr(settings, key).lower() == settings.mask_key.lower():
-                return [
-                    f"mask_key: it and {key} are both {settings.mask_key}; name the mask's file, or leave it out"
-                ]
-    if settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
-        return ["latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"]
-    return []
+def _what_is_minimised(settings: "TrainSettings") -> Iterator[str]:
+    named = {key: getattr(settings, key).lower() for key in ("source_key", "target_key")}
+    masked = [key for key, name in named.items() if name == (settings.mask_key or "").lower()]
+    if named["source_key"] == named["target_key"]:
+        yield f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"
+    elif settings.mask_key is not None and masked:
+        yield (
+            f"mask_key: it and {masked[0]} are both {settings.mask_key}; name the mask's file, or leave it out"
+        )
+    elif settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
+        yield "latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"
 
 
-def _how_it_is_optimised(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _how_it_is_optimised(settings: "TrainSettings") -> Iterator[str]:
     try:
         check_optimizer(settings.optimizer, settings.optimizer_kwargs)
     except ConfigError as error:
-        wrong.append(str(error).rstrip("."))
+        yield str(error).rstrip(".")
     try:
         check_schedule(settings.lr_scheduler, settings.warmup_steps, settings.lr_scheduler_kwargs)
     except ConfigError as error:
-        wrong.append(str(error).rstrip("."))
-    return wrong
+        yield str(error).rstrip(".")
 
 
-def _sizes(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _sizes(settings: "TrainSettings") -> Iterator[str]:
     factor = settings.factor
     if settings.image_size is not None and any(side < 1 or side % factor for side in settings.image_size):
         near = [max(round(side / factor), 1) * factor for side in settings.image_size]
         given = list(settings.image_size)
-        wrong.append(f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})")
-    for key, side in (
-        ("pixel_crop", settings.pixel_loss_side),
-        ("pixel_tile_size", settings.pixel_tile_size),
-    ):
+        yield f"image_size: expected multiples of {factor} for this model, got {given} (near: {near})"
+    crop, tile = settings.pixel_loss_side, settings.pixel_tile_size
+    for key, side in (("pixel_crop", crop), ("pixel_tile_size", tile)):
         if side is not None and (side < settings.vae.factor or side % settings.vae.factor):
-            wrong.append(f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}")
-    if settings.pixel_loss_side is not None and settings.pixel_tile_size is not None:
-        wrong.append(
-            "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
-        )
+            yield f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}"
+    if crop is not None and tile is not None:
+        yield "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
     if settings.max_member is not None:
         try:
             parse_size(str(settings.max_member))
         except ConfigError:
-            wrong.append(f"max_member: expected a size such as 2GB, got {settings.max_member!r}")
-    return wrong
+            yield f"max_member: expected a size such as 2GB, got {settings.max_member!r}"
 
 
-def _where_it_runs(settings: "TrainSettings") -> list[str]:
-    wrong = []
+def _where_it_runs(settings: "TrainSettings") -> Iterator[str]:
     if settings.mixed_precision == "fp16" and settings.device.partition(":")[0] == "cpu":
-        wrong.append("mixed_precision: fp16 needs an accelerator; use bf16 or no on device cpu")
+        yield "mixed_precision: fp16 needs an accelerator; use bf16 or no on device cpu"
     if settings.wandb_project is not None and settings.report_to not in (None, "wandb"):
-        wrong.append(f"wandb_project: is for report_to: wandb, not {settings.report_to}")
+        yield f"wandb_project: is for report_to: wandb, not {settings.report_to}"
     if min(settings.num_steps) < 1:
-        wrong.append(f"num_steps: expected 1 or more, got {min(settings.num_steps)}")
+        yield f"num_steps: expected 1 or more, got {min(settings.num_steps)}"
     if settings.validation_interval is not None and settings.validation_shards is None:
-        wrong.append("validation_interval: there are no validation_shards to validate on")
+        yield "validation_interval: there are no validation_shards to validate on"
     formats = settings.output_formats
     if twice := [name for name in dict.fromkeys(formats) if formats.count(name) > 1]:
-        wrong.append(f"output_formats: names {', '.join(twice)} more than once; name each once")
-    return wrong
+        yield f"output_formats: names {', '.join(twice)} more than once; name each once"
 
 
 def user_path(value: Any) -> Any:
@@ -386,3 +390,101 @@ def _is_number(model: type[BaseModel], key: str) -> bool:
     annotation: Any = model.model_fields[key].annotation
     kinds = set(get_args(annotation)) if isinstance(annotation, UnionType) else {annotation}
     return bool(kinds & {int, float}) and kinds <= {int, float, NoneType}
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of `torch.optim`.
+
+    Args:
+        name: Of its class, in any case.
+        parameters: What it changes.
+        learning_rate: At the schedule's full height.
+        kwargs: Its other arguments; lists (YAML has no tuples) become tuples.
+
+    Raises:
+        ConfigError: There is no such optimizer, or it refuses an argument or its value.
+    """
+    make: Any = optimizer_class(name)  # each class has arguments of its own
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    try:
+        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer: {name} refuses {dict(kwargs)} ({error}).",
+            hint="Correct optimizer_kwargs, or choose another optimizer.",
+        ) from error
+    return optimizer
+
+
+def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
+
+    Raises:
+        ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
+    """
+    kind = optimizer_class(name)
+    known = [argument for argument in inspect.signature(kind).parameters if argument not in ("params", "lr")]
+    for key in kwargs:
+        if key == "lr":
+            raise ConfigError("optimizer_kwargs.lr: is set by learning_rate.", hint="Leave it out here.")
+        _require_known("optimizer_kwargs", key, known, kind.__name__)
+    # Whether a fused kernel can be had depends on where the parameters will be.
+    anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
+    make_optimizer(name, [nn.Parameter(torch.zeros(1, 1))], 1e-3, anywhere)
+
+
+def _require_known(where: str, key: str, known: Sequence[str], owner: str) -> None:
+    if key in known:
+        return
+    raise ConfigError(
+        f"{where}.{key}: {owner} has no such argument{did_you_mean(key, known)}.",
+        hint=f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Find an optimizer of `torch.optim` by its name, in any case.
+
+    Raises:
+        ConfigError: There is none that the training loop can use; lists them.
+    """
+    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    known: dict[str, type[torch.optim.Optimizer]] = {
+        kind.__name__.lower(): kind
+        for kind in candidates
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    optimizer = known.get(name.lower())
+    if optimizer is None:
+        names = sorted(kind.__name__ for kind in known.values())
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
+        raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
+    return optimizer
+
+
+def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a schedule or arguments of it that do not exist.
+
+    Raises:
+        ConfigError: Names what is wrong, and the known schedules or arguments.
+    """
+    arguments = SCHEDULES.get(name)
+    if arguments is None:
+        raise ConfigError(
+            f"lr_scheduler: there is no {name!r}{did_you_mean(name, SCHEDULES)}.",
+            hint=f"Use one of {', '.join(SCHEDULES)}.",
+        )
+    if warmup_steps and name in NO_WARMUP:
+        raise ConfigError(
+            f"warmup_steps: lr_scheduler {name} has no warm-up.", hint="Use constant_with_warmup, or 0."
+        )
+    for key in kwargs:
+        _require_known("lr_scheduler_kwargs", key, arguments, name)
+    if name == "piecewise_constant" and "step_rules" not in kwargs:
+        raise ConfigError(
+            "lr_scheduler_kwargs: piecewise_constant needs step_rules.",
+            hint='Such as "1:10,0.1:20,0.01": a factor up to each step, and the last one.',
+        )

@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def arguments(folder: Path, tmp_path: Path) -> dict[str, str]:
+    return arguments_of(folder, tmp_path / "out.png")
+
+
+def arguments_of(folder: Path, output: Path) -> dict[str, str]:
     return {
         "--base_model_path": str(folder / "base.safetensors"),
         "--source_image": str(folder / "in.png"),
-        "--output_path": str(tmp_path / "out.png"),
+        "--output_path": str(output),
         "--device": "cpu",
     }
 
 
+@dataclass(frozen=True)
+class Plain:
+    """What the base alone makes of the picture, written into a folder that was not there."""
+
+    path: Path
+    told: str
+    picture: Any
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Plain:
+    path = folder / "lora" / "assets" / "output.png"
+    told = run(arguments_of(folder, path))
+    return Plain(path, told, pixels(path))
+
+
 def run(arguments: dict[str, str], *flags: str) -> str:
     """Give stdout; errors come as exceptions."""
+    stdout: str = invoked(arguments, *flags).stdout
+    return stdout
+
+
+def invoked(arguments: dict[str, str], *flags: str) -> Any:
     flat = [part for pair in arguments.items() for part in pair]
     result = CliRunner().invoke(app, ["lbm", "infer", *flat, *flags], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.stdout
+    return result
 
 
 def pixels(path: str | Path) -> Any:
@@ -79,12 +105,11 @@ def pixels(path: str | Path) -> Any:
         return np.asarray(image.convert("RGB"))
 
 
-def test_writes_what_the_library_gives(arguments: dict[str, str], folder: Path) -> None:
-    told = run(arguments)
-    assert told.startswith(f"Wrote {arguments['--output_path']} (30×20)")
+def test_writes_what_the_library_gives(plain: Plain, folder: Path) -> None:
+    assert plain.told.startswith(f"Wrote {plain.path} (30×20)")
     model = load_lbm(folder / "base.safetensors")
     expected = translate_image(model, Image.open(folder / "in.png"))
-    assert np.array_equal(pixels(arguments["--output_path"]), np.asarray(expected))
+    assert np.array_equal(plain.picture, np.asarray(expected))
 
 
 def test_a_size_that_no_memory_holds_is_an_error_with_a_next_step(arguments: dict[str, str]) -> None:
@@ -92,46 +117,51 @@ def test_a_size_that_no_memory_holds_is_an_error_with_a_next_step(arguments: dic
         run(arguments, "--size", "10000000x10000000")
 
 
-def test_hyphens_are_the_same_flags(arguments: dict[str, str], tmp_path: Path) -> None:
-    run(arguments)
-    first = pixels(arguments["--output_path"])
-    hyphens = {key.replace("_", "-").replace("--", "--", 1): value for key, value in arguments.items()}
-    hyphens["--output-path"] = str(tmp_path / "second.png")
-    run(hyphens)
-    assert np.array_equal(pixels(tmp_path / "second.png"), first)
+def test_hyphens_are_the_same_flags(arguments: dict[str, str], plain: Plain) -> None:
+    run({key.replace("_", "-"): value for key, value in arguments.items()})
+    assert np.array_equal(pixels(arguments["--output_path"]), plain.picture)
 
 
 def test_lightning_checkpoint_gives_the_same_picture(
-    arguments: dict[str, str], folder: Path, tmp_path: Path
+    arguments: dict[str, str], folder: Path, plain: Plain
 ) -> None:
-    run(arguments)
-    first = pixels(arguments["--output_path"])
-    arguments |= {
-        "--base_model_path": str(folder / "base.ckpt"),
-        "--output_path": str(tmp_path / "second.png"),
-    }
+    arguments |= {"--base_model_path": str(folder / "base.ckpt")}
     run(arguments, "--config_path", str(folder / "config.yaml"))
-    assert np.array_equal(pixels(tmp_path / "second.png"), first)
+    assert np.array_equal(pixels(arguments["--output_path"]), plain.picture)
 
 
 def test_hot_and_merged_lora_agree_and_scale_zero_is_the_base(
-    arguments: dict[str, str], folder: Path
+    arguments: dict[str, str], folder: Path, plain: Plain
 ) -> None:
     def picture(*flags: str) -> Any:
-        run(arguments, *flags)
+        told.append(run(arguments, "--lora_path", str(folder / "lora.safetensors"), *flags))
         return pixels(arguments["--output_path"]).astype(int)
 
-    lora = ("--lora_path", str(folder / "lora.safetensors"))
-    base, hot, merged = picture(), picture(*lora), picture(*lora, "--merge")
-    assert np.abs(hot - base).max() > 1
+    told: list[str] = []
+    hot, merged = picture(), picture("--merge", "--json")
+    assert np.abs(hot - plain.picture).max() > 1
     assert np.abs(hot - merged).max() <= 1
-    assert np.array_equal(picture(*lora, "--lora_scale", "0"), base)
+    assert np.array_equal(picture("--lora_scale", "0"), plain.picture)
+    check_json(json.loads(told[1]), arguments["--output_path"])
 
 
-def test_run_is_saved_with_every_stage(arguments: dict[str, str], folder: Path, tmp_path: Path) -> None:
+def check_json(told: dict[str, Any], output: str) -> None:
+    """JSON is all there is on stdout, and names what was made, how, and the stages."""
+    assert (told["width"], told["height"], told["output_path"]) == (30, 20, output)
+    assert (told["lora"]["mode"], told["lora"]["applied_modules"]) == ("merged", 1)
+    assert told["stages"][0]["name"] == "model_loading"
+
+
+def test_run_is_saved_and_shown_with_every_stage(
+    arguments: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "run.json"
-    lora = ("--lora_path", str(folder / "lora.safetensors"), "--lora_scale", "0.5")
-    run(arguments, *lora, "--run_path", str(path), "--num_inference_steps", "3", "--seed", "5")
+    lora = {"--lora_path": str(folder / "lora.safetensors"), "--lora_scale": "0.5"}
+    done = invoked(
+        arguments | lora | {"--run_path": str(path), "--num_inference_steps": "3", "--seed": "5"}, "--verbose"
+    )
+    assert "latent_encoding" in done.stderr
+    assert "latent_encoding" not in done.stdout
     stages = {stage.name: stage for stage in sigmascope.load_run(path).stages}
     assert list(stages) == [
         "model_loading",
@@ -150,23 +180,6 @@ def test_run_is_saved_with_every_stage(arguments: dict[str, str], folder: Path, 
         for parameter in build_lbm(parse_config(CONFIG), device="meta").denoiser.parameters()
     )
     assert stages["model_loading"].modules["denoiser"].parameters == denoiser
-
-
-def test_json_on_stdout_is_all_there_is(arguments: dict[str, str], folder: Path) -> None:
-    lora = ("--lora_path", str(folder / "lora.safetensors"), "--merge")
-    told = json.loads(run(arguments, "--json", *lora))
-    assert (told["width"], told["height"]) == (30, 20)
-    assert told["output_path"] == arguments["--output_path"]
-    assert told["lora"]["mode"] == "merged"
-    assert told["lora"]["applied_modules"] == 1
-    assert told["stages"][0]["name"] == "model_loading"
-
-
-def test_verbose_shows_the_stages(arguments: dict[str, str]) -> None:
-    flat = [part for pair in arguments.items() for part in pair]
-    result = CliRunner().invoke(app, ["lbm", "infer", *flat, "--verbose"], catch_exceptions=False)
-    assert "latent_encoding" in result.stderr
-    assert "latent_encoding" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -195,13 +208,6 @@ def test_bad_input_is_named(
     with pytest.raises(error) as caught:
         run(arguments | {flags[0]: flags[1]})
     assert message in str(caught.value)
-
-
-def test_the_folder_of_the_picture_is_made(arguments: dict[str, str], tmp_path: Path) -> None:
-    made = tmp_path / "lora" / "assets" / "output.png"
-    run(arguments | {"--output_path": str(made)})
-    with Image.open(made) as picture:
-        assert picture.size == (30, 20)
 
 
 @pytest.mark.parametrize("flag", ["--output_path", "--run_path"])
@@ -304,31 +310,22 @@ def test_resolution_that_nothing_would_use_is_refused(arguments: dict[str, str],
         run(arguments | {"--resolution": "64", "--size": size})
 
 
-def test_lora_of_another_model_is_refused_and_the_run_says_so(
+def test_lora_of_another_model_is_refused_and_a_record_beside_the_earlier_one_says_so(
     arguments: dict[str, str], tmp_path: Path
 ) -> None:
     factors = LoraFactors(torch.randn(8, 2), torch.randn(2, 8), alpha=2.0, weight_shape=(8, 8))
     save_lora(tmp_path / "other.safetensors", LoraFile({"denoiser.absent.to_q": factors}))
     path = tmp_path / "run.json"
-    with pytest.raises(ModelMismatchError, match="absent"):
-        run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
-    saved = sigmascope.load_run(path)
-    assert not saved.complete
-    assert [stage.success for stage in saved.stages] == [True, False]
+    written = []
+    for name in ("run.json", "run-failed.json"):
+        with pytest.raises(ModelMismatchError, match="absent"):
+            run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
+        written.append(path.read_bytes())
+        saved = sigmascope.load_run(tmp_path / name)
+        assert not saved.complete
+        assert [stage.success for stage in saved.stages] == [True, False]
+    assert written[0] == written[1]
     assert not Path(arguments["--output_path"]).exists()
-
-
-def test_the_record_of_a_run_that_failed_leaves_an_earlier_one_alone(
-    arguments: dict[str, str], tmp_path: Path
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text("of an earlier run", encoding="utf-8")
-    factors = LoraFactors(torch.randn(8, 2), torch.randn(2, 8), alpha=2.0, weight_shape=(8, 8))
-    save_lora(tmp_path / "other.safetensors", LoraFile({"denoiser.absent.to_q": factors}))
-    with pytest.raises(ModelMismatchError, match="absent"):
-        run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
-    assert path.read_text(encoding="utf-8") == "of an earlier run"
-    assert not sigmascope.load_run(tmp_path / "run-failed.json").complete
 
 
 def test_nan_weights_leave_no_picture(arguments: dict[str, str], folder: Path, tmp_path: Path) -> None:

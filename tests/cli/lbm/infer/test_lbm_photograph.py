@@ -13,12 +13,20 @@ from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 
 
-@pytest.fixture
-def photograph(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The astronaut of scikit-image at half its size, 256×256, as a JPEG."""
     data = pytest.importorskip("skimage.data", reason="scikit-image, for its photographs, is not installed")
-    Image.fromarray(data.astronaut()).reduce(2).save(tmp_path / "astronaut.jpg", quality=95)
-    return tmp_path / "astronaut.jpg"
+    path = tmp_path_factory.mktemp("photograph") / "astronaut.jpg"
+    Image.fromarray(data.astronaut()).reduce(2).save(path, quality=95)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(photograph: Path) -> Path:
+    """What the base alone makes of it."""
+    relit(photograph, photograph.with_name("base.png"))
+    return photograph.with_name("base.png")
 
 
 def relit(photograph: Path, output: Path, *flags: str) -> bytes:
@@ -34,9 +42,8 @@ def pixels(path: Path) -> Any:
         return np.asarray(image.convert("RGB"), dtype=np.float64)
 
 
-def test_base_relights_a_photograph_warmly(photograph: Path, tmp_path: Path) -> None:
-    relit(photograph, tmp_path / "out.png")
-    source, result = pixels(photograph), pixels(tmp_path / "out.png")
+def test_base_relights_a_photograph_warmly(photograph: Path, base: Path) -> None:
+    source, result = pixels(photograph), pixels(base)
     assert result.shape == (256, 256, 3)
     assert np.abs(result - source).mean() > 10
     # A warm light: the picture loses blue, and more of it than of red.
@@ -45,11 +52,12 @@ def test_base_relights_a_photograph_warmly(photograph: Path, tmp_path: Path) -> 
     assert lost_blue > lost_red
 
 
-def test_lora_changes_a_photograph_and_at_scale_zero_does_not(photograph: Path, tmp_path: Path) -> None:
+def test_lora_changes_a_photograph_and_at_scale_zero_does_not(
+    photograph: Path, base: Path, tmp_path: Path
+) -> None:
     lora = tmp_path / "cool.safetensors"
     extract_lora(BASE_PATH, TUNED_PATH, lora, ExtractOptions(rank=2, conv_rank=2))
-    base = relit(photograph, tmp_path / "base.png")
     zero = relit(photograph, tmp_path / "zero.png", "--lora_path", str(lora), "--lora_scale", "0")
     relit(photograph, tmp_path / "full.png", "--lora_path", str(lora), "--lora_scale", "1")
-    assert zero == base
-    assert np.abs(pixels(tmp_path / "full.png") - pixels(tmp_path / "base.png")).mean() > 1
+    assert zero == base.read_bytes()
+    assert np.abs(pixels(tmp_path / "full.png") - pixels(base)).mean() > 1

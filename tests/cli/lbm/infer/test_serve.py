@@ -22,7 +22,7 @@ from sigmascope.lbm.pocket import CONFIG_PATH
 from sigmascope.ui import app as app_module
 from sigmascope.ui import lbm_model
 from sigmascope.ui.app import Address
-from sigmascope.ui.lbm_model import ModelOptions, ServedModel
+from sigmascope.ui.lbm_model import ServedModel
 
 
 def run(*arguments: str) -> Any:
@@ -88,11 +88,10 @@ def announced(
 ) -> Announced:
     """What is printed when a server that is none says that it is ready."""
 
-    def announce(host: str, **flags: bool) -> tuple[str, str]:
+    def announce(host: str, **flags: Any) -> tuple[str, str]:
         monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: served)
         monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
-        options = {"open_browser": False, "as_json": False, **flags}
-        infer.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
+        infer.serve(pocket=True, device="cpu", host=host, port=0, **flags)
         told = capsys.readouterr()
         return told.out, told.err
 

@@ -48,7 +48,7 @@ def together(*streams: Iterator[tuple[Batch, int]], size: int = 2) -> list[Any]:
     def member(number: int) -> list[StepBatches[int]] | Exception:
         try:
             return list(step_batches(streams[number], size, Meeting(number, barrier, table)))
-        except (DataError, threading.BrokenBarrierError) as error:
+        except (SigmascopeError, threading.BrokenBarrierError) as error:
             return error
 
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -67,8 +67,8 @@ def test_where_ones_data_fails_all_stop_and_say_why(good: int) -> None:
     first, second = together(stream(9), stream(good, failing=True))
     assert isinstance(second, DataError)
     assert str(second) == "the shards hold no samples. Make some."
-    assert isinstance(first, DataError)
-    assert first.message == "the data of process 1 of 2 failed: the shards hold no samples. Make some."
+    assert isinstance(first, OtherProcessError)
+    assert first.message == "process 1 of 2 failed: the shards hold no samples. Make some."
 
 
 def test_a_team_of_one_raises_its_own_error() -> None:

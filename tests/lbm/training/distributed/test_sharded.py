@@ -64,10 +64,18 @@ def test_kill_9_of_both_and_resuming_equals_the_uninterrupted_run(small_run: Sma
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"optimizer": "NAdam", "ema_decay": 0.5}, id="average"),
-        pytest.param({"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, id="accumulation"),
-        pytest.param(FULL, id="full"),
-        pytest.param({"pixel_loss_weight": 1.0, "pixel_loss_type": "l1", "pixel_crop": 16}, id="pixel"),
+        pytest.param(
+            {
+                "optimizer": "NAdam",
+                "ema_decay": 0.5,
+                "gradient_accumulation_steps": 2,
+                "gradient_checkpointing": True,
+            },
+            id="lora",
+        ),
+        pytest.param(
+            {**FULL, "pixel_loss_weight": 1.0, "pixel_loss_type": "l1", "pixel_crop": 16}, id="full"
+        ),
     ],
 )
 def test_what_two_processes_began_one_goes_on_with_and_the_other_way_round(
@@ -97,12 +105,10 @@ def test_bf16_over_a_base_in_parts(small_run: SmallRun) -> None:
 @pytest.mark.parametrize(
     "environment",
     [
-        {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
-        {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock"},
-        {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-        {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+        {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+        {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
     ],
-    ids=lambda environment: "".join(environment),
+    ids=["whole", "wrapped"],
 )
 def test_other_configurations_of_the_launcher_train_the_same(
     small_run: SmallRun, environment: dict[str, str]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
 
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.training.checkpoints import read_state
+from sigmascope.lbm.training import session
+from sigmascope.lbm.training.checkpoints import read_state, restore_random_state
 from sigmascope.lbm.training.metrics import Listeners, StepLog, TrainingRecord
 from sigmascope.lbm.training.session import require_same_settings
 from sigmascope.lbm.training.train import train
@@ -55,13 +56,22 @@ def states_are_equal(first: Path, second: Path) -> bool:
     ],
 )
 def test_a_training_in_two_sessions_is_that_of_one_bit_for_bit(
-    small_run: SmallRun, keys: dict[str, Any], stop_at: int
+    small_run: SmallRun, keys: dict[str, Any], stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    restored: list[Any] = []
+
+    def restore(state: dict[str, Any], device: torch.device) -> None:
+        restored.append(state["python"])
+        restore_random_state(state, device)
+
+    monkeypatch.setattr(session, "restore_random_state", restore)
     whole = small_run.folder / "whole"
     train(small_run.settings(**keys, max_steps=7, save_ckpt_path=str(whole)))
     train(small_run.settings(**keys, max_steps=stop_at))
     resumed = train(small_run.settings(**keys, max_steps=7))
     assert resumed.resumed_from == stop_at
+    stopped = read_state(small_run.out / f"checkpoint-{stop_at:06d}")
+    assert restored == [stopped.processes[0]["random"]["python"]]
     assert states_are_equal(whole / "checkpoint-000007", small_run.out / "checkpoint-000007")
     assert same(load_file(whole / "lora.safetensors"), load_file(small_run.out / "lora.safetensors"))
 

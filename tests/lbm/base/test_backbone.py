@@ -10,7 +10,7 @@ from tests.lbm.sdxl_forms import DENOISER, VAE, Form, single_file_state
 
 from sigmascope.checkpoints import Checkpoint, TensorInfo
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.backbone import PREFIXES, name_single_file, open_backbone, wanted_files
+from sigmascope.lbm.base import PREFIXES, name_single_file, open_backbone, wanted_files
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm
 

@@ -10,8 +10,8 @@ from sigmascope.cli.root import app
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, EXAMPLE_SCENE, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lbm.training.export import write_trained
 from sigmascope.lbm.training.lora_layers import inject_lora
+from sigmascope.lbm.training.session import write_trained
 from sigmascope.lbm.training.settings import parse_train_settings
 
 FORMATS = ("native", "kohya", "peft")

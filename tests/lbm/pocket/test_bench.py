@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.pocket.benchmark import PocketSubject
+from sigmascope.lbm.pocket.demo import PocketSubject
 from sigmascope.pipeline.bench import BenchOptions, run_benchmark
 from sigmascope.records.performance import BenchCase, Made
 

@@ -3,15 +3,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lbm.training.tiny_run import tiny_settings
 from torch import nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.training.optimizers import (
+from sigmascope.lbm.training.session import make_schedule
+from sigmascope.lbm.training.settings import (
     SCHEDULES,
     check_optimizer,
     check_schedule,
     make_optimizer,
-    make_schedule,
     optimizer_class,
 )
 
@@ -22,7 +23,8 @@ def parameter() -> nn.Parameter:
 
 def rates(name: str, steps: int | None, warmup: int = 0, **kwargs: Any) -> list[float]:
     optimizer = torch.optim.SGD([parameter()], lr=2.0)
-    schedule = make_schedule(name, optimizer, steps=steps, warmup_steps=warmup, kwargs=kwargs)
+    settings = tiny_settings(lr_scheduler=name, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)
+    schedule = make_schedule(settings, optimizer, steps)
     found = []
     for _ in range(11):
         found.append(float(optimizer.param_groups[0]["lr"]))
