@@ -22,7 +22,7 @@ import sigmascope
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
 from sigmascope.pipeline import tiles_together
-from sigmascope.pipeline.out_of_memory import Ram
+from sigmascope.pipeline.model_state import Ram
 from sigmascope.pipeline.peak_prediction import Planned, predict_peak
 from sigmascope.pipeline.tiling import TilePlan, in_tiles, plan, tiled_map
 from sigmascope.records.latents import TileFacts

@@ -20,12 +20,42 @@ from torch import Tensor, nn
 
 from sigmascope import units
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.memory import GROUP_HOOKS
+from sigmascope.pipeline.memory_optimizations import (
+    GROUP_HOOKS,
+    LAYERWISE_CASTING_KIND,
+    PLACEMENT_KIND,
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+    SLICING_KIND,
+    TILING_KIND,
+)
 from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
+from sigmascope.pipeline.speed_optimizations import (
+    ATTENTION_KIND,
+    CACHE_KIND,
+    CHANNELS_LAST_KIND,
+    COMPILE_KIND,
+    FAST_MATMUL_KIND,
+    FUSED_QKV_KIND,
+)
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.memory import MIB
 
+KINDS: Final[tuple[Kind, ...]] = (
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+    LAYERWISE_CASTING_KIND,
+    FUSED_QKV_KIND,
+    CHANNELS_LAST_KIND,
+    ATTENTION_KIND,
+    PLACEMENT_KIND,
+    SLICING_KIND,
+    TILING_KIND,
+    FAST_MATMUL_KIND,
+    CACHE_KIND,
+    COMPILE_KIND,
+)
+"""Formats before placement, which must know how large weights will be; compiling last, over the hooks of the others."""
 _KIND_BY_NAME = {kind.name: kind for kind in KINDS}
 _HOOK_REGISTRY = "_diffusers_hook"
 """Where diffusers keeps the hooks of a module."""

@@ -21,7 +21,7 @@ from sigmascope.analysis.run_comparison import FigureComparison, compare_values
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
-from sigmascope.pipeline.out_of_memory import wait_for
+from sigmascope.pipeline.model_state import wait_for
 from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe

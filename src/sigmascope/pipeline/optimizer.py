@@ -16,6 +16,7 @@ from sigmascope import units
 from sigmascope.analysis.rules_model import few_step_evidence
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.pipeline.apply_undo import (
+    KINDS,
     AppliedChoice,
     AppliedPlan,
     AppliedPlans,
@@ -23,9 +24,7 @@ from sigmascope.pipeline.apply_undo import (
     undo_all,
 )
 from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
-from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.memory import context_of, estimate_work, memory_estimate
-from sigmascope.pipeline.optimizations.precision import PRECISION
+from sigmascope.pipeline.memory_optimizations import PRECISION, context_of, estimate_work, memory_estimate
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,

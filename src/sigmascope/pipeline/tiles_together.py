@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from sigmascope.pipeline.model_state import has_diffusers_hooks, tensors_of
-from sigmascope.pipeline.out_of_memory import free_ram, why_not_enough
+from sigmascope.pipeline.model_state import free_ram, has_diffusers_hooks, tensors_of, why_not_enough
 from sigmascope.probes.reading import describe, is_out_of_memory
 
 if TYPE_CHECKING:

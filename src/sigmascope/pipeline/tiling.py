@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.pipeline.model_state import as_before
-from sigmascope.pipeline.out_of_memory import free_memory, let_go
+from sigmascope.pipeline.model_state import as_before, free_memory, let_go
 from sigmascope.pipeline.tiles_together import (
     ApartError,
     SmallCopy,

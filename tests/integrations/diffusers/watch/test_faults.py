@@ -13,14 +13,10 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers import (
-    denoising,
-    encoding,
-    hooks,
-    loading,
-    pipeline_call,
-    watch_session,
-)
+from sigmascope.integrations.diffusers import components as encoding
+from sigmascope.integrations.diffusers import components as loading
+from sigmascope.integrations.diffusers import hooks, pipeline_call, watch_session
+from sigmascope.integrations.diffusers import pipeline_call as denoising
 from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import recorder, scope
 from sigmascope.monitor.recorder import CURRENT

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from sigmascope.pipeline.optimizations.precision import is_quantised
+from sigmascope.pipeline.memory_optimizations import is_quantised
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
