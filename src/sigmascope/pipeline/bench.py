@@ -36,7 +36,14 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Finding, Run
 
-__all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "DiffusersSubject", "load_pipeline", "run_benchmark"]
+__all__ = [
+    "DEFAULT_TARGET",
+    "BenchOptions",
+    "CaseResult",
+    "DiffusersSubject",
+    "load_pipeline",
+    "run_benchmark",
+]
 
 DEFAULT_TARGET: Final = ASSUMED_TARGET
 PROMPT: Final = "a red fox jumps over a lazy dog, morning light, sharp photograph"
@@ -573,13 +580,14 @@ def what_was_made(output: Any) -> Made:
             either.
     """
     samples = output[0] if hasattr(output, "__getitem__") else output
-    if not (isinstance(samples, Sequence) or getattr(samples, "shape", ())) or not len(samples):
+    is_batch = isinstance(samples, Sequence) or hasattr(samples, "shape")
+    if not is_batch or not len(samples):
         return Made(1)
     sample = samples[0]
     if isinstance(sample, Sequence) and sample:
         return Made(len(samples), *_size_of(sample[0]), len(sample))
-    is_video = len(getattr(sample, "shape", ())) == 4
-    return Made(len(samples), *_size_of(sample), sample.shape[0] if is_video else None)
+    shape = tuple(getattr(sample, "shape", ()))
+    return Made(len(samples), *_size_of(sample), shape[0] if len(shape) == 4 else None)
 
 
 def _size_of(sample: Any) -> tuple[int | None, int | None]:
@@ -587,10 +595,12 @@ def _size_of(sample: Any) -> tuple[int | None, int | None]:
     size = getattr(sample, "size", None)
     if isinstance(size, tuple) and len(size) == 2:
         return int(size[0]), int(size[1])
-    shape = getattr(sample, "shape", ())
+    shape = tuple(getattr(sample, "shape", ()))
     if len(shape) not in (3, 4):
         return None, None
-    height, width = shape[-2:] if isinstance(sample, torch.Tensor) else shape[-3:-1]  # channels first, or last
+    height, width = (
+        shape[-2:] if isinstance(sample, torch.Tensor) else shape[-3:-1]
+    )  # channels first, or last
     return width, height
 
 
