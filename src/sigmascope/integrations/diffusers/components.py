@@ -26,8 +26,8 @@ from sigmascope.integrations.diffusers.hooks import (
     After,
     Arguments,
     Before,
+    ByIdentity,
     Keywords,
-    forget_others,
     holder_of,
     reference_to,
 )
@@ -388,8 +388,8 @@ class TextEncodingObserver(Observer):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._encoders: dict[int, tuple[str, ...]] = {}
-        self._tokenizers: dict[int, str] = {}
+        self._encoders: ByIdentity[tuple[str, ...]] = ByIdentity()
+        self._tokenizers: ByIdentity[str] = ByIdentity()
         self._open: weakref.WeakKeyDictionary[StageStack, Encoding] = weakref.WeakKeyDictionary()
 
     def attach_class(self, kind: type) -> None:
@@ -399,20 +399,14 @@ class TextEncodingObserver(Observer):
     def attach(self, parts: WatchedParts) -> None:
         """Hear every text encoder, tokenizer and image encoder."""
         for name, tokenizer in parts.of_role("tokenizer"):
-            self._tokenizers[id(tokenizer)] = name
+            self._tokenizers.put(tokenizer, name)
             self.hook_method(tokenizer, "__call__", self._before_tokenizer)
         encoders = list(parts.of_role("text_encoder"))
-        self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
+        self._encoders.put(parts.pipeline, tuple(name for name, _ in encoders))
         for name, encoder in encoders:
             self._hook(ENCODING_STAGE, name, encoder)
         for name, encoder in parts.of_role("image_encoder"):
             self._hook("image_encoding", name, encoder)
-
-    def forget_gone(self) -> None:
-        """Let go of pipelines and tokenizers too."""
-        super().forget_gone()
-        self.session.forget_others(self._encoders)
-        forget_others(self._tokenizers, self._targets)
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
         self.hook_module(encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
@@ -445,7 +439,7 @@ class TextEncodingObserver(Observer):
         self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
     ) -> Encoding:
         components = components_of(pipeline)
-        names = self._encoders.get(id(pipeline), ())
+        names = self._encoders.get(pipeline) or ()
         encoders = {name: components[name] for name in names if name in components}
         return capture_text_baseline(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
 
@@ -454,7 +448,7 @@ class TextEncodingObserver(Observer):
         encoding = None if stack is None else self._open.get(stack)
         if encoding is None:
             return None
-        name = self._tokenizers[id(tokenizer)]
+        name = self._tokenizers.get(tokenizer) or "tokenizer"
 
         def after(result: object, error: BaseException | None) -> None:
             if error is None:
@@ -676,7 +670,7 @@ class VaeObserver(Observer):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._names: dict[int, str] = {}
+        self._names: ByIdentity[str] = ByIdentity()
 
     def attach(self, parts: WatchedParts) -> None:
         """Hear both of every VAE, also of one that is wrapped."""
@@ -689,12 +683,7 @@ class VaeObserver(Observer):
                 self.hook_method(thing, "decode", functools.partial(self._before, "decoding"))
                 for method in ("tiled_encode", "tiled_decode"):
                     self.hook_method(thing, method, self._before_tiles)
-                self._names[id(unwrap(thing) or thing)] = name
-
-    def forget_gone(self) -> None:
-        """Let go of VAEs' names too."""
-        super().forget_gone()
-        forget_others(self._names, self._targets)
+                self._names.put(unwrap(thing) or thing, name)
 
     def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self.session.stack_here()
@@ -707,7 +696,7 @@ class VaeObserver(Observer):
         input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         guard = self.guard
         baseline, _ = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
-        component = self._names.get(id(unwrap(vae) or vae))
+        component = self._names.get(unwrap(vae) or vae)
         stack.is_tiled = False
         stage = stack.enter(VAE_STAGES[way])
 

@@ -35,7 +35,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.prompts import stored_prompts
-from sigmascope.records.run import CallFacts, PipelineFacts
+from sigmascope.records.run import CallFacts
 
 GENERATION = "generation"
 RUNS_LATER = (
@@ -79,9 +79,11 @@ class CallObserver(Observer):
             end_complete_denoising(own_stack)
             if own_stack.denoising is None:  # a subclass calls its base; a callback calls between steps
                 return None
-        facts = session.watch(pipeline)
-        arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
-        call, prompts = self._read(pipeline, arguments or {})
+        facts, guard = session.watch(pipeline), session.guard
+        named, _ = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
+        arguments = named or {}
+        call, _ = guard.read("watch.call", lambda: call_facts(arguments))
+        prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
@@ -98,48 +100,30 @@ class CallObserver(Observer):
             finally:
                 leave_stacks(stack)
                 stack.pipeline = None
-            if denoising is not None and error is None:
-                session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
             if error is None:
-                self._tell_pictures(stage, result)
+                if denoising is not None:
+                    guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+                seen, _ = guard.read("watch.pictures", lambda: pictures_of(result))
+                if seen is not None:
+                    stage.fact(FACT, seen)
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
-            self._tell(stage, stack, pipeline, call, facts)
-            self._tell_prompts(stage, prompts)
-            seeds = seeds_of(arguments or {})
+            known = call or CallFacts()
+            finished, _ = guard.read("watch.call", lambda: with_outcome(known, pipeline, stack))
+            stage.fact("call", finished or known)
+            if facts is not None:
+                stage.fact("pipeline", facts)
+            self._tell_prompts(stage, prompts or {})
+            seeds = seeds_of(arguments)
             if seeds:
                 stage.fact("seeds", seeds)
 
         return after
 
-    def _tell_pictures(self, stage: LiveStage, result: object) -> None:
-        seen, _ = self.guard.read("watch.pictures", lambda: pictures_of(result))
-        if seen is not None:
-            stage.fact(FACT, seen)
-
     def _own(self, pipeline: object) -> StageStack | None:
         """The call of this pipeline that is going on here."""
         stacks = (stack for stack in reversed(STACKS.get()) if stack.session is self.session)
         return next((stack for stack in stacks if stack.pipeline_id == id(pipeline)), None)
-
-    def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
-        guard = self.guard
-        call, _ = guard.read("watch.call", lambda: call_facts(arguments))
-        prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
-        return call or CallFacts(), prompts or {}
-
-    def _tell(
-        self,
-        stage: LiveStage,
-        stack: StageStack,
-        pipeline: object,
-        call: CallFacts,
-        facts: PipelineFacts | None,
-    ) -> None:
-        finished, _ = self.guard.read("watch.call", lambda: with_outcome(call, pipeline, stack))
-        stage.fact("call", finished or call)
-        if facts is not None:
-            stage.fact("pipeline", facts)
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)
@@ -168,13 +152,9 @@ def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str
     bound = inspect.signature(type(pipeline).__call__).bind_partial(pipeline, *args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    extra = {
-        name
-        for name, parameter in bound.signature.parameters.items()
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD
-    }
-    for name in extra:
-        arguments |= arguments.pop(name, {})
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
     blocks = getattr(pipeline, "blocks", None)
     for declared in getattr(blocks, "inputs", None) or ():
         known = getattr(declared, "name", None)
@@ -392,10 +372,8 @@ def outcome_of(result: object) -> Tensor | None:
     """
     values = getattr(result, "values", None)
     if isinstance(values, Mapping):  # a modular pipeline's state
-        return next(
-            (outcome for name in _OUTCOME_NAMES if (outcome := outcome_of(values.get(name))) is not None),
-            None,
-        )
+        outcomes = (outcome_of(values.get(name)) for name in _OUTCOME_NAMES)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
     if isinstance(result, Mapping):
         result = tuple(result.values())
     while isinstance(result, tuple | list) and result:
@@ -435,7 +413,7 @@ class DenoiserObserver(Observer):
         has_scheduler = any(callable(getattr(part, "step", None)) for _, part in parts.of_role("scheduler"))
         for name, denoiser in denoisers_of(parts):
             before = functools.partial(self._before, name, has_scheduler)
-            self.hook_module(denoiser, before, after=not has_scheduler)
+            self.hook_module(denoiser, before)
         for name in _DENOISER_NAMES:
             engine = parts.components.get(name)
             call = inspect.getattr_static(type(engine), "__call__", None)
@@ -443,7 +421,7 @@ class DenoiserObserver(Observer):
                 self._hear_engine(name, has_scheduler, engine)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX):
-                self.hook_module(part, self._before_helper, after=False)
+                self.hook_module(part, self._before_helper)
 
     def _hear_engine(self, name: str, has_scheduler: bool, engine: object) -> None:
         """Hear what stands for a denoiser and is no module, such as the engine of another runtime."""
