@@ -10,11 +10,9 @@ later what the lower one had made. So the process keeps a list of the choices in
 `require_last_applied` refuses to undo one that has others over it.
 """
 
-import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,6 +29,7 @@ from sigmascope.pipeline.memory_optimizations import (
     SLICING_KIND,
     TILING_KIND,
 )
+from sigmascope.pipeline.model_state import Structure
 from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
 from sigmascope.pipeline.speed_optimizations import (
     ATTENTION_KIND,
@@ -61,14 +60,6 @@ KINDS: Final[tuple[Kind, ...]] = (
 _KIND_BY_NAME = {kind.name: kind for kind in KINDS}
 _HOOK_REGISTRY = "_diffusers_hook"
 """Where diffusers keeps the hooks of a module."""
-_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
-"""Attributes of modules that hold objects with a state of their own."""
-_PLAIN: Final = (str, int, float, bool, type(None), tuple)
-"""Values that hold no attributes to be noted."""
-_ABSENT: Final = object()
-"""Stands for an attribute or an entry that is not there."""
-_SET_BY_USERS: Final = ("processor",)
-"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
 Models = Iterable[tuple[str, nn.Module]]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Integers by the bytes of an element, to compare weights bit by bit."""
@@ -241,97 +232,6 @@ class AppliedPlan:
     plan: Plan
     done: list[AppliedChoice]
     config: OptimizationConfig | None = None
-
-
-class Structure:
-    """The structure of a pipeline at one moment."""
-
-    def __init__(self, things: Iterable[object]) -> None:
-        self._noted = [_NotedObject.of(thing) for thing in _reached(things)]
-
-    def changes_since(self) -> list[Undo]:
-        """What is different now, each as a function that puts it back.
-
-        What others change later stays as they leave it, unless it is the very same attribute or entry.
-        """
-        return [undo for noted in self._noted for undo in _differences(noted)]
-
-
-@dataclass(frozen=True, slots=True)
-class _NotedObject:
-    """One object with its attributes, and copies of those that are dicts and lists."""
-
-    thing: object
-    attributes: Mapping[str, Any]
-    contents: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, thing: object) -> "_NotedObject":
-        own = dict(vars(thing))
-        contents = {name: copy.copy(value) for name, value in own.items() if isinstance(value, dict | list)}
-        return cls(thing, own, contents)
-
-
-def _reached(things: Iterable[object]) -> Iterator[object]:
-    """Things, the parts of modules, and the processors and hooks on these."""
-    seen: set[int] = set()
-    waiting = list(things)
-    while waiting:
-        thing = waiting.pop()
-        has_attributes = isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
-        if id(thing) in seen or isinstance(thing, _PLAIN) or not has_attributes:
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, nn.Module):
-            waiting += thing._modules.values()
-        waiting += [held for name, held in vars(thing).items() if name in _HOOKED]
-        if type(thing).__name__ == "HookRegistry":
-            own = vars(thing)
-            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
-
-
-def _differences(noted: _NotedObject) -> Iterator[Undo]:
-    now = vars(noted.thing)
-    for name in {**noted.attributes, **now}:
-        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
-        if before is not after:
-            yield _attribute_undo(noted.thing, name, before, after)
-        if name in noted.contents:
-            contents = noted.contents[name]
-            if isinstance(before, dict):
-                yield from _entry_undos(before, contents)
-            elif list(map(id, before)) != list(map(id, contents)):
-                yield partial(before.__setitem__, slice(None), contents)
-
-
-def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
-    def undo() -> None:
-        own = vars(thing)
-        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
-            return
-        if before is _ABSENT:
-            own.pop(name, None)
-        else:
-            own[name] = before
-
-    return undo
-
-
-def _entry_undos(held: dict[Any, Any], contents: Mapping[Any, Any]) -> Iterator[Undo]:
-    changed = {
-        key: contents.get(key, _ABSENT)
-        for key in {**contents, **held}
-        if contents.get(key, _ABSENT) is not held.get(key, _ABSENT)
-    }
-
-    def undo() -> None:
-        now = {key: value for key, value in {**held, **changed}.items() if value is not _ABSENT}
-        held.clear()
-        held.update({key: now.pop(key) for key in contents if key in now} | now)
-
-    if changed:
-        yield undo
 
 
 @dataclass(slots=True)
