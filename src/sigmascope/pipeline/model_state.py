@@ -128,42 +128,36 @@ def _differences(noted: _NotedObject) -> Iterator[Callable[[], None]]:
     for name in {**noted.attributes, **now}:
         before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
         if before is not after:
-            yield _attribute_undo(noted.thing, name, before, after)
+            yield partial(_put_attribute_back, noted.thing, name, before, after)
         if name in noted.contents:
             contents = noted.contents[name]
             if isinstance(before, dict):
-                yield from _entry_undos(before, contents)
+                changed = {
+                    key: contents.get(key, _ABSENT)
+                    for key in {**contents, **before}
+                    if contents.get(key, _ABSENT) is not before.get(key, _ABSENT)
+                }
+                if changed:
+                    yield partial(_put_entries, before, contents, changed)
             elif list(map(id, before)) != list(map(id, contents)):
                 yield partial(before.__setitem__, slice(None), contents)
 
 
-def _attribute_undo(thing: object, name: str, before: object, after: object) -> Callable[[], None]:
-    def undo() -> None:
-        own = vars(thing)
-        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
-            return
-        if before is _ABSENT:
-            own.pop(name, None)
-        else:
-            own[name] = before
-
-    return undo
+def _put_attribute_back(thing: object, name: str, before: object, after: object) -> None:
+    own = vars(thing)
+    if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
+        return
+    if before is _ABSENT:
+        own.pop(name, None)
+    else:
+        own[name] = before
 
 
-def _entry_undos(held: dict[Any, Any], contents: Mapping[Any, Any]) -> Iterator[Callable[[], None]]:
-    changed = {
-        key: contents.get(key, _ABSENT)
-        for key in {**contents, **held}
-        if contents.get(key, _ABSENT) is not held.get(key, _ABSENT)
-    }
-
-    def undo() -> None:
-        now = {key: value for key, value in {**held, **changed}.items() if value is not _ABSENT}
-        held.clear()
-        held.update({key: now.pop(key) for key in contents if key in now} | now)
-
-    if changed:
-        yield undo
+def _put_entries(held: dict[Any, Any], contents: Mapping[Any, Any], changed: Mapping[Any, Any]) -> None:
+    """Put entries back that changed, in their old order, those that came since last."""
+    now = {key: value for key, value in {**held, **changed}.items() if value is not _ABSENT}
+    held.clear()
+    held.update({key: now.pop(key) for key in contents if key in now} | now)
 
 
 @dataclass(frozen=True, slots=True)

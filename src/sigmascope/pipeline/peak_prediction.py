@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -519,13 +519,12 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._alive:
             return
         nbytes = storage.nbytes() if made_here else 0
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self.now -= nbytes
-
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
         self.now += nbytes
+
+    def _let_go(self, key: int, nbytes: int, _: object) -> None:
+        del self._alive[key]
+        self.now -= nbytes
 
 
 def _tensors_in(values: object) -> Iterator[Tensor]:

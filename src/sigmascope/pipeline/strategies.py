@@ -24,6 +24,7 @@ from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFact
 _CPU = torch.device("cpu")
 _USUAL_FACTOR = 8
 """Pixels along one latent element of the usual VAEs, where the VAE does not say."""
+_ROUNDINGS: tuple[Literal["down"], Literal["up"]] = ("down", "up")
 _LARGEST_TILE = 512
 _SMALLEST_LATENT_TILE = 8
 """Tiles that are tried where none are asked for go from so many pixels down to so many latent elements."""
@@ -309,22 +310,20 @@ def _one_in_tiles(
     scale = factor if work.direction == "decoding" else 1
     height, width = part.shape[-2] * scale, part.shape[-1] * scale
 
-    def with_rounding(rounding: Literal["down", "up"]) -> tuple[Tensor, TileFacts]:
-        return in_tiles(
-            lambda tile: work.part(tile, device),
-            part,
-            plan(height, width, tiles.side, tiles.overlap, factor, rounding=rounding),
-            modules=work.vae.modules,
-            apart=apart,
-            compared=work.compared,
-        )
-
-    try:
-        return with_rounding("down")
-    except ModelMismatchError:
-        if height % factor == 0 and width % factor == 0:
-            raise
-    return with_rounding("up")
+    for rounding in _ROUNDINGS:
+        try:
+            return in_tiles(
+                lambda tile: work.part(tile, device),
+                part,
+                plan(height, width, tiles.side, tiles.overlap, factor, rounding=rounding),
+                modules=work.vae.modules,
+                apart=apart,
+                compared=work.compared,
+            )
+        except ModelMismatchError:
+            if rounding == _ROUNDINGS[-1] or (height % factor == 0 and width % factor == 0):
+                raise
+    raise AssertionError  # the last one returns or raises
 
 
 def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) -> Outcome:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from types import EllipsisType
 from typing import Literal
 
@@ -372,10 +373,7 @@ def in_tiles(
     places = [Place(plan, row, column, frames) for row in range(rows) for column in range(columns)]
     whole = tuple(modules)
     reason = apart or why_apart(whole) or ("gradients are recorded" if torch.is_grad_enabled() else None)
-
-    def new_blend(*, inner: bool) -> _Blend:
-        return _Blend(plan, compared, progress, latents=not latents, inner=inner)
-
+    new_blend = partial(_Blend, plan, compared, progress, latents=not latents)
     if reason is None:
         blend = new_blend(inner=True)
         handled = sys.exception()

@@ -38,6 +38,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
 )
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
+    OpenCall,
     Session,
     StageStack,
     WatchedParts,
@@ -111,11 +112,12 @@ class LoadingObserver(Observer):
             self.hook_class(kind, "to", self._before_move)
 
     def _hook_when_loaded(self, module: str, name: str, method: str, before: Before) -> None:
-        def put_on(kind: type) -> None:
-            if method in vars(kind):
-                self.hook_attribute(kind, method, before)
-
+        put_on = functools.partial(self._put_on, method, before)
         self.when_loaded((name, method), module, name, put_on)
+
+    def _put_on(self, method: str, before: Before, kind: type) -> None:
+        if method in vars(kind):
+            self.hook_attribute(kind, method, before)
 
     def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
         source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
@@ -141,34 +143,49 @@ class LoadingObserver(Observer):
             return None
         stage = stack.enter(LOADING_STAGE)
         facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
+        return functools.partial(self._after_load, stack, stage, kind, facts, file)
 
-        def after(result: object, error: BaseException | None) -> None:
-            stack.leave(stage, error)
-            model = result[0] if isinstance(result, tuple) and result else result
-            loaded = kind if model is None else type(model)
-            stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
-            read, _ = self.guard.read("watch.files", lambda: file_facts(file))
-            for key, fact in {**facts, **(read or {})}.items():
-                if fact is not None:
-                    stage.fact(key, fact)
-            if model is not None:
-                stage.module("model", model)
-
-        return after
+    def _after_load(
+        self,
+        stack: StageStack,
+        stage: LiveStage,
+        kind: object,
+        facts: dict[str, Any],
+        file: str | os.PathLike[str] | None,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        stack.leave(stage, error)
+        model = result[0] if isinstance(result, tuple) and result else result
+        loaded = kind if model is None else type(model)
+        stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
+        read, _ = self.guard.read("watch.files", lambda: file_facts(file))
+        for key, fact in {**facts, **(read or {})}.items():
+            if fact is not None:
+                stage.fact(key, fact)
+        if model is not None:
+            stage.module("model", model)
 
     def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self.session.stack_here(pipeline)
         if stack is None or stack.is_in(LOADING_STAGE):
             return None
-        stage = stack.enter(LOADING_STAGE)
+        to = [_text(argument) for argument in (*args, *kwargs.values())]
+        return functools.partial(self._after_move, stack, stack.enter(LOADING_STAGE), pipeline, to)
 
-        def after(result: object, error: BaseException | None) -> None:
-            stack.leave(stage, error)
-            stage.fact("moves", type(pipeline).__name__)
-            stage.fact("to", [_text(argument) for argument in (*args, *kwargs.values())])
-            stage.module("model", pipeline)
-
-        return after
+    def _after_move(
+        self,
+        stack: StageStack,
+        stage: LiveStage,
+        pipeline: object,
+        to: list[str | None],
+        _: object,
+        error: BaseException | None,
+    ) -> None:
+        stack.leave(stage, error)
+        stage.fact("moves", type(pipeline).__name__)
+        stage.fact("to", to)
+        stage.module("model", pipeline)
 
     def _before_files(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._loading_here()
@@ -226,15 +243,12 @@ class TransferObserver(Observer):
         stack = current_stack(self.session)
         if stack is None or stack.is_moving or getattr(mover, "offload", True) is False:
             return None  # a mover calls others, and some move inputs alone
-        clock = self.session.recorder.clock
         stack.is_moving = True
-        started = clock()
+        return functools.partial(self._after_move, stack, self.session.recorder.clock())
 
-        def after(result: object, error: BaseException | None) -> None:
-            stack.is_moving = False
-            stack.weights_moved(clock() - started)
-
-        return after
+    def _after_move(self, stack: StageStack, started: int, *_: object) -> None:
+        stack.is_moving = False
+        stack.weights_moved(self.session.recorder.clock() - started)
 
 
 LORA_STAGE: Final = "lora_application"
@@ -274,20 +288,27 @@ class LoraObserver(Observer):
         stack = self.session.stack_here(None if is_model else target)
         if stack is None or stack.is_in(LORA_STAGE):
             return None
-        guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
-        baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
-        stage = stack.enter(LORA_STAGE)
+        baseline, _ = self.guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+        facts = {"method": method, "file": None if path is None else short_path(path)}
+        return functools.partial(self._after, stack, stack.enter(LORA_STAGE), facts, target, baseline)
 
-        def after(result: object, error: BaseException | None) -> None:
-            stack.leave(stage, error)
-            stage.fact("method", method)
-            if path is not None:
-                stage.fact("file", short_path(path))
-            with keeping_words(guard.keeps_words):
-                self._analyse(stage, target, baseline, error)
-
-        return after
+    def _after(
+        self,
+        stack: StageStack,
+        stage: LiveStage,
+        facts: Mapping[str, str | None],
+        target: object,
+        baseline: Any,
+        _: object,
+        error: BaseException | None,
+    ) -> None:
+        stack.leave(stage, error)
+        for name, fact in facts.items():
+            if fact is not None:
+                stage.fact(name, fact)
+        with keeping_words(self.guard.keeps_words):
+            self._analyse(stage, target, baseline, error)
 
     def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
@@ -418,22 +439,33 @@ class TextEncodingObserver(Observer):
         end_complete_denoising(stack)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
-        guard, privacy = self.guard, self.session.options.prompts
-        encoding, _ = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
+        encoding, _ = self.guard.read(
+            "watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs)
+        )
         stage = stack.enter(ENCODING_STAGE)
         if encoding is not None:
             self._open[stack] = encoding
+        return functools.partial(self._after_prompt, stack, stage, encoding, accepts_negative)
 
-        def after(result: object, error: BaseException | None) -> None:
-            self._open.pop(stack, None)
-            stack.leave(stage, error)
-            named = embeddings(result, accepts_negative)
-            for name, tensor in named.items():
-                stage.tensor(name, tensor)
-            if encoding is not None:
-                guard.read("watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error))
-
-        return after
+    def _after_prompt(
+        self,
+        stack: StageStack,
+        stage: LiveStage,
+        encoding: Encoding | None,
+        accepts_negative: bool,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        self._open.pop(stack, None)
+        stack.leave(stage, error)
+        named = embeddings(result, accepts_negative)
+        for name, tensor in named.items():
+            stage.tensor(name, tensor)
+        if encoding is not None:
+            privacy = self.session.options.prompts
+            self.guard.read(
+                "watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error)
+            )
 
     def _seen_before(
         self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
@@ -448,14 +480,21 @@ class TextEncodingObserver(Observer):
         encoding = None if stack is None else self._open.get(stack)
         if encoding is None:
             return None
-        name = self._tokenizers.get(tokenizer) or "tokenizer"
+        return functools.partial(self._after_tokenizer, encoding, tokenizer, args, kwargs)
 
-        def after(result: object, error: BaseException | None) -> None:
-            if error is None:
-                read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
-                encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
-
-        return after
+    def _after_tokenizer(
+        self,
+        encoding: Encoding,
+        tokenizer: object,
+        args: Arguments,
+        kwargs: Keywords,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        if error is None:
+            name = self._tokenizers.get(tokenizer) or "tokenizer"
+            read = functools.partial(readings_of, name, tokenizer, args, kwargs, result)
+            encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
 
     def _before_encoder(
         self, stage: str, name: str, encoder: Callable[[], object], *_: object
@@ -477,14 +516,20 @@ def _within(stack: StageStack, name: str, encoder: str, module: object) -> After
     if not is_inside:
         end_complete_denoising(stack)
     stage = stack.enter(encoder if is_inside else name)
-    call = open_calls.begin(stack, stage, module)
+    return functools.partial(_left, stack, stage, encoder, open_calls.begin(stack, stage, module))
 
-    def after(result: object, error: BaseException | None) -> None:
-        open_calls.end(call)
-        stack.leave(stage, error)
-        stage.fact("component", encoder)
 
-    return after
+def _left(
+    stack: StageStack,
+    stage: LiveStage,
+    encoder: str,
+    call: OpenCall | None,
+    _: object,
+    error: BaseException | None,
+) -> None:
+    stack.session.open_calls.end(call)
+    stack.leave(stage, error)
+    stage.fact("component", encoder)
 
 
 def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
@@ -694,28 +739,36 @@ class VaeObserver(Observer):
         elif way == "encoding":
             end_complete_denoising(stack)
         input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        guard = self.guard
-        baseline, _ = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
+        baseline, _ = self.guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
         component = self._names.get(unwrap(vae) or vae)
         stack.is_tiled = False
         stage = stack.enter(VAE_STAGES[way])
+        return functools.partial(self._after, stack, stage, way, component, baseline, input_tensor)
 
-        def after(result: object, error: BaseException | None) -> None:
-            strategy = "Tiled" if stack.is_tiled else "Direct"
-            stack.leave(stage, error)
-            stage.fact("component", component)
-            output = first_tensor(result)
-            guard.read(
-                "watch.latents", lambda: record_vae_analysis(stage, way, baseline, output, strategy, error)
-            )
-            latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
-            for name, tensor in (("latent", latent), ("picture", picture)):
-                if tensor is not None:
-                    stage.tensor(name, tensor)
-            if way == "decoding" and picture is not None and picture.dim() >= 4:
-                stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
-
-        return after
+    def _after(
+        self,
+        stack: StageStack,
+        stage: LiveStage,
+        way: Direction,
+        component: str | None,
+        baseline: Mapping[str, Any] | None,
+        input_tensor: Tensor | None,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        strategy = "Tiled" if stack.is_tiled else "Direct"
+        stack.leave(stage, error)
+        stage.fact("component", component)
+        output = first_tensor(result)
+        self.guard.read(
+            "watch.latents", lambda: record_vae_analysis(stage, way, baseline, output, strategy, error)
+        )
+        latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
+        for name, tensor in (("latent", latent), ("picture", picture)):
+            if tensor is not None:
+                stage.tensor(name, tensor)
+        if way == "decoding" and picture is not None and picture.dim() >= 4:
+            stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
 
     def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
         stack = current_stack(self.session)

@@ -56,13 +56,15 @@ class HookSet:
     def hook_method(self, thing: object, attribute: str, before: Before) -> None:
         """Hear an object's method: its class's, and what lies on the object itself under that name."""
         self._targets.put(thing, True)
-
-        def before_target(target: object, args: Arguments, kwargs: Keywords) -> After | None:
-            return before(target, args, kwargs) if self._targets.get(target) else None
-
+        before_target = functools.partial(self._before_target, before)
         self.hook_class(type(thing), attribute, before_target)
         if attribute in getattr(thing, "__dict__", {}):
             self.hook_attribute(thing, attribute, before_target)
+
+    def _before_target(
+        self, before: Before, target: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
+        return before(target, args, kwargs) if self._targets.get(target) else None
 
     def hook_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -386,13 +388,13 @@ def _hooked(
     except BaseException:
         first.remove()
         raise
+    return functools.partial(_remove, first, second)
 
-    def undo() -> None:
-        with suppress(Exception):
-            first.remove()
-        second.remove()
 
-    return undo
+def _remove(first: Any, second: Any) -> None:
+    with suppress(Exception):
+        first.remove()
+    second.remove()
 
 
 class _PairedHooks:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -243,14 +244,13 @@ class Observer(HookSet):
 
     def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
         """Put something on a class, now or in the host's import of its module."""
+        self.keep_undo(key, when_loaded(module, name, partial(self._put_on_safely, put_on)))
 
-        def safely(kind: type) -> None:
-            try:
-                put_on(kind)
-            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-                self.failed(failure)
-
-        self.keep_undo(key, when_loaded(module, name, safely))
+    def _put_on_safely(self, put_on: Callable[[type], None], kind: type) -> None:
+        try:
+            put_on(kind)
+        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+            self.failed(failure)
 
 
 @dataclass(frozen=True, slots=True)
