@@ -38,7 +38,6 @@ from sigmascope.integrations.diffusers.pipeline_call import (
 )
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
-    OpenCall,
     Session,
     StageStack,
     WatchedParts,
@@ -143,49 +142,34 @@ class LoadingObserver(Observer):
             return None
         stage = stack.enter(LOADING_STAGE)
         facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
-        return functools.partial(self._after_load, stack, stage, kind, facts, file)
 
-    def _after_load(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        kind: object,
-        facts: dict[str, Any],
-        file: str | os.PathLike[str] | None,
-        result: object,
-        error: BaseException | None,
-    ) -> None:
-        stack.leave(stage, error)
-        model = result[0] if isinstance(result, tuple) and result else result
-        loaded = kind if model is None else type(model)
-        stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
-        read, _ = self.guard.read("watch.files", lambda: file_facts(file))
-        for key, fact in {**facts, **(read or {})}.items():
-            if fact is not None:
-                stage.fact(key, fact)
-        if model is not None:
-            stage.module("model", model)
+        def after(result: object, error: BaseException | None) -> None:
+            stack.leave(stage, error)
+            model = result[0] if isinstance(result, tuple) and result else result
+            loaded = kind if model is None else type(model)
+            stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
+            read, _ = self.guard.read("watch.files", lambda: file_facts(file))
+            for key, fact in {**facts, **(read or {})}.items():
+                if fact is not None:
+                    stage.fact(key, fact)
+            if model is not None:
+                stage.module("model", model)
+
+        return after
 
     def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self.session.stack_here(pipeline)
         if stack is None or stack.is_in(LOADING_STAGE):
             return None
-        to = [_text(argument) for argument in (*args, *kwargs.values())]
-        return functools.partial(self._after_move, stack, stack.enter(LOADING_STAGE), pipeline, to)
+        stage = stack.enter(LOADING_STAGE)
 
-    def _after_move(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        pipeline: object,
-        to: list[str | None],
-        _: object,
-        error: BaseException | None,
-    ) -> None:
-        stack.leave(stage, error)
-        stage.fact("moves", type(pipeline).__name__)
-        stage.fact("to", to)
-        stage.module("model", pipeline)
+        def after(result: object, error: BaseException | None) -> None:
+            stack.leave(stage, error)
+            stage.fact("moves", type(pipeline).__name__)
+            stage.fact("to", [_text(argument) for argument in (*args, *kwargs.values())])
+            stage.module("model", pipeline)
+
+        return after
 
     def _before_files(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self._loading_here()
@@ -288,27 +272,20 @@ class LoraObserver(Observer):
         stack = self.session.stack_here(None if is_model else target)
         if stack is None or stack.is_in(LORA_STAGE):
             return None
+        guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
-        baseline, _ = self.guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
-        facts = {"method": method, "file": None if path is None else short_path(path)}
-        return functools.partial(self._after, stack, stack.enter(LORA_STAGE), facts, target, baseline)
+        baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+        stage = stack.enter(LORA_STAGE)
 
-    def _after(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        facts: Mapping[str, str | None],
-        target: object,
-        baseline: Any,
-        _: object,
-        error: BaseException | None,
-    ) -> None:
-        stack.leave(stage, error)
-        for name, fact in facts.items():
-            if fact is not None:
-                stage.fact(name, fact)
-        with keeping_words(self.guard.keeps_words):
-            self._analyse(stage, target, baseline, error)
+        def after(result: object, error: BaseException | None) -> None:
+            stack.leave(stage, error)
+            stage.fact("method", method)
+            if path is not None:
+                stage.fact("file", short_path(path))
+            with keeping_words(guard.keeps_words):
+                self._analyse(stage, target, baseline, error)
+
+        return after
 
     def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
@@ -439,33 +416,22 @@ class TextEncodingObserver(Observer):
         end_complete_denoising(stack)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
-        encoding, _ = self.guard.read(
-            "watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs)
-        )
+        guard, privacy = self.guard, self.session.options.prompts
+        encoding, _ = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
         stage = stack.enter(ENCODING_STAGE)
         if encoding is not None:
             self._open[stack] = encoding
-        return functools.partial(self._after_prompt, stack, stage, encoding, accepts_negative)
 
-    def _after_prompt(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        encoding: Encoding | None,
-        accepts_negative: bool,
-        result: object,
-        error: BaseException | None,
-    ) -> None:
-        self._open.pop(stack, None)
-        stack.leave(stage, error)
-        named = embeddings(result, accepts_negative)
-        for name, tensor in named.items():
-            stage.tensor(name, tensor)
-        if encoding is not None:
-            privacy = self.session.options.prompts
-            self.guard.read(
-                "watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error)
-            )
+        def after(result: object, error: BaseException | None) -> None:
+            self._open.pop(stack, None)
+            stack.leave(stage, error)
+            named = embeddings(result, accepts_negative)
+            for name, tensor in named.items():
+                stage.tensor(name, tensor)
+            if encoding is not None:
+                guard.read("watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error))
+
+        return after
 
     def _seen_before(
         self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
@@ -480,21 +446,14 @@ class TextEncodingObserver(Observer):
         encoding = None if stack is None else self._open.get(stack)
         if encoding is None:
             return None
-        return functools.partial(self._after_tokenizer, encoding, tokenizer, args, kwargs)
+        name = self._tokenizers.get(tokenizer) or "tokenizer"
 
-    def _after_tokenizer(
-        self,
-        encoding: Encoding,
-        tokenizer: object,
-        args: Arguments,
-        kwargs: Keywords,
-        result: object,
-        error: BaseException | None,
-    ) -> None:
-        if error is None:
-            name = self._tokenizers.get(tokenizer) or "tokenizer"
-            read = functools.partial(readings_of, name, tokenizer, args, kwargs, result)
-            encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
+        def after(result: object, error: BaseException | None) -> None:
+            if error is None:
+                read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
+                encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
+
+        return after
 
     def _before_encoder(
         self, stage: str, name: str, encoder: Callable[[], object], *_: object
@@ -516,20 +475,14 @@ def _within(stack: StageStack, name: str, encoder: str, module: object) -> After
     if not is_inside:
         end_complete_denoising(stack)
     stage = stack.enter(encoder if is_inside else name)
-    return functools.partial(_left, stack, stage, encoder, open_calls.begin(stack, stage, module))
+    call = open_calls.begin(stack, stage, module)
 
+    def after(result: object, error: BaseException | None) -> None:
+        open_calls.end(call)
+        stack.leave(stage, error)
+        stage.fact("component", encoder)
 
-def _left(
-    stack: StageStack,
-    stage: LiveStage,
-    encoder: str,
-    call: OpenCall | None,
-    _: object,
-    error: BaseException | None,
-) -> None:
-    stack.session.open_calls.end(call)
-    stack.leave(stage, error)
-    stage.fact("component", encoder)
+    return after
 
 
 def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
@@ -739,36 +692,28 @@ class VaeObserver(Observer):
         elif way == "encoding":
             end_complete_denoising(stack)
         input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        baseline, _ = self.guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
+        guard = self.guard
+        baseline, _ = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
         component = self._names.get(unwrap(vae) or vae)
         stack.is_tiled = False
         stage = stack.enter(VAE_STAGES[way])
-        return functools.partial(self._after, stack, stage, way, component, baseline, input_tensor)
 
-    def _after(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        way: Direction,
-        component: str | None,
-        baseline: Mapping[str, Any] | None,
-        input_tensor: Tensor | None,
-        result: object,
-        error: BaseException | None,
-    ) -> None:
-        strategy = "Tiled" if stack.is_tiled else "Direct"
-        stack.leave(stage, error)
-        stage.fact("component", component)
-        output = first_tensor(result)
-        self.guard.read(
-            "watch.latents", lambda: record_vae_analysis(stage, way, baseline, output, strategy, error)
-        )
-        latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
-        for name, tensor in (("latent", latent), ("picture", picture)):
-            if tensor is not None:
-                stage.tensor(name, tensor)
-        if way == "decoding" and picture is not None and picture.dim() >= 4:
-            stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
+        def after(result: object, error: BaseException | None) -> None:
+            strategy = "Tiled" if stack.is_tiled else "Direct"
+            stack.leave(stage, error)
+            stage.fact("component", component)
+            output = first_tensor(result)
+            guard.read(
+                "watch.latents", lambda: record_vae_analysis(stage, way, baseline, output, strategy, error)
+            )
+            latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
+            for name, tensor in (("latent", latent), ("picture", picture)):
+                if tensor is not None:
+                    stage.tensor(name, tensor)
+            if way == "decoding" and picture is not None and picture.dim() >= 4:
+                stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
+
+        return after
 
     def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
         stack = current_stack(self.session)

@@ -388,13 +388,13 @@ def _hooked(
     except BaseException:
         first.remove()
         raise
-    return functools.partial(_remove, first, second)
 
+    def undo() -> None:
+        with suppress(Exception):
+            first.remove()
+        second.remove()
 
-def _remove(first: Any, second: Any) -> None:
-    with suppress(Exception):
-        first.remove()
-    second.remove()
+    return undo
 
 
 class _PairedHooks:

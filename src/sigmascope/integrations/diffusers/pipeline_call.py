@@ -35,7 +35,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.prompts import stored_prompts
-from sigmascope.records.run import CallFacts, PipelineFacts
+from sigmascope.records.run import CallFacts
 
 GENERATION = "generation"
 RUNS_LATER = (
@@ -92,44 +92,33 @@ class CallObserver(Observer):
         stack.pipeline = pipeline
         stage = stack.enter(GENERATION)
         enter_stack(stack)
-        return functools.partial(
-            self._after, stack, stage, facts, arguments, call or CallFacts(), prompts or {}
-        )
 
-    def _after(
-        self,
-        stack: StageStack,
-        stage: LiveStage,
-        facts: PipelineFacts | None,
-        arguments: Mapping[str, Any],
-        call: CallFacts,
-        prompts: dict[str, str],
-        result: object,
-        error: BaseException | None,
-    ) -> None:
-        guard, pipeline = self.guard, stack.pipeline
-        denoising = stack.denoising  # a decoding would have ended it
-        try:
-            stack.end(error)
-        finally:
-            leave_stacks(stack)
-            stack.pipeline = None
-        if error is None:
-            if denoising is not None:
-                guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
-            pictures, _ = guard.read("watch.pictures", lambda: pictures_of(result))
-            if pictures is not None:
-                stage.fact(FACT, pictures)
-        if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
-            stage.fact("runs_later", RUNS_LATER)
-        finished, _ = guard.read("watch.call", lambda: with_outcome(call, pipeline, stack))
-        stage.fact("call", finished or call)
-        if facts is not None:
-            stage.fact("pipeline", facts)
-        self._tell_prompts(stage, prompts)
-        seeds = seeds_of(arguments)
-        if seeds:
-            stage.fact("seeds", seeds)
+        def after(result: object, error: BaseException | None) -> None:
+            denoising = stack.denoising  # a decoding would have ended it
+            try:
+                stack.end(error)
+            finally:
+                leave_stacks(stack)
+                stack.pipeline = None
+            if error is None:
+                if denoising is not None:
+                    guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+                seen, _ = guard.read("watch.pictures", lambda: pictures_of(result))
+                if seen is not None:
+                    stage.fact(FACT, seen)
+            if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
+                stage.fact("runs_later", RUNS_LATER)
+            known = call or CallFacts()
+            finished, _ = guard.read("watch.call", lambda: with_outcome(known, pipeline, stack))
+            stage.fact("call", finished or known)
+            if facts is not None:
+                stage.fact("pipeline", facts)
+            self._tell_prompts(stage, prompts or {})
+            seeds = seeds_of(arguments)
+            if seeds:
+                stage.fact("seeds", seeds)
+
+        return after
 
     def _own(self, pipeline: object) -> StageStack | None:
         """The call of this pipeline that is going on here."""
@@ -429,17 +418,18 @@ class DenoiserObserver(Observer):
             engine = parts.components.get(name)
             call = inspect.getattr_static(type(engine), "__call__", None)
             if inspect.isfunction(call) and not isinstance(engine, nn.Module):
-                # It stands for a denoiser and is no module, such as the engine of another runtime.
-                before_engine = functools.partial(self._before_engine, name, has_scheduler)
-                self.hook_method(engine, "__call__", before_engine)
+                self._hear_engine(name, has_scheduler, engine)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX):
                 self.hook_module(part, self._before_helper)
 
-    def _before_engine(
-        self, name: str, has_scheduler: bool, _engine: object, args: Arguments, kwargs: Keywords
-    ) -> After | None:
-        return self._before(name, has_scheduler, args, kwargs)
+    def _hear_engine(self, name: str, has_scheduler: bool, engine: object) -> None:
+        """Hear what stands for a denoiser and is no module, such as the engine of another runtime."""
+
+        def before(_target: object, args: Arguments, kwargs: Keywords) -> After | None:
+            return self._before(name, has_scheduler, args, kwargs)
+
+        self.hook_method(engine, "__call__", before)
 
     def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
         stack = current_stack(self.session) or self.session.stack_here()
@@ -497,17 +487,17 @@ class SchedulerObserver(Observer):
         if stack is None or stack.is_in(SCHEDULE_STAGE):
             return None
         end_complete_denoising(stack)
-        return functools.partial(self._after_schedule, stack, stack.enter(SCHEDULE_STAGE), scheduler)
+        stage = stack.enter(SCHEDULE_STAGE)
 
-    def _after_schedule(
-        self, stack: StageStack, stage: LiveStage, scheduler: object, _: object, error: BaseException | None
-    ) -> None:
-        stack.leave(stage, error)
-        timesteps = getattr(scheduler, "timesteps", None)
-        if error is None and timesteps is not None:
-            stack.planned_steps = len(timesteps)
-        for name, fact in schedule_facts(scheduler).items():
-            stage.fact(name, fact)
+        def after(result: object, error: BaseException | None) -> None:
+            stack.leave(stage, error)
+            timesteps = getattr(scheduler, "timesteps", None)
+            if error is None and timesteps is not None:
+                stack.planned_steps = len(timesteps)
+            for name, fact in schedule_facts(scheduler).items():
+                stage.fact(name, fact)
+
+        return after
 
     def _before_step(self, *_: object) -> After:
         return self._after_step
