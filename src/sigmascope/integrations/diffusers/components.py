@@ -1,8 +1,8 @@
-"""Weights: loaded from files, moved by the host and by offloading, and changed by LoRAs.
+"""A pipeline's components: loaded, moved, changed by LoRAs, and the text encoders and the VAE at work.
 
-`LoadingObserver` also notes what was read: a model's files, and which keys did not fit. `TransferObserver` times what
-offloading moves while a pipeline runs. `LoraObserver` hears LoRAs loaded, weighted, merged and taken off again, and
-analyses what each of these did to the models.
+`LoadingObserver` hears models loaded from files and moved by the host, and notes what was read: which files, and which
+keys did not fit. `TransferObserver` times what offloading moves while a pipeline runs. `LoraObserver` hears LoRAs loaded,
+weighted, merged and taken off again, and analyses what each of these did to the models.
 
 `TextEncodingObserver` hears `encode_prompt` of a pipeline, and text encoders outside of it. Tokens are counted as the
 host's own tokenizers were seen to make them. They are not asked again: a fast tokenizer refuses the host while somebody

@@ -1,6 +1,6 @@
-"""A pipeline's call, the stage `generation`: its arguments, prompts and seeds, and the pictures that it gave.
+"""A pipeline's call and the denoising in it: what it was asked for, the schedule, the steps, and what it gave.
 
-`call_facts` reads the call's own arguments. `pictures_of` looks at the finished pictures as the host is given them:
+`CallObserver` opens the stage `generation`. `call_facts` reads the call's own arguments. `pictures_of` looks at the finished pictures as the host is given them:
 of one colour, not finite, or replaced by a safety checker. `outcome_of` takes what a call gives where no VAE made
 it: latents, or pictures of a denoiser that works in pixels.
 

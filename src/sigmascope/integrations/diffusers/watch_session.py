@@ -124,10 +124,10 @@ class Session:
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
-            self.guard.read("watch.stages", lambda stack=stack: self.open_calls.close_broken(stack))  # type: ignore[misc]
+            self.guard.read("watch.stages", partial(self.open_calls.close_broken, stack))
             # Bounded: a turn takes one out at least, unless taking out itself fails.
             for _ in range(len(stack.open)):
-                self.guard.read("watch.stages", lambda stack=stack: stack.end(error))  # type: ignore[misc]
+                self.guard.read("watch.stages", partial(stack.end, error))
         self.stacks.clear()
         self._watched.clear()
         self._known.clear()
@@ -151,14 +151,14 @@ class Session:
             return None
         self.watch_class(type(pipeline))
         for observer in self.observers:
-            self._safely(observer, lambda observer=observer: observer.attach(parts))  # type: ignore[misc]
+            self._safely(observer, partial(observer.attach, parts))
         self._close_left()
         return parts.facts
 
     def watch_class(self, kind: type) -> None:
         """Put on what all pipelines of a class need. Never raises."""
         for observer in self.observers:
-            self._safely(observer, lambda observer=observer: observer.attach_class(kind))  # type: ignore[misc]
+            self._safely(observer, partial(observer.attach_class, kind))
 
     def stack_here(self, pipeline: object = None) -> "StageStack | None":
         """The session's stack of this context; None if what happens here is not its own.
@@ -219,7 +219,7 @@ class Session:
         """Close what threads and tasks that are no more have left open."""
         while self.left_open:
             stack = self.left_open.popleft()
-            self.guard.read("watch.stages", lambda stack=stack: stack.end())  # type: ignore[misc]
+            self.guard.read("watch.stages", stack.end)
 
 
 def _name_of(pipelines: tuple[object, ...]) -> str:
