@@ -52,7 +52,7 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
         *things: Modules, with all their parts; of any other object its own attributes alone.
         also_on_success: Put them back in any case.
     """
-    structure = Structure(things)
+    structure = Structure(things, only_tensors=True)  # what else a stranger's lists hold is his
     modules = [thing for thing in things if isinstance(thing, nn.Module)]
     placed = [_Placed.of(tensor) for tensor in tensors_of(modules)]
 
@@ -75,10 +75,16 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
 
 
 class Structure:
-    """The structure of a pipeline at one moment."""
+    """The structure of a pipeline at one moment.
 
-    def __init__(self, things: Iterable[object]) -> None:
-        self._noted = [_NotedObject.of(thing) for thing in _reached(things)]
+    Args:
+        things: Modules, with all their parts, and other objects.
+        only_tensors: Of what dicts and lists hold, note parameters and buffers alone; and nothing of hooks.
+    """
+
+    def __init__(self, things: Iterable[object], *, only_tensors: bool = False) -> None:
+        held = ("_parameters", "_buffers") if only_tensors else None
+        self._noted = [_NotedObject.of(thing, held) for thing in _reached(things, hooks=not only_tensors)]
 
     def changes_since(self) -> list[Callable[[], None]]:
         """What is different now, each as a function that puts it back.
@@ -97,14 +103,15 @@ class _NotedObject:
     contents: Mapping[str, Any]
 
     @classmethod
-    def of(cls, thing: object) -> "_NotedObject":
+    def of(cls, thing: object, held: Sequence[str] | None) -> "_NotedObject":
         own = dict(vars(thing))
-        dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
-        lists = {name: list(value) for name, value in own.items() if isinstance(value, list)}
+        noted = {name: value for name, value in own.items() if held is None or name in held}
+        dicts = {name: dict(value) for name, value in noted.items() if isinstance(value, dict)}
+        lists = {name: list(value) for name, value in noted.items() if isinstance(value, list)}
         return cls(thing, own, {**dicts, **lists})
 
 
-def _reached(things: Iterable[object]) -> Iterator[object]:
+def _reached(things: Iterable[object], *, hooks: bool) -> Iterator[object]:
     """Things, the parts of modules, and the processors and hooks on these."""
     seen: set[int] = set()
     waiting = list(things)
@@ -117,6 +124,8 @@ def _reached(things: Iterable[object]) -> Iterator[object]:
         yield thing
         if isinstance(thing, nn.Module):
             waiting += thing._modules.values()
+        if not hooks:
+            continue
         waiting += [held for name, held in vars(thing).items() if name in _HOOKED]
         if type(thing).__name__ == "HookRegistry":
             own = vars(thing)

@@ -19,6 +19,7 @@ from sigmascope.integrations.diffusers import components, hooks, pipeline_call, 
 from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import recorder, scope
 from sigmascope.monitor.recorder import CURRENT
+from sigmascope.probes.pipelines import pipeline_facts
 
 BREAKABLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
@@ -78,7 +79,7 @@ def broken(*_args: Any, **_kwargs: Any) -> NoReturn:
 def _facts_are_read_once() -> Iterator[None]:
     """What a pipeline is made of takes a third of the time to read, and is the same in all of these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch_session, "pipeline_facts", functools.cache(watch_session.pipeline_facts))
+        patch.setattr(watch_session, "pipeline_facts", functools.cache(pipeline_facts))
         yield
 
 
