@@ -11,12 +11,17 @@ from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline import measure
 
 
+def turned_clock(patch: pytest.MonkeyPatch) -> Clock:
+    """A clock by which the runs of a measurement are timed as long as the patch holds."""
+    made = Clock()
+    patch.setattr(measure, "Recorder", partial(Recorder, sample_hz=None, clock=made))
+    return made
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the runs of a measurement are timed by."""
-    made = Clock()
-    monkeypatch.setattr(measure, "Recorder", partial(Recorder, sample_hz=None, clock=made))
-    return made
+    return turned_clock(monkeypatch)
 
 
 @pytest.fixture

@@ -51,6 +51,8 @@ _CHANGE_OF_MANY: Final = 0.03
 _CHANGE_OF_SOME: Final = 0.1
 _CHANGE_OF_FEW: Final = 0.2
 _P: Final = 0.01
+_LEAST_SECONDS: Final = 0.1
+"""Few runs may differ by as much since something else on the machine woke up."""
 _EXPLAINED: Final = 0.2
 """How far, as a share, a ratio may be from what the amount of work foretells."""
 _AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "height", "width", "num_frames")
@@ -121,13 +123,14 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
     sentences = [_time_sentence(new, baseline, rows, recipe), _output_sentence(output, recipe)]
-    if not any(sentences):
-        names = ", ".join(f"{name} {before} → {now}" for name, (before, now) in list(recipe.items())[:3])
-        sentences = [
-            f"Times are as before. The recipe differs: {names}." if names else "Nothing differs beyond noise."
-        ]
-    elif sentences[0] is None:
+    told = " ".join(filter(None, sentences))
+    if not sentences[0] and (told or recipe):
         sentences.insert(0, "Times are as before.")
+    changes = [_in_words(name, sides) for name, sides in recipe.items()]
+    if changes and not any(change in told for change in changes):
+        sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
+    if not any(sentences):
+        sentences = ["Nothing differs beyond noise."]
     return WhatChanged(
         " ".join(filter(None, sentences)),
         recipe,
@@ -192,6 +195,8 @@ def _is_certain(ratio: float, new: Sequence[Run], baseline: Sequence[Run]) -> bo
     """Whether a ratio of medians is more than noise; the fewer runs there are, the larger it must be."""
     now, before = [run.seconds for run in new], [run.seconds for run in baseline]
     fewest = min(len(now), len(before))
+    if fewest < _FEWEST_TO_TEST and abs(median(now) - median(before)) < _LEAST_SECONDS:
+        return False
     if fewest < _FEWEST_TO_LIE_APART:
         return abs(ratio - 1) > _CHANGE_OF_FEW
     if fewest < _FEWEST_TO_TEST:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from sigmascope.analysis.run_figures import BenchSummary, Latency
-    from sigmascope.pipeline.bench import CaseResult, Subject
-    from sigmascope.pipeline.bench_diffusers import Offload
+    from sigmascope.pipeline.bench import CaseResult, Offload, Subject
     from sigmascope.records.run import Finding, Run
 
 EPILOG = """Examples:
@@ -193,8 +192,8 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
         from sigmascope.lbm.devices import resolve_device
         from sigmascope.lbm.images import load_image
         from sigmascope.lbm.pocket.demo import PocketSubject
-        from sigmascope.pipeline.bench_diffusers import PROMPT, DiffusersSubject, load_pipeline
-        from sigmascope.pipeline.out_of_memory import wait_for
+        from sigmascope.pipeline.bench import PROMPT, DiffusersSubject, load_pipeline
+        from sigmascope.pipeline.model_state import wait_for
 
     started = time.perf_counter()
     device = resolve_device(request.device)

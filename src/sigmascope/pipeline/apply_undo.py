@@ -11,7 +11,7 @@ later what the lower one had made. So the process keeps a list of the choices in
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,25 +20,46 @@ from torch import Tensor, nn
 
 from sigmascope import units
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.memory import GROUP_HOOKS
+from sigmascope.pipeline.memory_optimizations import (
+    GROUP_HOOKS,
+    LAYERWISE_CASTING_KIND,
+    PLACEMENT_KIND,
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+    SLICING_KIND,
+    TILING_KIND,
+)
+from sigmascope.pipeline.model_state import Structure
 from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
+from sigmascope.pipeline.speed_optimizations import (
+    ATTENTION_KIND,
+    CACHE_KIND,
+    CHANNELS_LAST_KIND,
+    COMPILE_KIND,
+    FAST_MATMUL_KIND,
+    FUSED_QKV_KIND,
+)
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.memory import MIB
 
+KINDS: Final[tuple[Kind, ...]] = (
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+    LAYERWISE_CASTING_KIND,
+    FUSED_QKV_KIND,
+    CHANNELS_LAST_KIND,
+    ATTENTION_KIND,
+    PLACEMENT_KIND,
+    SLICING_KIND,
+    TILING_KIND,
+    FAST_MATMUL_KIND,
+    CACHE_KIND,
+    COMPILE_KIND,
+)
+"""Formats before placement, which must know how large weights will be; compiling last, over the hooks of the others."""
 _KIND_BY_NAME = {kind.name: kind for kind in KINDS}
 _HOOK_REGISTRY = "_diffusers_hook"
 """Where diffusers keeps the hooks of a module."""
-_CHOICE_IDENTITY = ("kind", "component", "options")
-"""Choices that agree in these are the same."""
-_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
-"""Attributes of modules that hold objects with a state of their own."""
-_PLAIN: Final = (str, int, float, bool, type(None), tuple)
-"""Values that hold no attributes to be noted."""
-_ABSENT: Final = object()
-"""Stands for an attribute or an entry that is not there."""
-_SET_BY_USERS: Final = ("processor",)
-"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
 Models = Iterable[tuple[str, nn.Module]]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Integers by the bytes of an element, to compare weights bit by bit."""
@@ -61,9 +82,8 @@ class AppliedChoice:
         self._is_exact = keep or not self._kind.narrows
         self._models = models_of(pipeline)
         _require_parts(pipeline, choice, self._models)
-        self._weights = (
-            Weights(self._touched(), self._kind.changes, keep=keep) if self._kind.changes else None
-        )
+        changed = self._touched() if self._kind.changes else ()
+        self._weights = Weights(changed, self._kind.changes, keep=keep)
         structure = Structure([pipeline, *self._models.values()])
         self._undos: list[Undo] = []
         try:
@@ -80,18 +100,16 @@ class AppliedChoice:
         self._undos = structure.changes_since()
         if besides is not None:
             self._undos.insert(0, besides)
-        if self._weights is not None:
-            self._weights.settle(self._touched())
-        self._hooks = dict(_hook_names(self._models))
+        self._weights.settle(self._touched())
+        self._hooks = set(_hooks(self._models))
         self.concerned = [model for _, model in self._touched()]
-        note_applied(self)
+        _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def is_of(self, choice: Choice) -> bool:
         """Whether this is that choice, on the models that the pipeline has now."""
-        is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _CHOICE_IDENTITY)
-        return is_alike and [id(model) for _, model in self._touched()] == [
-            id(model_then) for model_then in self.concerned
-        ]
+        own, now = self.choice, [model for _, model in self._touched()]
+        is_alike = (own.kind, own.component, own.options) == (choice.kind, choice.component, choice.options)
+        return is_alike and list(map(id, now)) == list(map(id, self.concerned))
 
     def undo(self) -> list[str]:
         """Put back what the choice changed.
@@ -110,7 +128,7 @@ class AppliedChoice:
         require_last_applied([self])
         self._refuse_hooks_of_others()
         changed = self._put_back()
-        note_undone(self)
+        _IN_FORCE[:] = [known for known in _IN_FORCE if known() is not self]
         return changed
 
     def _put_back(self) -> list[str]:
@@ -118,7 +136,7 @@ class AppliedChoice:
             undo()
         self._undos = []
         _forget_registries(self._models)
-        return [] if self._weights is None else self._weights.put_back()
+        return self._weights.put_back()
 
     def _touched(self) -> list[tuple[str, nn.Module]]:
         """Of all models for a choice that concerns the pipeline, else of its own."""
@@ -127,14 +145,11 @@ class AppliedChoice:
 
     def _refuse_hooks_of_others(self) -> None:
         moves_layers = self.choice.options.get("how") == "group"  # it puts hooks on at the first call, too
-        others = sorted(
-            name
-            for key, name in _hook_names(self._models)
-            if key not in self._hooks and not (moves_layers and name in GROUP_HOOKS)
-        )
+        since = {name for part, name in _hooks(self._models) if (part, name) not in self._hooks}
+        others = sorted(since.difference(GROUP_HOOKS if moves_layers else ()))
         if others:
             raise OptimizationError(
-                f"{self.choice.name} cannot be undone: hooks were put on since ({', '.join(dict.fromkeys(others))}).",
+                f"{self.choice.name} cannot be undone: hooks were put on since ({', '.join(others)}).",
                 hint="Take these off first, as by disable_cache() or remove_hook.",
             )
 
@@ -176,12 +191,12 @@ def _require_parts(pipeline: Any, choice: Choice, models: dict[str, nn.Module]) 
         )
 
 
-def _hook_names(models: dict[str, nn.Module]) -> Iterator[tuple[tuple[int, str], str]]:
-    """Names of diffusers' hooks, by module and name."""
+def _hooks(models: dict[str, nn.Module]) -> Iterator[tuple[int, str]]:
+    """Diffusers' hooks, by module and name."""
     for model in models.values():
         for part in model.modules():
             for name in getattr(getattr(part, _HOOK_REGISTRY, None), "hooks", ()):
-                yield (id(part), name), name
+                yield id(part), name
 
 
 def _forget_registries(models: dict[str, nn.Module]) -> None:
@@ -209,209 +224,14 @@ def undo_all(done: list[AppliedChoice]) -> list[str]:
     return changed
 
 
-ApplyChoice = Callable[[Any, Choice], AppliedChoice]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AppliedPlan:
-    """One plan in force."""
+    """One plan in force. `config` is what it was made with; None: it was given."""
 
     pipeline: Any
     plan: Plan
     done: list[AppliedChoice]
     config: OptimizationConfig | None = None
-
-
-class AppliedPlans:
-    """Of one optimizer, the last applied last."""
-
-    def __init__(self) -> None:
-        self._plans: list[AppliedPlan] = []
-
-    def apply(
-        self, pipeline: Any, plan: Plan, apply_choice: ApplyChoice, config: OptimizationConfig | None
-    ) -> None:
-        """Apply the choices of a plan that are not in force; if one fails, undo those before it.
-
-        Args:
-            pipeline: What to apply them to.
-            plan: Of this pipeline.
-            apply_choice: Applies one.
-            config: What it was planned with; None: the plan was given.
-        """
-        done: list[AppliedChoice] = []
-        try:
-            for choice in plan.choices:
-                if not self.holds(pipeline, choice):
-                    done.append(apply_choice(pipeline, choice))  # noqa: PERF401 - undone if a later one fails
-        except BaseException:
-            undo_all(done)
-            raise
-        if done or self.last(pipeline) is None:
-            self.add(AppliedPlan(pipeline, plan, done, config))
-
-    def add(self, applied: AppliedPlan) -> None:
-        """Note a plan."""
-        self._plans.append(applied)
-
-    def remove(self, applied: AppliedPlan) -> None:
-        """Forget a plan, once it is undone."""
-        self._plans.remove(applied)
-
-    def last(self, pipeline: Any = None) -> AppliedPlan | None:
-        """The last applied, to this pipeline if one is given."""
-        return next(
-            (plan for plan in reversed(self._plans) if pipeline is None or plan.pipeline is pipeline),
-            None,
-        )
-
-    def holds(self, pipeline: Any, choice: Choice) -> bool:
-        """Whether the choice is in force on the parts that the pipeline has now."""
-        return any(
-            done.is_of(choice) for plan in self._plans if plan.pipeline is pipeline for done in plan.done
-        )
-
-    def planned(self, pipeline: Any, config: OptimizationConfig) -> Plan | None:
-        """The plan that was made with this configuration, if all of it is in force.
-
-        A pipeline that is being optimized is not the one to plan for anew: it would seem smaller, or not to need it.
-        """
-        return next(
-            (
-                applied.plan
-                for applied in reversed(self._plans)
-                if applied.pipeline is pipeline
-                and applied.config == config
-                and all(self.holds(pipeline, choice) for choice in applied.plan.choices)
-            ),
-            None,
-        )
-
-
-class Structure:
-    """The structure of a pipeline at one moment."""
-
-    def __init__(self, things: Iterable[object]) -> None:
-        self._noted = {id(thing): _NotedObject.of(thing) for thing in _reached(things)}
-
-    def changes_since(self) -> list[Undo]:
-        """What is different now, each as a function that puts it back.
-
-        What others change later stays as they leave it, unless it is the very same attribute or entry.
-        """
-        changes: list[Undo] = []
-        for noted in self._noted.values():
-            changes += _differences(noted)
-        return changes
-
-
-@dataclass(frozen=True, slots=True)
-class _NotedObject:
-    """One object with its attributes, and copies of those that are dicts and lists."""
-
-    thing: object
-    attributes: Mapping[str, Any]
-    contents: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, thing: object) -> "_NotedObject":
-        own = dict(_attributes(thing))
-        contents = {
-            name: _shallow_copy(value) for name, value in own.items() if isinstance(value, dict | list)
-        }
-        return cls(thing, own, contents)
-
-
-def _attributes(thing: object) -> dict[str, Any]:
-    own: dict[str, Any] = vars(thing)
-    return own
-
-
-def _shallow_copy(held: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
-    return dict(held) if isinstance(held, dict) else list(held)
-
-
-def _reached(things: Iterable[object]) -> Iterator[object]:
-    """Things, the parts of modules, and the processors and hooks on these."""
-    seen: set[int] = set()
-    waiting = list(things)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, _PLAIN) or not _has_attributes(thing):
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, nn.Module):
-            waiting += thing._modules.values()
-        waiting += [held for name, held in _attributes(thing).items() if name in _HOOKED]
-        if type(thing).__name__ == "HookRegistry":
-            own = _attributes(thing)
-            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
-
-
-def _has_attributes(thing: object) -> bool:
-    return isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
-
-
-def _differences(noted: _NotedObject) -> Iterator[Undo]:
-    now = _attributes(noted.thing)
-    for name in {**noted.attributes, **now}:
-        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
-        if before is not after:
-            yield _attribute_undo(noted.thing, name, before, after)
-        if name in noted.contents:
-            copy = noted.contents[name]
-            if isinstance(before, dict):
-                yield from _entry_undos(before, copy)
-            elif not _same_items(before, copy):
-                yield _list_undo(before, copy)
-
-
-def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
-    def undo() -> None:
-        own = _attributes(thing)
-        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
-            return
-        if before is _ABSENT:
-            own.pop(name, None)
-        else:
-            own[name] = before
-
-    return undo
-
-
-def _entry_undos(held: dict[Any, Any], copy: Mapping[Any, Any]) -> Iterator[Undo]:
-    changed = {
-        key: copy.get(key, _ABSENT)
-        for key in {**copy, **held}
-        if copy.get(key, _ABSENT) is not held.get(key, _ABSENT)
-    }
-    if not changed:
-        return
-    order = list(copy)
-
-    def undo() -> None:
-        now = dict(held)
-        for key, before in changed.items():
-            if before is _ABSENT:
-                now.pop(key, None)
-            else:
-                now[key] = before
-        held.clear()
-        held.update({key: now.pop(key) for key in order if key in now} | now)
-
-    yield undo
-
-
-def _same_items(held: list[Any], copy: list[Any]) -> bool:
-    return len(held) == len(copy) and all(one is other for one, other in zip(held, copy, strict=True))
-
-
-def _list_undo(held: list[Any], copy: list[Any]) -> Undo:
-    def undo() -> None:
-        held[:] = copy
-
-    return undo
 
 
 @dataclass(slots=True)
@@ -490,7 +310,8 @@ class Weights:
             weight.dtype if "dtype" in self._changes else now.dtype,
         )
         if "layout" in self._changes and data.stride() != weight.stride:
-            data = _laid_out(data, weight.stride)
+            laid = torch.empty_strided(data.shape, weight.stride, dtype=data.dtype, device=data.device)
+            data = laid.copy_(data)
         if data is not weight.tensor.data:
             weight.tensor.data = data
         if held is not weight.tensor:
@@ -523,25 +344,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
-def _laid_out(data: Tensor, stride: tuple[int, ...]) -> Tensor:
-    laid = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device)
-    laid.copy_(data)
-    return laid
-
-
-def note_applied(applied: AppliedChoice) -> None:
-    """Note that a choice is in force from now on."""
-    _IN_FORCE[:] = [known for known in _IN_FORCE if known() is not None]
-    _IN_FORCE.append(weakref.ref(applied))
-
-
 _IN_FORCE: list[weakref.ref[AppliedChoice]] = []
 """Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
-
-
-def note_undone(applied: AppliedChoice) -> None:
-    """Note that a choice was undone."""
-    _IN_FORCE[:] = [known for known in _IN_FORCE if known() not in (None, applied)]
 
 
 def require_last_applied(choices: Sequence[AppliedChoice]) -> None:
@@ -550,20 +354,14 @@ def require_last_applied(choices: Sequence[AppliedChoice]) -> None:
     Raises:
         OptimizationError: Names the first of these others.
     """
+    in_force = [applied for reference in _IN_FORCE if (applied := reference()) is not None]
     for applied in choices:
-        for later in _applied_after(applied):
-            if later not in choices and _share_models(applied, later):
+        models = set(map(id, applied.concerned))
+        later = in_force[in_force.index(applied) + 1 :] if applied in in_force else []
+        for other in later:
+            if other not in choices and models.intersection(map(id, other.concerned)):
                 raise OptimizationError(
-                    f"{applied.choice.name} cannot be undone: {later.choice.name} was applied after it, on the same "
+                    f"{applied.choice.name} cannot be undone: {other.choice.name} was applied after it, on the same "
                     "model.",
                     hint="Undo that first, with the PipelineOptimizer that applied it.",
                 )
-
-
-def _applied_after(applied: AppliedChoice) -> list[AppliedChoice]:
-    known = [other for reference in _IN_FORCE if (other := reference()) is not None]
-    return known[known.index(applied) + 1 :] if applied in known else []
-
-
-def _share_models(first: AppliedChoice, second: AppliedChoice) -> bool:
-    return bool({id(model) for model in first.concerned} & {id(model) for model in second.concerned})

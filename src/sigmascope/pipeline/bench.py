@@ -1,37 +1,59 @@
 """Benchmark a pipeline: warm each case up, repeat it, and keep every repeat as a run.
 
-It measures with a `PerformanceMonitor`, as everything here does, so that `sigmascope check` and `sigmascope compare`
-read a benchmark as they read any other run. `Subject` says what can be measured: anything that makes pictures when it
-is told size, batch and steps. `RunFiles` saves each run in a file of its own, named for its case.
+`run_benchmark` measures with a `PerformanceMonitor`, so that `sigmascope check` and `sigmascope compare` read a benchmark
+as they read any other run. `Subject` says what can be measured: anything that makes pictures when it is told size, batch
+and steps. `DiffusersSubject` is a diffusers pipeline, whose parts `PipelineStages` turns into stages.
 """
 
+import inspect
+import re
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from types import TracebackType
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.run_figures import BenchSummary, summarise
-from sigmascope.errors import ConfigError, WriteError
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.files import reason_of
 from sigmascope.monitor.performance import ASSUMED_TARGET, PerformanceMonitor, seconds_above_zero
-from sigmascope.monitor.recorder import current_recorder
+from sigmascope.monitor.recorder import current_recorder, stage
 from sigmascope.monitor.scope import Clock
-from sigmascope.pipeline.out_of_memory import free_memory, let_go
+from sigmascope.pipeline.model_state import free_memory, let_go, wait_for
 from sigmascope.probes import Accelerator
-from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.host import cpu_moment, others_share
+from sigmascope.probes.models import components_of, denoisers_of
 from sigmascope.probes.reading import error_text, is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Finding, Run
 
-__all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "run_benchmark"]
+__all__ = [
+    "DEFAULT_TARGET",
+    "BenchOptions",
+    "CaseResult",
+    "DiffusersSubject",
+    "load_pipeline",
+    "run_benchmark",
+]
 
 DEFAULT_TARGET: Final = ASSUMED_TARGET
+PROMPT: Final = "a red fox jumps over a lazy dog, morning light, sharp photograph"
+Offload = Literal["none", "model", "sequential"]
+_CALLBACK: Final = "callback_on_step_end"
+_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt")
+_COMPILED_CALL: Final = "_compiled_call_impl"
+_MISSING: Final = object()
+"""Stands for a method that an object has from its class alone."""
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +108,8 @@ class CaseResult:
             "failure": self.failure,
             "summary": None if self.summary is None else self.summary.as_dict(),
             "findings": [
-                {"id": one.id, "message": one.message, "advice": one.advice} for one in self.findings()
+                {"id": finding.id, "message": finding.message, "advice": finding.advice}
+                for finding in self.findings()
             ],
             "files": [str(path) for path in self.files],
         }
@@ -166,25 +189,22 @@ def run_benchmark(
         WriteError: A run cannot be saved.
     """
     options = options or BenchOptions()
-    _check(subject, cases)
-    files = None if output is None else RunFiles(output)
-    bench = _Bench(subject, options, files, load_seconds, accelerator, clock, progress, len(cases))
-    try:
-        return tuple(bench.measure(case) for case in cases)
-    finally:
-        if files is not None:
-            files.tidy()
-
-
-def _check(subject: Subject, cases: Sequence[BenchCase]) -> None:
-    if not cases:
-        raise ConfigError("There is no case to measure.", hint="Give at least one.")
     labels = [case.label for case in cases]
+    if not labels:
+        raise ConfigError("There is no case to measure.", hint="Give at least one.")
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigError(f"The case {label} is there twice.", hint="Name each once.")
     for case in cases:
         subject.check(case)
+    files = None if output is None else RunFiles(output)
+    expected = len(cases) * (options.warm_up + options.repeat)
+    bench = _Bench(subject, options, files, load_seconds, accelerator, clock, progress, expected)
+    try:
+        return tuple(bench.measure(case) for case in cases)
+    finally:
+        if files is not None:
+            files.tidy()
 
 
 class RunFiles:
@@ -200,7 +220,7 @@ class RunFiles:
         self._saved: dict[str, int] = {}
         self._made: list[Path] = []
         try:
-            self._made = [one for one in (folder, *folder.parents) if not one.exists()]
+            self._made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             has_runs = any(folder.glob("*.json"))
         except OSError as error:
@@ -242,37 +262,36 @@ class _Bench:
     accelerator: Accelerator | None
     clock: Clock
     progress: Progress
-    cases: int
-    done: int = field(default=0)
+    expected: int
+    done: int = 0
 
     def measure(self, case: BenchCase) -> CaseResult:
         """Warm up and repeat one case, from memory that the one before it has given back."""
         free_memory(self.subject.device)
-        options = self.options
-        result = CaseResult(case)
+        warm_up, runs, files = list[Run](), list[Run](), list[Path]()
+        made: Made | None = None
+        failed: str | None = None
         try:
-            for number in range(options.warm_up + options.repeat):
-                result = self._one(result, number)
+            for repeat in range(-self.options.warm_up, self.options.repeat):
+                run, made = self._generation(case, made, None if repeat < 0 else repeat)
+                self.done += 1
+                self.progress(self.done, self.expected, case.label)
+                (warm_up if repeat < 0 else runs).append(run)
+                if repeat >= 0 and self.files is not None:
+                    files.append(self.files.save(run, case))
         except WriteError:
             raise
         except Exception as failure:  # noqa: BLE001 - told in the result; the other cases go on
-            result = replace(result, failure=_reason(failure))
+            text = error_text(failure)
+            failed = f"out of memory ({text})" if is_out_of_memory(failure) else text
             let_go(failure)
-        return _summarised(result)
+        samples = 1 if made is None else made.samples
+        summary = summarise(runs, samples=samples, warm_up=warm_up) if runs else None
+        return CaseResult(case, made, tuple(runs), tuple(warm_up), tuple(files), failed, summary)
 
-    def _one(self, found: CaseResult, number: int) -> CaseResult:
-        """One generation more."""
-        is_warm_up = number < self.options.warm_up
-        run, made = self._generation(found, number, is_warm_up=is_warm_up)
-        self._tell(found.case)
-        if is_warm_up:
-            return replace(found, made=made, warm_up=(*found.warm_up, run))
-        files = found.files if self.files is None else (*found.files, self.files.save(run, found.case))
-        return replace(found, made=made, runs=(*found.runs, run), files=files)
-
-    def _generation(self, found: CaseResult, number: int, *, is_warm_up: bool) -> tuple[Run, Made]:
-        case, subject = found.case, self.subject
-        size = found.made or Made(case.batch, case.width, case.height)
+    def _generation(self, case: BenchCase, made: Made | None, repeat: int | None) -> tuple[Run, Made]:
+        """One generation more, after one that `made` this; `repeat` is None while it warms up."""
+        subject, size = self.subject, made or Made(case.batch, case.width, case.height)
         monitor = PerformanceMonitor(
             self.options.target,
             history=1,
@@ -291,37 +310,368 @@ class _Bench:
         with block:
             recorder = current_recorder()
             made = subject.generate(case, self.options.seed, monitor)
+            after = cpu_moment().value
             if recorder is not None:
-                recorder.fact(BENCHMARK, self._noted(case, number, before, is_warm_up=is_warm_up))
+                noted = {
+                    **case.as_dict(),
+                    "subject": subject.name,
+                    "device": str(subject.device),
+                    "seed": self.options.seed,
+                    "repeat": repeat,
+                    "load_seconds": self.load_seconds,
+                    "threads": torch.get_num_threads(),
+                    OTHERS: None if before is None or after is None else others_share(before, after),
+                }
+                recorder.fact(BENCHMARK, noted)
         return monitor.runs[-1], made
 
-    def _noted(
-        self, case: BenchCase, number: int, before: CpuMoment | None, *, is_warm_up: bool
+
+@dataclass(frozen=True)
+class DiffusersSubject:
+    """A diffusers pipeline that was loaded, or built.
+
+    Attributes:
+        name: What it is called in records and tables.
+        pipeline: Callable as diffusers' are.
+        device: Where it runs.
+        prompt: What it is asked for.
+        arguments: Of its call, besides what a case says.
+    """
+
+    name: str
+    pipeline: Any
+    device: torch.device
+    prompt: str = PROMPT
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> object:
+        """The pipeline."""
+        return self.pipeline
+
+    def check(self, case: BenchCase) -> None:
+        """Refuse what the pipeline's call does not take, and what would be other work than the case says.
+
+        Raises:
+            ConfigError: Names the first of them, and what the pipeline takes.
+        """
+        check_call(self.pipeline, case, self.arguments)
+
+    def generate(self, case: BenchCase, seed: int, monitor: PerformanceMonitor) -> Made:
+        """Call the pipeline once, its parts as stages, and wait for the result."""
+        wait = partial(wait_for, self.device)
+        arguments = call_arguments(self.pipeline, case, self.prompt, seed, self.arguments)
+        has_callback = _CALLBACK in parameters_of(self.pipeline) and _CALLBACK not in arguments
+        stages = PipelineStages(self.pipeline, monitor, wait, calls_are_steps=not has_callback)
+        if has_callback:
+            arguments[_CALLBACK] = stages.on_step_end
+        with stages:
+            output = self.pipeline(**arguments)
+        wait()
+        return what_was_made(output)
+
+
+def parameters_of(pipeline: object) -> frozenset[str]:
+    """Names of what the pipeline's call takes."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(type(pipeline).__call__).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in named) - {"self"}
+
+
+def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
+    """Refuse what the pipeline's call does not take, and what would be other work than the case says.
+
+    Raises:
+        ConfigError: Names the first of them, and what the pipeline takes.
+    """
+    takes = parameters_of(pipeline)
+    sizes = {
+        "height": ("--resolution", case.height),
+        "width": ("--resolution", case.width),
+        "num_inference_steps": ("--steps", case.steps),
+        "num_frames": ("--frames", case.frames),
+    }
+    said = sizes | dict.fromkeys(_PER_PROMPT, ("--batch", case.batch))
+    for name in given:
+        flag, value = said.get(name, ("", None))
+        if value is not None:
+            raise ConfigError(
+                f"--call {name}: the case {case.label} has {value} of it already.",
+                hint=f"Say it with {flag} alone.",
+            )
+    flags = {name: "--image" if name == "image" else f"--call {name}" for name in given}
+    flags |= {name: flag for name, (flag, value) in sizes.items() if value is not None}
+    for name, flag in flags.items():
+        if name not in takes:
+            raise ConfigError(
+                f"{flag}: {type(pipeline).__name__} takes no {name}.",
+                hint=f"It takes {', '.join(sorted(takes))}.",
+            )
+    if case.batch > 1 and not takes.intersection((*_PER_PROMPT, "prompt")):
+        raise ConfigError(
+            f"--batch: {type(pipeline).__name__} makes one picture at a time.", hint="Leave --batch out."
+        )
+
+
+def call_arguments(
+    pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments for one generation."""
+    takes = parameters_of(pipeline)
+    as_list = case.batch > 1 and not takes.intersection(_PER_PROMPT)
+    arguments: dict[str, Any] = {
+        "prompt": [prompt] * case.batch if as_list else prompt,
+        "width": case.width,
+        "height": case.height,
+        "num_inference_steps": case.steps,
+        "num_frames": case.frames,
+        "generator": torch.Generator("cpu").manual_seed(seed),
+        **dict.fromkeys(_PER_PROMPT, case.batch),
+    }
+    chosen = {name: value for name, value in arguments.items() if name in takes and value is not None}
+    return chosen | dict(given)
+
+
+class PipelineStages:
+    """While entered, a pipeline's parts are stages of the current recorder; afterwards it is as it was.
+
+    Text encoding is `encode_prompt`, latent encoding and decoding are the VAE's `encode` and `decode`, and denoising
+    lasts from the denoiser's first call to the decoding. A step lasts from the denoiser's first call in it to
+    the pipeline's callback; where the pipeline has no callback, each call of the denoiser is a step.
+
+    A benchmark may wait for the device, which a monitor must not do: a stage whose work is only queued would end at
+    once, and the one that waits for the result would seem to have taken its time. It waits at the edges of stages, and
+    within no step.
+    """
+
+    def __init__(
+        self,
+        pipeline: object,
+        monitor: PerformanceMonitor,
+        wait: Callable[[], None],
+        *,
+        calls_are_steps: bool = False,
+    ) -> None:
+        self._pipeline = pipeline
+        self._monitor = monitor
+        self._wait = wait
+        self._calls_are_steps = calls_are_steps
+        self._undo = ExitStack()
+        self._denoising: AbstractContextManager[object] | None = None
+        self._in_step = False
+        self._open: set[str] = set()
+
+    def __enter__(self) -> "PipelineStages":
+        parts = components_of(self._pipeline)
+        with ExitStack() as undo:
+            self._wrap(undo, self._pipeline, "encode_prompt", partial(self._stage, "text_encoding"))
+            self._wrap(undo, parts.get("vae"), "encode", partial(self._stage, "latent_encoding"))
+            self._wrap(undo, parts.get("vae"), "decode", partial(self._stage, "latent_decoding"))
+            for denoiser in denoisers_of(self._pipeline):
+                self._watch_calls(undo, denoiser, ends_step=self._calls_are_steps)
+            for name, part in parts.items():
+                if name.startswith("controlnet"):  # called before the denoiser, in each step
+                    self._watch_calls(undo, part, ends_step=False)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end_denoising(error)
+        finally:
+            self._undo.close()
+
+    def on_step_end(
+        self, pipeline: object, index: int, timestep: object, values: dict[str, Any]
     ) -> dict[str, Any]:
-        after = cpu_moment().value
-        return {
-            **case.as_dict(),
-            "subject": self.subject.name,
-            "device": str(self.subject.device),
-            "seed": self.options.seed,
-            "repeat": None if is_warm_up else number - self.options.warm_up,
-            "load_seconds": self.load_seconds,
-            "threads": torch.get_num_threads(),
-            OTHERS: None if before is None or after is None else others_share(before, after),
-        }
+        """End a step: the pipeline's `callback_on_step_end`. Gives `values` back as they are."""
+        self._end_step()
+        return values
 
-    def _tell(self, case: BenchCase) -> None:
-        self.done += 1
-        whole = self.cases * (self.options.warm_up + self.options.repeat)
-        self.progress(self.done, whole, case.label)
+    def _watch_calls(self, undo: ExitStack, module: Any, *, ends_step: bool) -> None:
+        """Hear a module's calls from outside of what is compiled: compiled in place, it never runs hooks."""
+        if not isinstance(module, nn.Module):
+            return
+        if vars(module).get(_COMPILED_CALL) is not None:
+            self._wrap(undo, module, _COMPILED_CALL, partial(self._call, ends_step=ends_step))
+            return
+        undo.callback(module.register_forward_pre_hook(self._begin_step, prepend=True).remove)
+        if ends_step:
+            undo.callback(module.register_forward_hook(self._end_step, always_call=True).remove)
+
+    def _wrap(
+        self, undo: ExitStack, owner: Any, method: str, around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Put a context around a method, through an attribute of the object that hides the class's."""
+        original = getattr(owner, method, None)
+        if owner is None or not callable(original):
+            return
+
+        @wraps(original)
+        def watched(*args: object, **kwargs: object) -> object:
+            with around():
+                return original(*args, **kwargs)
+
+        before = vars(owner).get(method, _MISSING)
+        setattr(owner, method, watched)
+        if before is _MISSING:
+            undo.callback(delattr, owner, method)
+        else:
+            undo.callback(setattr, owner, method, before)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """A stage of that name, unless one is open: some methods call themselves."""
+        if name in self._open:
+            yield
+            return
+        if name == "latent_decoding":
+            self._end_denoising()
+        self._open.add(name)
+        try:
+            self._wait()
+            with stage(name):
+                yield
+                self._wait()
+        finally:
+            self._open.discard(name)
+
+    @contextmanager
+    def _call(self, *, ends_step: bool) -> Iterator[None]:
+        self._begin_step()
+        try:
+            yield
+        finally:
+            if ends_step:
+                self._end_step()
+
+    def _begin_step(self, *_: object) -> None:
+        if self._denoising is None:
+            self._wait()
+            self._denoising = stage("denoising")
+            self._denoising.__enter__()
+        if not self._in_step:
+            self._monitor.start_step_timing()
+            self._in_step = True
+
+    def _end_step(self, *_: object) -> None:
+        if self._in_step:
+            self._monitor.end_step_timing()
+            self._in_step = False
+
+    def _end_denoising(self, error: BaseException | None = None) -> None:
+        denoising, self._denoising, self._in_step = self._denoising, None, False
+        if denoising is None:
+            return
+        try:
+            if error is None:
+                self._wait()
+        finally:
+            denoising.__exit__(None if error is None else type(error), error, None)
 
 
-def _reason(failure: Exception) -> str:
-    return f"out of memory ({error_text(failure)})" if is_out_of_memory(failure) else error_text(failure)
+def what_was_made(output: Any) -> Made:
+    """How many pictures or videos, and of which size, a pipeline gave; the size is None for packed latents.
+
+    Args:
+        output: Of the pipeline: its first entry holds pictures (Pillow), videos (lists of pictures), or an array of
+            either.
+    """
+    samples = output[0] if hasattr(output, "__getitem__") else output
+    is_batch = isinstance(samples, Sequence) or hasattr(samples, "shape")
+    if not is_batch or not len(samples):
+        return Made(1)
+    sample = samples[0]
+    if isinstance(sample, Sequence) and sample:
+        return Made(len(samples), *_size_of(sample[0]), len(sample))
+    shape = tuple(getattr(sample, "shape", ()))
+    return Made(len(samples), *_size_of(sample), shape[0] if len(shape) == 4 else None)
 
 
-def _summarised(found: CaseResult) -> CaseResult:
-    if not found.runs:
-        return found
-    samples = 1 if found.made is None else found.made.samples
-    return replace(found, summary=summarise(found.runs, samples=samples, warm_up=found.warm_up))
+def _size_of(sample: Any) -> tuple[int | None, int | None]:
+    """Width and height of a picture, or of an array of one or several."""
+    size = getattr(sample, "size", None)
+    if isinstance(size, tuple) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    shape = tuple(getattr(sample, "shape", ()))
+    if len(shape) not in (3, 4):
+        return None, None
+    height, width = (
+        shape[-2:] if isinstance(sample, torch.Tensor) else shape[-3:-1]
+    )  # channels first, or last
+    return width, height
+
+
+def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offload: Offload = "none") -> Any:
+    """Load a diffusers pipeline and put it on a device.
+
+    Args:
+        source: A folder that diffusers wrote, or a name on the Hugging Face hub.
+        dtype: Of the weights.
+        device: Where it runs.
+        offload: Which of diffusers' offloadings keeps weights in RAM until they are needed.
+
+    Returns:
+        The pipeline, without its progress bar.
+
+    Raises:
+        CheckpointError: It is not there, is no pipeline, or cannot be loaded; says why.
+    """
+    from diffusers import DiffusionPipeline
+    from diffusers.pipelines import pipeline_utils
+
+    _check_source(source)
+    # Later versions warn of the old name, and earlier ones ignore the new one.
+    argument = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
+    try:
+        with _bars_for_terminals_alone():
+            pipeline = DiffusionPipeline.from_pretrained(source, **{argument: dtype})
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0].partition(" (")[0].rstrip(".:") if lines else type(error).__name__
+        hint = (
+            "Load it with diffusers alone to see more."
+            if Path(source).is_dir()
+            else "Check the name, the network, and that you may read it; or download it and name the folder."
+        )
+        raise CheckpointError(source, f"cannot be loaded as a pipeline ({reason}).", hint=hint) from error
+    pipeline.set_progress_bar_config(disable=True)
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=device)
+    elif offload == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=device)
+    else:
+        pipeline.to(device)
+    return pipeline
+
+
+def _check_source(source: str) -> None:
+    path, hint = Path(source), "Name a folder written by save_pretrained."
+    if path.is_dir():
+        reason = None if (path / "model_index.json").is_file() else "holds no model_index.json."
+    elif path.exists():
+        reason = "is no folder of a pipeline."
+    else:
+        hint = "Name a folder, owner/name, or pocket."
+        reason = None if _HUB_NAME.fullmatch(source) else "is neither a folder nor a name on the hub."
+    if reason is not None:
+        raise CheckpointError(source, reason, hint=hint)
+
+
+@contextmanager
+def _bars_for_terminals_alone() -> Iterator[None]:
+    """Keep the libraries' progress bars out of what is no terminal; afterwards they are as they were."""
+    import diffusers
+    import transformers
+
+    bars = [library.utils.logging for library in (diffusers, transformers)]
+    hidden = [] if sys.stderr.isatty() else [bar for bar in bars if bar.is_progress_bar_enabled()]
+    for bar in hidden:
+        bar.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for bar in hidden:
+            bar.enable_progress_bar()

@@ -20,8 +20,8 @@ from sigmascope import units
 from sigmascope.analysis.run_comparison import FigureComparison, compare_values
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
-from sigmascope.pipeline.out_of_memory import wait_for
+from sigmascope.pipeline.apply_undo import AppliedChoice, undo_all
+from sigmascope.pipeline.model_state import wait_for
 from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
 from sigmascope.probes.models import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
@@ -235,7 +235,7 @@ def measure_plan(
     pipeline: Any,
     call: Call,
     plan: Plan,
-    apply: ApplyChoice,
+    apply: Callable[[Any, Choice], AppliedChoice],
     *,
     repeats: int,
     warmup: int,
@@ -264,7 +264,7 @@ def measure_plan(
     try:
         return course.run(plan), course.stack
     except BaseException:
-        course.undo_all()
+        undo_all(course.stack)
         raise
 
 
@@ -383,17 +383,14 @@ def seconds_of(run: Run) -> float:
     return sum(stage.seconds for stage in run.stages if stage.name == STAGE)
 
 
-def _finish(pipeline: object, denoiser: nn.Module) -> None:
-    """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
-    for device in _devices_of(pipeline, denoiser):
-        attempt(partial(wait_for, device))
+def _finish(pipeline: Any, denoiser: nn.Module) -> None:
+    """Wait for the device, so that the time is that of the work; here nobody else's work is held up.
 
-
-def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
-    """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
+    It need not be the current device, and weights may be in RAM between two runs.
+    """
     runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
-    devices = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
-    return {device for device in devices if device.type not in ("cpu", "meta")}
+    for device in {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set()):
+        attempt(partial(wait_for, device))
 
 
 @dataclass(slots=True)
@@ -401,7 +398,7 @@ class _Course:
     """One measurement as it goes. `stack` holds what paid so far, in force."""
 
     trials: Trials
-    apply: ApplyChoice
+    apply: Callable[[Any, Choice], AppliedChoice]
     demands: Demands
     stack: list[AppliedChoice] = field(default_factory=list)
 
@@ -428,19 +425,17 @@ class _Course:
         compared = compare_times(after.set_up, before.set_up)
         image = compare_images(after.image, first.image)
         demands = self.demands if first.set_up.error is None else replace(self.demands, min_psnr=None)
-        verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
-        if verdict.pays and _is_small(compared):
+        pays, verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
+        if pays and _is_above(_MEASURE_AGAIN_ABOVE, compared):
             before, after = self._there_and_back(choice, before, after)
             compared = compare_times(after.set_up, before.set_up)
-            verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
-        if not verdict.pays:
+            pays, verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
+        if not pays:
             self.stack[-1].undo()
             self.stack.pop()
         step = compare_images(after.image, before.image)
         return (
-            ChoiceResult(
-                choice, verdict.pays, verdict.words, before.set_up, after.set_up, compared, image, step
-            ),
+            ChoiceResult(choice, pays, verdict, before.set_up, after.set_up, compared, image, step),
             after,
         )
 
@@ -452,19 +447,12 @@ class _Course:
         self.stack.append(self.apply(self.trials.pipeline, choice))
         return before, self.trials.run_again(after, choice.name)
 
-    def undo_all(self) -> None:
-        while self.stack:
-            self.stack[-1].undo()
-            self.stack.pop()
-
 
 def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: Seen) -> Measurement:
     dropped = (result for result in results if not result.kept)
     left = tuple(NotTaken(one.choice.kind, one.choice.component, one.verdict) for one in dropped)
     paid = tuple(result.choice for result in results if result.kept)
-    reduced = Plan(
-        plan.pipeline, plan.architecture, plan.hardware, paid, (*plan.not_taken, *left), plan.memory
-    )
+    reduced = replace(plan, choices=paid, not_taken=(*plan.not_taken, *left))
     last = last if paid else first
     return Measurement(
         reduced,
@@ -479,21 +467,12 @@ def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: See
 
 def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
     """The ratio of medians with its interval; None if one of them did not run."""
-    if not new.seconds or not old.seconds:
-        return None
-    return compare_values(STAGE, "seconds", new.seconds, old.seconds)
+    ran = new.seconds and old.seconds
+    return compare_values(STAGE, "seconds", new.seconds, old.seconds) if ran else None
 
 
-def _is_small(time: FigureComparison | None) -> bool:
-    return time is not None and time.ratio is not None and time.ratio > _MEASURE_AGAIN_ABOVE
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a choice stays, and why."""
-
-    pays: bool
-    words: str
+def _is_above(ratio: float, time: FigureComparison | None) -> bool:
+    return time is not None and time.ratio is not None and time.ratio > ratio
 
 
 def judge(
@@ -503,8 +482,8 @@ def judge(
     time: FigureComparison | None,
     image: ImageChange,
     demands: Demands,
-) -> Verdict:
-    """Judge a choice by what was measured.
+) -> tuple[bool, str]:
+    """Whether a choice stays by what was measured, and why.
 
     It pays if it saves the least gain of time in the median and between the fastest runs, which other load on the
     machine disturbs least, and the ratio's interval says faster too; or if it saves as much of the device's peak
@@ -513,24 +492,24 @@ def judge(
     least_gain = demands.least_gain
     if after.error is not None:
         without = "" if before.error is None else ", nor without it"
-        return Verdict(False, f"It does not run{without}: {after.error.removesuffix('.')}.")
+        return (False, f"It does not run{without}: {after.error.removesuffix('.')}.")
     broken = _why_broken(image, demands.min_psnr)
     if broken is not None:
-        return Verdict(False, broken)
+        return (False, broken)
     if before.error is not None:
-        return Verdict(True, "With it the pipeline runs.")
+        return (True, "With it the pipeline runs.")
     faster, saved = _faster(time, before, after, least_gain), _saved(before, after)
     if faster:
-        return Verdict(True, _time_words(time))
+        return (True, _time_words(time))
     if (
         saved is not None
         and saved >= least_gain
-        and (choice.gains == "memory" or not _slower(time, least_gain))
+        and (choice.gains == "memory" or not _is_above(1 + least_gain, time))
     ):
-        return Verdict(True, f"{_memory_words(before, after)} {_time_words(time)}")
+        return (True, f"{_memory_words(before, after)} {_time_words(time)}")
     if choice.necessary:
-        return Verdict(True, f"It is needed for the pipeline to fit. {_time_words(time)}")
-    return Verdict(False, f"It did not pay. {_time_words(time)} {_memory_words(before, after)}")
+        return (True, f"It is needed for the pipeline to fit. {_time_words(time)}")
+    return (False, f"It did not pay. {_time_words(time)} {_memory_words(before, after)}")
 
 
 def _why_broken(image: ImageChange, min_psnr: float | None) -> str | None:
@@ -570,10 +549,6 @@ def _time_words(time: FigureComparison | None) -> str:
         return "Times could not be compared."
     between = "" if time.lower is None or time.upper is None else f" ({time.lower:.3f} to {time.upper:.3f})"
     return f"{units.seconds(time.new)} instead of {units.seconds(time.baseline)}, {time.ratio:.3f} of it{between}."
-
-
-def _slower(time: FigureComparison | None, least_gain: float) -> bool:
-    return time is not None and time.ratio is not None and time.ratio > 1 + least_gain
 
 
 def _memory_words(before: SetUp, after: SetUp) -> str:
@@ -654,14 +629,8 @@ def _as_tensor(held: object) -> Tensor | None:
     if isinstance(held, np.ndarray):
         return _as_tensor(torch.from_numpy(np.ascontiguousarray(held)))
     if isinstance(held, Sequence) and not isinstance(held, str):
-        parts = [_as_tensor(one) for one in held]
-        tensors = [part for part in parts if part is not None]
-        same = len({part.shape for part in tensors}) == 1 and len(tensors) == len(parts)
+        tensors = [tensor for tensor in map(_as_tensor, held) if tensor is not None]
+        same = len(tensors) == len(held) and len({tensor.shape for tensor in tensors}) == 1
         return torch.stack(tensors) if same else None
-    return _of_pil(held)
-
-
-def _of_pil(held: Any) -> Tensor | None:
-    if not hasattr(held, "getbands"):
-        return None
-    return torch.from_numpy(np.asarray(held).astype(np.float64) / _BYTE)
+    is_image = hasattr(held, "getbands")  # of Pillow
+    return torch.from_numpy(np.asarray(held).astype(np.float64) / _BYTE) if is_image else None

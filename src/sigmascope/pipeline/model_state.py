@@ -1,24 +1,38 @@
-"""A model borrowed for an attempt: put back as it was, run from copies in RAM, used by one thread at a time.
+"""A model and memory borrowed for an attempt, and given back: put back as it was, run from copies in RAM, freed.
 
-`as_before` puts back what an attempt changed, whatever ended it. `put_in_ram` lets a model run on the CPU without
-moving it: copies of its weights take their places for a while. What an attempt changes for a while, another thread
-must not find changed: `in_turn` lets threads in one after the other. `execution_device` and the two functions below
-it read what the hooks of accelerate and diffusers say of a model; neither library is imported.
+`as_before` puts back what an attempt changed, whatever ended it; `Structure` finds that out. `put_in_ram` lets a model
+run on the CPU without moving it: copies of its weights take their places for a while. What an attempt changes for a
+while, another thread must not find changed: `in_turn` lets threads in one after the other. `execution_device` and the
+two functions below it read what the hooks of accelerate and diffusers say of a model; neither library is imported.
+`let_go` and `free_memory` give back what a failed attempt held, and `free_ram` tells how much RAM is left.
 """
 
+import gc
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from sigmascope.probes import system_memory
+from sigmascope.probes.reading import attempt
+from sigmascope.records.memory import MIB
 from sigmascope.stages.latent_facts import inner_vae
 
-_NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
-"""What a module has in its `__dict__` and gets back in another way than its attributes."""
+_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
+"""Attributes of modules that hold objects with a state of their own."""
+_PLAIN: Final = (str, int, float, bool, type(None), tuple)
+"""Values that hold no attributes to be noted."""
+_ABSENT: Final = object()
+"""Stands for an attribute or an entry that is not there."""
+_SET_BY_USERS: Final = ("processor",)
+"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
 _SMALL_BYTES = 1 << 20
 """Buffers up to this size are put back by value."""
 _CPU = torch.device("cpu")
@@ -38,52 +52,121 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
         *things: Modules, with all their parts; of any other object its own attributes alone.
         also_on_success: Put them back in any case.
     """
-    state = _State.of(things)
+    structure = Structure(things, only_tensors=True)  # what else a stranger's lists hold is his
+    modules = [thing for thing in things if isinstance(thing, nn.Module)]
+    placed = [_Placed.of(tensor) for tensor in tensors_of(modules)]
+
+    def put_back() -> None:
+        """Everything that can be; what cannot, for want of room where it was, is told when the rest is done."""
+        undos = (*structure.changes_since(), *(tensor.put_back for tensor in placed))
+        failures = [error for undo in undos if (error := _tried(undo)) is not None]
+        if failures:
+            raise failures[0]
+
     try:
         yield
     except BaseException as error:
-        failure = _tried(state.put_back)
+        failure = _tried(put_back)
         if failure is not None:
             error.add_note(f"The VAE could not be put back as it was: {failure}")
         raise
     if also_on_success:
-        state.put_back()
+        put_back()
+
+
+class Structure:
+    """The structure of a pipeline at one moment.
+
+    Args:
+        things: Modules, with all their parts, and other objects.
+        only_tensors: Of what dicts and lists hold, note parameters and buffers alone; and nothing of hooks.
+    """
+
+    def __init__(self, things: Iterable[object], *, only_tensors: bool = False) -> None:
+        held = ("_parameters", "_buffers") if only_tensors else None
+        self._noted = [_NotedObject.of(thing, held) for thing in _reached(things, hooks=not only_tensors)]
+
+    def changes_since(self) -> list[Callable[[], None]]:
+        """What is different now, each as a function that puts it back.
+
+        What others change later stays as they leave it, unless it is the very same attribute or entry.
+        """
+        return [undo for noted in self._noted for undo in _differences(noted)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One module, or the object that holds it. Tensors are known by reference, and small buffers by value."""
+class _NotedObject:
+    """One object with its attributes, and copies of those that are dicts and lists."""
 
     thing: object
     attributes: Mapping[str, Any]
-    parameters: Mapping[str, Tensor | None] = field(default_factory=dict)
-    buffers: Mapping[str, Tensor | None] = field(default_factory=dict)
-    training: bool = False
+    contents: Mapping[str, Any]
 
     @classmethod
-    def of(cls, thing: object) -> "_Part":
-        kept = {name: value for name, value in _attributes_of(thing).items() if name not in _NOT_ATTRIBUTES}
-        if not isinstance(thing, nn.Module):
-            return cls(thing, kept)
-        return cls(thing, kept, dict(thing._parameters), dict(thing._buffers), thing.training)
-
-    def put_back(self) -> None:
-        own = _attributes_of(self.thing)
-        for name in [name for name in own if name not in self.attributes and name not in _NOT_ATTRIBUTES]:
-            del own[name]
-        for name, value in self.attributes.items():
-            if own.get(name) is not value:
-                own[name] = value
-        if isinstance(self.thing, nn.Module):
-            _put_tensors(self.thing._parameters, self.parameters)
-            _put_tensors(self.thing._buffers, self.buffers)
-            self.thing.training = self.training
+    def of(cls, thing: object, held: Sequence[str] | None) -> "_NotedObject":
+        own = dict(vars(thing))
+        noted = {name: value for name, value in own.items() if held is None or name in held}
+        dicts = {name: dict(value) for name, value in noted.items() if isinstance(value, dict)}
+        lists = {name: list(value) for name, value in noted.items() if isinstance(value, list)}
+        return cls(thing, own, {**dicts, **lists})
 
 
-def _put_tensors(now: dict[str, Any], before: Mapping[str, Tensor | None]) -> None:
-    if list(now) != list(before) or any(now[name] is not before[name] for name in before):
-        now.clear()
-        now.update(before)
+def _reached(things: Iterable[object], *, hooks: bool) -> Iterator[object]:
+    """Things, the parts of modules, and the processors and hooks on these."""
+    seen: set[int] = set()
+    waiting = list(things)
+    while waiting:
+        thing = waiting.pop()
+        has_attributes = isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
+        if id(thing) in seen or isinstance(thing, _PLAIN) or not has_attributes:
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, nn.Module):
+            waiting += thing._modules.values()
+        if not hooks:
+            continue
+        waiting += [held for name, held in vars(thing).items() if name in _HOOKED]
+        if type(thing).__name__ == "HookRegistry":
+            own = vars(thing)
+            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
+
+
+def _differences(noted: _NotedObject) -> Iterator[Callable[[], None]]:
+    now = vars(noted.thing)
+    for name in {**noted.attributes, **now}:
+        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
+        if before is not after:
+            yield partial(_put_attribute_back, noted.thing, name, before, after)
+        if name in noted.contents:
+            contents = noted.contents[name]
+            if isinstance(before, dict):
+                changed = {
+                    key: contents.get(key, _ABSENT)
+                    for key in {**contents, **before}
+                    if contents.get(key, _ABSENT) is not before.get(key, _ABSENT)
+                }
+                if changed:
+                    yield partial(_put_entries, before, contents, changed)
+            elif list(map(id, before)) != list(map(id, contents)):
+                yield partial(before.__setitem__, slice(None), contents)
+
+
+def _put_attribute_back(thing: object, name: str, before: object, after: object) -> None:
+    own = vars(thing)
+    if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
+        return
+    if before is _ABSENT:
+        own.pop(name, None)
+    else:
+        own[name] = before
+
+
+def _put_entries(held: dict[Any, Any], contents: Mapping[Any, Any], changed: Mapping[Any, Any]) -> None:
+    """Put entries back that changed, in their old order, those that came since last."""
+    now = {key: value for key, value in {**held, **changed}.items() if value is not _ABSENT}
+    held.clear()
+    held.update({key: now.pop(key) for key in contents if key in now} | now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +197,6 @@ def _small_copy(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
         return None
     return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    parts: list[_Part]
-    placed: list[_Placed]
-
-    @classmethod
-    def of(cls, things: tuple[object, ...]) -> "_State":
-        modules = [thing for thing in things if isinstance(thing, nn.Module)]
-        others = [thing for thing in things if not isinstance(thing, nn.Module)]
-        parts = [*others, *(part for module in modules for part in module.modules())]
-        return cls([_Part.of(part) for part in parts], [_Placed.of(one) for one in tensors_of(modules)])
-
-    def put_back(self) -> None:
-        """Everything that can be; what cannot, for want of room where it was, is told when the rest is done."""
-        for part in self.parts:
-            part.put_back()
-        failures = [error for placed in self.placed if (error := _tried(placed.put_back)) is not None]
-        if failures:
-            raise failures[0]
 
 
 def _tried(put_back: Callable[[], None]) -> Exception | None:
@@ -348,3 +410,93 @@ def tensors_on(part: nn.Module) -> list[Tensor]:
         items = value if isinstance(value, list | tuple) else (value,)
         tensors += [item for item in items if isinstance(item, Tensor)]
     return tensors
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def let_go(error: BaseException, outer: BaseException | None = None) -> None:
+    """Drop what an error holds: the local variables of all frames that it went through, and these frames.
+
+    Args:
+        error: Caught, and done with.
+        outer: What was being handled already when the attempt began. It and what lies behind it are
+            somebody else's, and stay.
+    """
+    for link in list(_chain(error, outer)):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+def _chain(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that it was raised from or while handling, up to `outer`."""
+    seen: set[int] = set() if outer is None else {id(link) for link in _chain(outer, None)}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            waiting += [link.__cause__, link.__context__]
+
+
+def free_memory(*devices: torch.device) -> None:
+    """Collect garbage, then give the devices' cached blocks back to them. Never raises."""
+    gc.collect()
+    for kind in {device.type for device in devices} - {"cpu", "meta"}:
+        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
+        if empty_cache is not None:
+            attempt(empty_cache)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that was queued; of no effect for the CPU.
+
+    Whoever only queues work is done with it before the device, and hears of its errors later.
+    """
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Ram:
+    """Bytes that are free, and whose they are; None if that cannot be read."""
+
+    free_bytes: int | None
+    whose: str = "this machine"
+
+
+def free_ram(cgroup: Path = _CGROUP) -> Ram:
+    """The smaller of what the machine and this process's control group have left.
+
+    Args:
+        cgroup: Where the group's files are (Linux, version 2).
+    """
+    machine = system_memory().ram_available_bytes
+    group = attempt(lambda: _left_in(cgroup)).value
+    if group is not None and (machine is None or group < machine):
+        return Ram(group, "this container")
+    return Ram(machine)
+
+
+def _left_in(cgroup: Path) -> int | None:
+    limit = (cgroup / "memory.max").read_text().strip()
+    if limit == "max":
+        return None
+    used = int((cgroup / "memory.current").read_text())
+    return max(int(limit) - used + _reclaimable(cgroup), 0)
+
+
+def _reclaimable(cgroup: Path) -> int:
+    """Cached files, which the kernel drops when memory is wanted."""
+    lines = (cgroup / "memory.stat").read_text().splitlines()
+    numbers = dict(line.split(maxsplit=1) for line in lines)
+    return int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
+
+
+def why_not_enough(needed_bytes: int, ram: Ram) -> str | None:
+    """The reason with numbers, if RAM cannot hold that much."""
+    if ram.free_bytes is None or needed_bytes <= ram.free_bytes:
+        return None
+    needed, free = needed_bytes / MIB, ram.free_bytes / MIB
+    return f"it takes about {needed:,.0f} MB of RAM, and {ram.whose} has {free:,.0f} MB free"

@@ -16,16 +16,14 @@ from sigmascope import units
 from sigmascope.analysis.rules_model import few_step_evidence
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.pipeline.apply_undo import (
+    KINDS,
     AppliedChoice,
     AppliedPlan,
-    AppliedPlans,
     require_last_applied,
     undo_all,
 )
 from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
-from sigmascope.pipeline.optimizations import KINDS
-from sigmascope.pipeline.optimizations.memory import context_of, estimate_work, memory_estimate
-from sigmascope.pipeline.optimizations.precision import PRECISION
+from sigmascope.pipeline.memory_optimizations import PRECISION, context_of, estimate_work, memory_estimate
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
@@ -82,7 +80,7 @@ class PipelineOptimizer:
     def __init__(self, config: OptimizationConfig | None = None, *, hardware: Hardware | None = None) -> None:
         self.config = OptimizationConfig() if config is None else config
         self._hardware = hardware
-        self._applied = AppliedPlans()
+        self._applied: list[AppliedPlan] = []
 
     def configure_generation_settings(self, architecture: object) -> GenerationSettings:
         """Arguments for a pipeline's call: steps, guidance, size. `.reasons` says why each is what it is.
@@ -127,9 +125,30 @@ class PipelineOptimizer:
         Raises:
             OptimizationError: A choice failed. The pipeline is as it was.
         """
+        mine = [applied for applied in self._applied if applied.pipeline is pipeline]
         config = self.config if plan is None else None
-        plan = plan or self._applied.planned(pipeline, self.config) or self.plan(pipeline)
-        self._applied.apply(pipeline, plan, self.apply_choice, config)
+
+        def is_in_force(choice: Choice) -> bool:
+            return any(done.is_of(choice) for applied in mine for done in applied.done)
+
+        if plan is None:
+            # A pipeline that is being optimized would seem smaller, or not to need it: it is not planned for anew.
+            mine_again = (
+                applied.plan
+                for applied in reversed(mine)
+                if applied.config == config and all(map(is_in_force, applied.plan.choices))
+            )
+            plan = next(mine_again, None) or self.plan(pipeline)
+        done: list[AppliedChoice] = []
+        try:
+            for choice in plan.choices:
+                if not is_in_force(choice):
+                    done.append(self.apply_choice(pipeline, choice))  # noqa: PERF401 - undone if a later one fails
+        except BaseException:
+            undo_all(done)
+            raise
+        if done or not mine:
+            self._applied.append(AppliedPlan(pipeline, plan, done, config))
         return plan
 
     def undo(self, pipeline: Any = None) -> list[str]:
@@ -144,7 +163,7 @@ class PipelineOptimizer:
         Raises:
             OptimizationError: Nothing was applied, or a choice cannot be undone; see the message.
         """
-        last = self._applied.last(pipeline)
+        last = self._last(pipeline)
         if last is None:
             raise OptimizationError(
                 "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
@@ -163,9 +182,9 @@ class PipelineOptimizer:
             pipeline: A diffusers pipeline.
             plan: None: what `plan` gives.
         """
-        before = self._applied.last(pipeline)
+        before = self._last(pipeline)
         applied_plan = self.apply(pipeline, plan)
-        changes = self._applied.last(pipeline) is not before
+        changes = self._last(pipeline) is not before
         try:
             yield applied_plan
         finally:
@@ -222,7 +241,7 @@ class PipelineOptimizer:
             progress=progress,
         )
         if keep and stack:
-            self._applied.add(AppliedPlan(pipeline, measurement.plan, stack))
+            self._applied.append(AppliedPlan(pipeline, measurement.plan, stack))
         else:
             undo_all(stack)
         return measurement
@@ -238,6 +257,11 @@ class PipelineOptimizer:
             OptimizationError: It failed. The pipeline is as it was.
         """
         return AppliedChoice(pipeline, choice, keep_originals=self.config.keep_originals)
+
+    def _last(self, pipeline: Any = None) -> AppliedPlan | None:
+        """What was applied last, to this pipeline if one is given."""
+        plans = (plan for plan in reversed(self._applied) if pipeline is None or plan.pipeline is pipeline)
+        return next(plans, None)
 
     def _where(self) -> Hardware:
         return read_hardware(self.config.device) if self._hardware is None else self._hardware
@@ -411,14 +435,12 @@ def _shorten(parts: PipelineParts, settings: GenerationSettings) -> None:
 
 
 def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> None:
-    embedded = any(
-        part.config.get("guidance_embeds") is True for part in parts.facts.of_role("denoiser").values()
-    )
-    latent_consistency = any(
-        part.config.get("time_cond_proj_dim") is not None for part in parts.facts.of_role("denoiser").values()
-    )
+    """Off where the model is distilled to do without, unless it takes the scale as an input."""
+    configs = [part.config for part in parts.facts.of_role("denoiser").values()]
+    if any(c.get("guidance_embeds") is True or c.get("time_cond_proj_dim") is not None for c in configs):
+        return
     for argument in _GUIDANCE:
-        if argument in settings and not embedded and not latent_consistency:
+        if argument in settings:
             off = 1.0 if argument == "true_cfg_scale" else 0.0
             settings.put(argument, off, "It is distilled to do without; guidance would double the work.")
 

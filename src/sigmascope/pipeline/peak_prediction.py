@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -160,11 +160,10 @@ def predict_peak(vae: object, wanted: Planned, experience: Experience | None = N
         experience: From `learn`.
     """
     from_layers = _predicted_from_layers(vae, wanted)
-    learned = (
-        None
-        if experience is None or len(wanted.shape) < _FEWEST_AXES
-        else _learned_bytes(vae, wanted, from_layers.bytes, experience)
-    )
+    if experience is None or len(wanted.shape) < _FEWEST_AXES:
+        return from_layers
+    kind = Kind(type(inner_vae(vae)).__name__, wanted.direction, wanted.strategy, wanted.device_type)
+    learned = experience.peak(kind, math.prod(wanted.part), from_layers.bytes)
     return from_layers if learned is None else replace(from_layers, bytes=learned, basis="learned")
 
 
@@ -248,14 +247,6 @@ def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
     return round(max(waiting, default=0.0)) if tile.count > 1 else 0
 
 
-def _learned_bytes(
-    vae: object, wanted: Planned, counted_bytes: int | None, experience: Experience
-) -> int | None:
-    name = type(inner_vae(vae)).__name__
-    kind = Kind(name, wanted.direction, wanted.strategy, wanted.device_type)
-    return experience.peak(kind, math.prod(wanted.part), counted_bytes)
-
-
 def fits(
     prediction: Prediction, memory: MemorySnapshot, device: str | None = None, *, margin: float | None = None
 ) -> tuple[bool, str]:
@@ -272,32 +263,26 @@ def fits(
     if prediction.bytes is None:
         why = prediction.unavailable.get("bytes", "no reason is known")
         return True, f"Its peak could not be predicted: {why}."
-    free = _free_bytes(memory, device)
-    in_ram = device in (None, "cpu")
-    where = "RAM" if in_ram else device
-    if margin is None:
-        margin = MARGIN_IN_RAM if in_ram else MARGIN_ON_ACCELERATOR
+    if device in (None, "cpu"):
+        where, free, usual_margin = "RAM", memory.ram_available_bytes, MARGIN_IN_RAM
+    else:
+        where, free, usual_margin = str(device), _free_on(str(device), memory), MARGIN_ON_ACCELERATOR
     if free is None:
         return True, f"How much of {where} is free could not be read."
-    needed = int(prediction.bytes * (1 + margin))
+    needed = int(prediction.bytes * (1 + (usual_margin if margin is None else margin)))
     room = needed <= free
     said = f"{prediction.bytes / MIB:,.0f} MB are expected at the peak ({prediction.basis})"
     return room, f"{said}, {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."
 
 
-def _free_bytes(memory: MemorySnapshot, device: str | None) -> int | None:
-    if device in (None, "cpu"):
-        return memory.ram_available_bytes
-    there = memory.accelerator(_numbered(str(device), memory))
+def _free_on(device: str, memory: MemorySnapshot) -> int | None:
+    current = memory.current_device or ""
+    if ":" not in device and current.startswith(f"{device}:"):  # without a number, the current one is meant
+        device = current
+    there = memory.accelerator(device)
     if there.free_bytes is None:
         return None
     return there.free_bytes + (there.reserved_bytes or 0) - (there.allocated_bytes or 0)
-
-
-def _numbered(device: str, memory: MemorySnapshot) -> str:
-    """A device without a number is the current one of its kind."""
-    current = memory.current_device or ""
-    return current if ":" not in device and current.startswith(f"{device}:") else device
 
 
 def dry_run(
@@ -416,14 +401,11 @@ def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _recipe_of(module: Any) -> _Recipe:
+    """With its switches: slicing and the like, which are attributes and not in the config."""
     config: dict[str, Any] = dict(module.config)
-    return _Recipe(type(module), repr(config), _switches(module), config)
-
-
-def _switches(module: nn.Module) -> tuple[Switch, ...]:
-    """Slicing and the like, which are attributes and not in the config."""
     own = ((name, value) for name, value in vars(module).items() if name != "training")
-    return tuple((name, value) for name, value in own if isinstance(value, bool | int | float))
+    switches = tuple((name, value) for name, value in own if isinstance(value, bool | int | float))
+    return _Recipe(type(module), repr(config), switches, config)
 
 
 def _copy_without_weights(module: nn.Module) -> nn.Module:
@@ -537,13 +519,12 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._alive:
             return
         nbytes = storage.nbytes() if made_here else 0
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self.now -= nbytes
-
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
         self.now += nbytes
+
+    def _let_go(self, key: int, nbytes: int, _: object) -> None:
+        del self._alive[key]
+        self.now -= nbytes
 
 
 def _tensors_in(values: object) -> Iterator[Tensor]:
@@ -580,7 +561,8 @@ def learn(past: Iterable[Run | EncodingRecord]) -> Experience:
             elements = _elements(record, tried)
             if elements:
                 rates[kind].append(measured / elements)
-    return Experience(_tuples(ratios), _tuples(rates))
+    ratios_seen, rates_seen = ({kind: tuple(v) for kind, v in seen.items()} for seen in (ratios, rates))
+    return Experience(ratios_seen, rates_seen)
 
 
 def _records(past: Iterable[Run | EncodingRecord]) -> Iterable[EncodingRecord]:
@@ -623,21 +605,12 @@ def _elements(record: EncodingRecord, attempt: StrategyAttempt) -> int | None:
     sides = [given.height or 0, given.width or 0]
     batch = given.batch or 0
     if attempt.tile is not None:
-        factor = _factor(record)
-        if factor is None:
+        factor = 1  # pixels along one element of the input
+        if record.direction == "decoding":
+            factor = (None if record.vae is None else record.vae.spatial_factor) or 0
+        if not factor:
             return None
         tile = (attempt.tile.height // factor, attempt.tile.width // factor)
         sides = [min(pair) for pair in zip(sides, tile, strict=True)]
         batch = 1
     return math.prod((batch, given.frames or 1, given.channels or 0, *sides))
-
-
-def _factor(record: EncodingRecord) -> int | None:
-    """Pixels along one element of the input."""
-    if record.direction == "encoding":
-        return 1
-    return None if record.vae is None else record.vae.spatial_factor
-
-
-def _tuples(values: Mapping[Kind, list[float]]) -> dict[Kind, tuple[float, ...]]:
-    return {kind: tuple(measured) for kind, measured in values.items()}

@@ -11,7 +11,7 @@ call takes. Choices on several pipelines may hold one setting of the process at 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from sigmascope.probes.reading import attempt
 from sigmascope.records.run import JsonScalar, PipelineFacts, Role
 
 ImageEffect = Literal["none", "rounding", "precision", "approximation"]
-IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")
+IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = get_args(ImageEffect)
 """What a choice does to the image, the least first; see `OptimizationConfig.image`."""
 Gain = Literal["speed", "memory"]
 PIPELINE: Final = "pipeline"
@@ -35,19 +35,22 @@ Precision = Literal["bfloat16", "float16"]
 Offloading = Literal["model", "group"]
 Caching = Literal["first_block", "pyramid", "faster", "taylorseer"]
 Quantisation = Literal["int8", "float8"]
+_SWITCHES: Final = (
+    "vae_slicing",
+    "vae_tiling",
+    "layerwise_casting",
+    "fuse_qkv",
+    "channels_last",
+    "compile",
+    "fast_matmul",
+)
 _ALLOWED: Final[dict[str, tuple[object, ...]]] = {
     "image": IMAGE_EFFECTS,
-    "dtype": ("auto", None, "bfloat16", "float16"),
-    "offload": ("auto", None, "model", "group"),
-    "cache": ("auto", None, "first_block", "pyramid", "faster", "taylorseer"),
-    "quantisation": ("auto", None, "int8", "float8"),
-    "vae_slicing": ("auto", True, False),
-    "vae_tiling": ("auto", True, False),
-    "layerwise_casting": ("auto", True, False),
-    "fuse_qkv": ("auto", True, False),
-    "channels_last": ("auto", True, False),
-    "compile": ("auto", True, False),
-    "fast_matmul": ("auto", True, False),
+    "dtype": ("auto", None, *get_args(Precision)),
+    "offload": ("auto", None, *get_args(Offloading)),
+    "cache": ("auto", None, *get_args(Caching)),
+    "quantisation": ("auto", None, *get_args(Quantisation)),
+    **dict.fromkeys(_SWITCHES, ("auto", True, False)),
 }
 _BFLOAT16: Final = (8, 0)
 _FLOAT8: Final = (8, 9)
@@ -285,11 +288,9 @@ class OptimizationConfig:
     @classmethod
     def nothing(cls, **asked: JsonScalar) -> "OptimizationConfig":
         """A configuration that leaves all alone but what is asked for."""
-        off = {
-            name: False if True in allowed else None for name, allowed in _ALLOWED.items() if name != "image"
-        }
-        values: dict[str, object] = {**off, "attention_backend": None, **asked}
-        return cls(**values)  # type: ignore[arg-type]
+        off: dict[str, object] = dict.fromkeys(_SWITCHES, False)
+        off |= dict.fromkeys(("dtype", "offload", "cache", "quantisation", "attention_backend"))
+        return cls(**{**off, **asked})  # type: ignore[arg-type]
 
 
 def refuse_unknown(values: Mapping[str, object]) -> None:
@@ -315,35 +316,26 @@ def read_hardware(device: str | None = None, accelerator: Accelerator | None = N
     accelerator = detect_accelerator() if accelerator is None else accelerator
     snapshot = memory_snapshot(accelerator)
     ram = snapshot.ram_available_bytes
-    name = accelerator.current_device() if device is None else _numbered(device)
+    if device is None:
+        name, absence = accelerator.current_device(), accelerator.absence
+    else:
+        name, absence = device if ":" in device or device == "cpu" else f"{device}:0", None
     if name is None or name.startswith("cpu"):
-        absence = accelerator.absence if device is None else None
-        return Hardware(
-            "cpu", ram_available_bytes=ram, cpu_bfloat16=_cpu_multiplies_bfloat16(), absence=absence
-        )
+        capabilities = attempt(lambda: dict(torch.cpu.get_capabilities())).value or {}
+        bfloat16 = any(capabilities.get(feature) for feature in ("amx_bf16", "avx512_bf16"))
+        return Hardware("cpu", ram_available_bytes=ram, cpu_bfloat16=bfloat16, absence=absence)
     facts, memory = accelerator.facts(name), snapshot.accelerator(name)
+    free_bytes = memory.free_bytes
+    if free_bytes is not None:  # what the allocator holds without using it is as good as free
+        free_bytes += max(0, (memory.reserved_bytes or 0) - (memory.allocated_bytes or 0))
     return Hardware(
         name,
         facts.name,
         facts.total_bytes or memory.total_bytes,
-        _free(memory.free_bytes, memory.reserved_bytes, memory.allocated_bytes),
+        free_bytes,
         _capability(facts.compute_capability),
         ram,
     )
-
-
-def _numbered(device: str) -> str:
-    return device if ":" in device or device == "cpu" else f"{device}:0"
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    capabilities = attempt(lambda: dict(torch.cpu.get_capabilities()))
-    return any((capabilities.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))
-
-
-def _free(free: int | None, reserved: int | None, allocated: int | None) -> int | None:
-    """What the allocator holds without using it is as good as free."""
-    return None if free is None else free + max(0, (reserved or 0) - (allocated or 0))
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:
@@ -376,15 +368,15 @@ class PipelineParts:
 
     def parameter(self, name: str) -> inspect.Parameter | None:
         """A parameter of the pipeline's call; None: it has none of that name, or cannot be called."""
-        return call_parameters(self.pipeline).get(name)
+        if isinstance(self.pipeline, nn.Module | type):
+            return None
+        parameters = attempt(lambda: inspect.signature(type(self.pipeline).__call__).parameters).value
+        return None if parameters is None else parameters.get(name)
 
-
-def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a pipeline's `__call__`, by name; empty for a model alone."""
-    if isinstance(pipeline, nn.Module | type | str):
-        return {}
-    read = attempt(lambda: inspect.signature(type(pipeline).__call__).parameters)
-    return {} if read.value is None else {n: p for n, p in read.value.items() if n != "self"}
+    def default(self, name: str) -> Any:
+        """The default of such a parameter; None: there is none."""
+        parameter = self.parameter(name)
+        return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def parts_of(pipeline: Any) -> PipelineParts:
@@ -393,8 +385,7 @@ def parts_of(pipeline: Any) -> PipelineParts:
     Args:
         pipeline: What has `components` as diffusers' have; a denoiser alone counts as one of a single component.
     """
-    facts = pipeline_facts(pipeline)
-    return PipelineParts(pipeline, facts, models_of(pipeline))
+    return PipelineParts(pipeline, pipeline_facts(pipeline), models_of(pipeline))
 
 
 def models_of(pipeline: Any) -> dict[str, nn.Module]:
@@ -434,11 +425,10 @@ def planned_call(
 ) -> Call:
     """The call with these sizes, or else with the pipeline's own."""
     side = default_side(parts)
-    frames = num_frames or _default(parts, "num_frames") or 1
     return Call(
-        height or _default(parts, "height") or side,
-        width or _default(parts, "width") or side,
-        frames,
+        height or parts.default("height") or side,
+        width or parts.default("width") or side,
+        num_frames or parts.default("num_frames") or 1,
         batch_size,
         2 if _guides(parts) else 1,
     )
@@ -468,21 +458,20 @@ def config_value(model: object, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _default(parts: PipelineParts, name: str) -> Any:
-    parameter = parts.parameter(name)
-    return None if parameter is None or parameter.default is parameter.empty else parameter.default
-
-
 def _guides(parts: PipelineParts) -> bool:
     """Whether the pipeline, called without saying anything about guidance, computes two predictions at once.
 
     Qwen-Image, WAN and FLUX compute them one after the other, which takes no more memory.
     """
-    if any(hasattr(model, "cache_context") for model in parts.of_role("denoiser").values()):
-        one_after_the_other = parts.facts.class_name.startswith(("Flux", "Qwen", "Wan"))
-        if one_after_the_other:
-            return False
-    scale = _default(parts, "guidance_scale")
+    in_turn = any(hasattr(model, "cache_context") for model in parts.of_role("denoiser").values())
+    if in_turn and parts.facts.class_name.startswith(("Flux", "Qwen", "Wan")):
+        return False
+    return guidance_by_default(parts, "guidance_scale")
+
+
+def guidance_by_default(parts: PipelineParts, *names: str) -> bool:
+    """Whether the first of these parameters that the pipeline's call has asks for guidance."""
+    scale = next((parts.default(name) for name in names if parts.parameter(name)), None)
     return isinstance(scale, int | float) and scale > 1
 
 
@@ -490,7 +479,6 @@ Change = Literal["dtype", "device", "layout"]
 """What a choice does to weights, and so what has to be put back."""
 Undo = Callable[[], None]
 Considered = Iterator[Choice | NotTaken]
-NO_ACCELERATOR = "no accelerator"
 T = TypeVar("T")
 
 
@@ -525,30 +513,20 @@ class PlanningContext:
         """Whether a choice of one of these kinds was taken."""
         return any(choice.kind in kinds for choice in self.chosen)
 
-    def allows(self, effect: ImageEffect) -> bool:
-        """Whether that much may happen to the image."""
-        return IMAGE_EFFECTS.index(effect) <= IMAGE_EFFECTS.index(self.config.image)
-
     @property
     def no_accelerator(self) -> str:
         """Why it runs on the CPU."""
-        return self.hardware.absence or f"{NO_ACCELERATOR}: it is to run on the CPU"
+        return self.hardware.absence or "no accelerator: it is to run on the CPU"
 
-    def why_not(self, kind: str, component: str, effect: ImageEffect) -> NotTaken | None:
-        """A refusal for a choice that needs an accelerator and may do that much to the image; None: go on."""
-        if not self.hardware.is_accelerator:
-            return NotTaken(kind, component, self.no_accelerator)
-        return self.too_much(kind, component, effect)
+    def why_not(self, effect: ImageEffect) -> str | None:
+        """Why a choice that needs an accelerator may not do that much to the image; None: it may."""
+        return self.too_much(effect) if self.hardware.is_accelerator else self.no_accelerator
 
-    def too_much(self, kind: str, component: str, effect: ImageEffect) -> NotTaken | None:
-        """A refusal if that much may not happen to the image."""
-        if self.allows(effect):
+    def too_much(self, effect: ImageEffect) -> str | None:
+        """Why that much may not happen to the image; None: it may."""
+        if IMAGE_EFFECTS.index(effect) <= IMAGE_EFFECTS.index(self.config.image):
             return None
-        return NotTaken(
-            kind,
-            component,
-            f'it changes the image by {effect}, and the configuration allows "{self.config.image}"',
-        )
+        return f'it changes the image by {effect}, and the configuration allows "{self.config.image}"'
 
     @property
     def total_bytes(self) -> int:
@@ -574,10 +552,6 @@ class PlanningContext:
         """
         return max(self.denoiser_bytes or 0, self.least_vae_bytes or 0)
 
-    def as_mb(self, values: Mapping[str, int]) -> dict[str, float]:
-        """Bytes by name in MiB."""
-        return {name: value / 2**20 for name, value in values.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -599,16 +573,32 @@ class Kind:
     narrows: bool = False
 
 
-def of_each(
-    role: Role, consider: Callable[[PlanningContext, str, nn.Module], Choice | NotTaken]
+def consider_each(
+    kind: str, role: Role, consider: Callable[[PlanningContext, str, nn.Module], Choice | str]
 ) -> Callable[[PlanningContext], Considered]:
-    """What considers each of a pipeline's models of a role by itself."""
+    """What considers each of a pipeline's models of a role by itself: a choice, or why there is none."""
 
-    def consider_each(context: PlanningContext) -> Considered:
+    def considered(context: PlanningContext) -> Considered:
         for name, model in context.parts.of_role(role).items():
-            yield consider(context, name, model)
+            yield outcome(kind, name, consider(context, name, model))
 
-    return consider_each
+    return considered
+
+
+def consider_pipeline(
+    kind: str, consider: Callable[[PlanningContext], Choice | str]
+) -> Callable[[PlanningContext], Considered]:
+    """What considers a pipeline as a whole: a choice, or why there is none."""
+
+    def considered(context: PlanningContext) -> Considered:
+        yield outcome(kind, PIPELINE, consider(context))
+
+    return considered
+
+
+def outcome(kind: str, component: str, found: Choice | str) -> Choice | NotTaken:
+    """A choice; or what was left, if there is only a reason."""
+    return NotTaken(kind, component, found) if isinstance(found, str) else found
 
 
 def model_of(pipeline: Any, choice: Choice) -> Any:

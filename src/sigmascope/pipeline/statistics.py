@@ -95,7 +95,7 @@ def saved_pipeline_statistics(
         CheckpointError: It cannot be loaded.
         SigmascopeError: As of `pipeline_statistics`.
     """
-    from sigmascope.pipeline.bench_diffusers import load_pipeline
+    from sigmascope.pipeline.bench import load_pipeline
 
     with open_checkpoint(folder) as checkpoint:
         fingerprint = denoiser_fingerprint(checkpoint)

@@ -18,12 +18,13 @@ from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.pipeline.image_preprocessing import Pictures, folded, unfolded
 from sigmascope.pipeline.model_state import as_before, for_inference, put_in_ram
 from sigmascope.pipeline.tiling import in_tiles, plan
-from sigmascope.pipeline.vae_adapters import ComfyuiVae, Encoded, Vae, check_can_sample, check_count
+from sigmascope.pipeline.vae_adapters import ComfyuiVae, Encoded, Vae
 from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFacts
 
 _CPU = torch.device("cpu")
 _USUAL_FACTOR = 8
 """Pixels along one latent element of the usual VAEs, where the VAE does not say."""
+_ROUNDINGS: tuple[Literal["down"], Literal["up"]] = ("down", "up")
 _LARGEST_TILE = 512
 _SMALLEST_LATENT_TILE = 8
 """Tiles that are tried where none are asked for go from so many pixels down to so many latent elements."""
@@ -65,7 +66,7 @@ class Encoding:
     output_device: torch.device | None = None
     direction: Direction = "encoding"
     source: Tensor = field(init=False)
-    _last: Encoded | None = field(default=None, init=False)
+    _posterior: type[Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.source = self.pictures.tensor
@@ -92,22 +93,21 @@ class Encoding:
 
     def compared(self, raw: Tensor) -> Tensor:
         """What neighbouring tiles are held against each other by: the latent itself."""
-        posterior = None if self._last is None else self._last.posterior
-        return Encoded(raw, posterior).latent(sample=False, generator=None)
+        return Encoded(raw, self._posterior).latent(sample=False, generator=None)
 
     def finish(self, raw: Tensor) -> Tensor:
         """Draw from the distribution, or take its mode; frames get an axis of their own again."""
-        posterior = None if self._last is None else self._last.posterior
-        self._last = None
-        latent = Encoded(raw, posterior).latent(sample=self.sample, generator=self.generator)
-        if self.vae.facts.is_video is False:
-            check_count(latent, self.source, "latents", "pictures")
+        latent = Encoded(raw, self._posterior).latent(sample=self.sample, generator=self.generator)
+        _check_count(self, latent, "latents", "pictures")
         return unfolded(latent, self.pictures.frames)
 
     def _note(self, encoded: Encoded) -> Tensor:
-        if self.sample:
-            check_can_sample(encoded)
-        self._last = Encoded(encoded.tensor.new_empty(0), encoded.posterior)
+        if self.sample and encoded.posterior is None:
+            raise ConfigError(
+                "sample: this VAE gives no distribution whose parameters could be drawn from.",
+                hint="Leave sample=False.",
+            )
+        self._posterior = encoded.posterior
         return encoded.tensor
 
 
@@ -153,8 +153,7 @@ class Decoding:
 
     def finish(self, raw: Tensor) -> Tensor:
         """Frames get an axis of their own again."""
-        if self.vae.facts.is_video is False:
-            check_count(raw, self.source, "pictures", "latents")
+        _check_count(self, raw, "pictures", "latents")
         return raw if isinstance(self.vae, ComfyuiVae) else unfolded(raw, self._frames)
 
 
@@ -162,14 +161,24 @@ Work = Encoding | Decoding
 """What there is to do, by whichever strategy."""
 
 
+def _check_count(work: Work, made: Tensor, what: str, of: str) -> None:
+    """Refuse more or fewer results than were asked for, of a VAE that takes each picture by itself."""
+    given = len(work.source)
+    if work.vae.facts.is_video is False and made.shape[:1] != (given,):
+        raise ModelMismatchError(
+            f"The VAE gave {what} of shape {tuple(made.shape)} for {given} {of}.",
+            hint=f"Its results should have as many on the first axis as there are {of}.",
+        )
+
+
 def direct(work: Work) -> Outcome:
     """All at once, where the VAE computes."""
     with _undisturbed(work):
-        result = finite(work, work.finish(work.part(work.source, work.vae.device)))
+        result = _finite(work, work.finish(work.part(work.source, work.vae.device)))
     return Outcome(copy_back(result, work.output_device or work.vae.home))
 
 
-def finite(work: Work, result: Tensor) -> Tensor:
+def _finite(work: Work, result: Tensor) -> Tensor:
     """The result itself, once its device has told that every element is finite: one reduction, no copy.
 
     Raises:
@@ -212,7 +221,7 @@ def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
     """Picture by picture, in tiles."""
     with _undisturbed(work):
         raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
-        result = finite(work, work.finish(raw))
+        result = _finite(work, work.finish(raw))
     return Outcome(copy_back(result, work.output_device or work.vae.home), facts)
 
 
@@ -226,7 +235,7 @@ def _in_tiles(
         whole = work.vae_tiles(work.source, tiles.side, asked.overlap_height)
         if whole is not None:
             return whole, replace(asked, norm_statistics="per_tile", norm_reason="the VAE cut its own tiles")
-    factor = work.vae.facts.spatial_factor or measured_factor(work, tiles, device)
+    factor = work.vae.facts.spatial_factor or _measured_factor(work, tiles, device)
     seen: list[TileFacts] = []
     output: Tensor | None = None
     for index, part in enumerate(parts):
@@ -261,22 +270,23 @@ def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFac
     """What is known of tiles before anything is cut: by the VAE, where it cuts its own."""
     cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
     shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-    if (
-        tiles.overlap is None and cuts_its_own
-    ):  # ComfyUI fills what lies between whole latent elements with NaN
+    if tiles.overlap is None and cuts_its_own:
+        # ComfyUI fills what lies between whole latent elements with NaN.
         shared -= shared % (work.vae.facts.spatial_factor or 1)
     height, width = (min(tiles.side, side) for side in work.pixels)
     return TileFacts(height, width, shared, shared, by="vae" if cuts_its_own else "sigmascope")
 
 
-def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
+def _measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     """Pixels along one latent element, found by putting one tile through the VAE.
 
     Raises:
         ModelMismatchError: What comes out is not smaller (or larger) by a whole number, the same both ways.
     """
     side = tiles.side if work.direction == "encoding" else max(tiles.side // _USUAL_FACTOR, 1)
-    height, width = (_even(min(side, length)) for length in work.source.shape[-2:])
+    # Shortened to multiples of the usual factor, so that nothing is left over.
+    lengths = [min(side, length) for length in work.source.shape[-2:]]
+    height, width = (length // _USUAL_FACTOR * _USUAL_FACTOR or length for length in lengths)
     corner = work.source[:1, ..., :height, :width]
     made = work.part(corner, device)
     sides = list(zip(corner.shape[-2:], made.shape[-2:], strict=False)) if made.ndim > 2 else []
@@ -293,11 +303,6 @@ def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     return int(factor)
 
 
-def _even(length: int) -> int:
-    """Shortened to a multiple of the usual factor, so that nothing is left over."""
-    return max(length // _USUAL_FACTOR * _USUAL_FACTOR, 1) if length >= _USUAL_FACTOR else length
-
-
 def _one_in_tiles(
     part: Tensor, work: Work, tiles: Tiles, factor: int, device: torch.device, apart: str | None
 ) -> tuple[Tensor, TileFacts]:
@@ -305,22 +310,20 @@ def _one_in_tiles(
     scale = factor if work.direction == "decoding" else 1
     height, width = part.shape[-2] * scale, part.shape[-1] * scale
 
-    def with_rounding(rounding: Literal["down", "up"]) -> tuple[Tensor, TileFacts]:
-        return in_tiles(
-            lambda tile: work.part(tile, device),
-            part,
-            plan(height, width, tiles.side, tiles.overlap, factor, rounding=rounding),
-            modules=work.vae.modules,
-            apart=apart,
-            compared=work.compared,
-        )
-
-    try:
-        return with_rounding("down")
-    except ModelMismatchError:
-        if height % factor == 0 and width % factor == 0:
-            raise
-    return with_rounding("up")
+    for rounding in _ROUNDINGS:
+        try:
+            return in_tiles(
+                lambda tile: work.part(tile, device),
+                part,
+                plan(height, width, tiles.side, tiles.overlap, factor, rounding=rounding),
+                modules=work.vae.modules,
+                apart=apart,
+                compared=work.compared,
+            )
+        except ModelMismatchError:
+            if rounding == _ROUNDINGS[-1] or (height % factor == 0 and width % factor == 0):
+                raise
+    raise AssertionError  # the last one returns or raises
 
 
 def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) -> Outcome:
@@ -347,7 +350,7 @@ def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) 
         else:
             apart = "RAM does not hold the whole"  # which is why there are tiles
             raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False, apart=apart)
-        result = finite(work, work.finish(raw))
+        result = _finite(work, work.finish(raw))
         del raw
     if in_float32:
         narrow = result.to(own_dtype)

@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from sigmascope.pipeline.model_state import has_diffusers_hooks, tensors_of
-from sigmascope.pipeline.out_of_memory import free_ram, why_not_enough
+from sigmascope.pipeline.model_state import free_ram, has_diffusers_hooks, tensors_of, why_not_enough
 from sigmascope.probes.reading import describe, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -157,10 +156,9 @@ class _Meeting:
 
     def spans(self, place: "Place", sides: Sequence[int]) -> "tuple[Span, Span]":
         """Of a tile, along height and width."""
-        plan, (high, wide) = place.plan, self._scales
-        return plan.rows.features(place.row, sides[0], high), plan.columns.features(
-            place.column, sides[1], wide
-        )
+        (high, wide), (height, width) = self._scales, sides
+        rows, columns = place.plan.rows, place.plan.columns
+        return rows.features(place.row, height, high), columns.features(place.column, width, wide)
 
     def whole_sides(self, plan: "TilePlan") -> Iterator[int]:
         """Height and width of the whole's features, or a little more where a side is no multiple of the factor."""
@@ -496,7 +494,12 @@ class Tile:
         self.place = place
         self.attends_alone: str | None = None
         self._held = _Held(modules)
-        self._autocast = _autocast([part, *itertools.islice(tensors_of(modules), 1)])
+        weights = itertools.islice(tensors_of(modules), 1)
+        kinds = {"cpu", part.device.type, *(weight.device.type for weight in weights)} - {"meta"}
+        # What autocast does in the caller's thread, by kind of device.
+        self._autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+        }
         self._asked: Any = None
         self._put_back = False
         self.thread = _Thread(lambda: self._through(function, part))
@@ -630,27 +633,18 @@ class _Norms(TorchFunctionMode):
         self._seen, self._known = seen, known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.group_norm:
-            return self._group_norm(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        call = self._group_norm if func is functional.group_norm else func
+        return call(*args, **(kwargs or {}))
 
-    def _group_norm(self, norm: Any, input: Tensor, num_groups: int, *affine: Any, **others: Any) -> Tensor:
+    def _group_norm(self, input: Tensor, num_groups: int, *affine: Any, **others: Any) -> Tensor:
         index = len(self._seen)
         variance, mean = torch.var_mean(_grouped(input, num_groups), dim=2, correction=0)
         self._seen.append((mean, variance))
         if not self._known:
-            made: Tensor = norm(input, num_groups, *affine, **others)
-            return made
+            return functional.group_norm(input, num_groups, *affine, **others)
         if index >= len(self._known) or self._known[index][0].shape != mean.shape:
             raise ApartError("its tiles do not go through the same norms")
         return _AtNorm(input, num_groups, *affine, **others).normalised(input, *self._known[index])
-
-
-def _autocast(tensors: Iterable[Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
-    """What autocast does in this thread, by kind of device."""
-    kinds = {"cpu", *(one.device.type for one in tensors)} - {"meta"}
-    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
 
 
 def go_through(
@@ -682,11 +676,10 @@ def go_through(
                     continue
                 waiting.append(tile)
                 meeting = tile.meet(meeting)
-                if (
-                    tile is tiles[0]
-                ):  # the first has come from one meeting to the next, and the others to the one before
+                if tile is tiles[0]:
+                    # It has come from one meeting to the next, and the others to the one before.
                     before, last = _attributes(modules), before
-                    if last and not _same(last, before):
+                    if last and list(map(id, last)) != list(map(id, before)):
                         raise ApartError("it keeps what it saw from one layer to the next")
             if 0 < len(waiting) < len(coming):
                 raise ApartError("its tiles do not go through the same layers")
@@ -707,7 +700,3 @@ def _attributes(modules: Sequence[nn.Module]) -> list[object]:
     ]
     inner = (one.values() if isinstance(one, dict) else one for one in values if isinstance(one, dict | list))
     return [*values, *itertools.chain.from_iterable(inner)]
-
-
-def _same(before: Sequence[object], now: Sequence[object]) -> bool:
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from types import EllipsisType
 from typing import Literal
 
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.pipeline.model_state import as_before
-from sigmascope.pipeline.out_of_memory import free_memory, let_go
+from sigmascope.pipeline.model_state import as_before, free_memory, let_go
 from sigmascope.pipeline.tiles_together import (
     ApartError,
     SmallCopy,
@@ -73,20 +73,13 @@ class TileAxis:
     overlap: int
     starts: tuple[int, ...]
 
-    def latent_span(self, index: int) -> slice:
-        """The latent elements of a tile."""
-        start = self.starts[index]
-        return slice(start, min(start + self.tile, self.length))
-
-    def pixel_span(self, index: int) -> slice:
-        """The pixels of a tile. The last one's go to the end of the picture, whatever the factor."""
-        span = self.latent_span(index)
-        end = self.pixels if span.stop == self.length else span.stop * self.factor
-        return slice(span.start * self.factor, end)
-
     def span(self, index: int, *, latents: bool) -> slice:
-        """The latent elements or the pixels of a tile."""
-        return self.latent_span(index) if latents else self.pixel_span(index)
+        """The latent elements or the pixels of a tile. The last one's go to the end, whatever the factor."""
+        start = self.starts[index]
+        stop = min(start + self.tile, self.length)
+        if latents:
+            return slice(start, stop)
+        return slice(start * self.factor, self.pixels if stop == self.length else stop * self.factor)
 
     def spans(self, *, latents: bool) -> list[slice]:
         """Of all tiles."""
@@ -105,7 +98,7 @@ class TileAxis:
         """
         last = len(self.starts) - 1
         start = self.starts[index] * scale
-        span = self.latent_span(index)
+        span = self.span(index, latents=True)
         beyond = length - (span.stop - span.start) * scale
         if start.denominator > 1 or (beyond if index < last else abs(beyond) >= max(scale, 1)):
             raise ApartError(f"features of {length} do not lie on the grid of its tiles")
@@ -188,7 +181,7 @@ class TilePlan:
     def largest_input(self) -> tuple[int, int]:
         """Height and width in pixels of the largest part that the VAE is given."""
         height, width = (
-            max(span.stop - span.start for span in map(axis.pixel_span, range(len(axis.starts))))
+            max(span.stop - span.start for span in axis.spans(latents=False))
             for axis in (self.rows, self.columns)
         )
         return height, width
@@ -216,20 +209,16 @@ class Place:
 
     def where(self, *, latents: bool) -> Where:
         """Its latent elements or its pixels."""
-        plan = self.plan
-        rows, columns = (
-            plan.rows.span(self.row, latents=latents),
-            plan.columns.span(self.column, latents=latents),
-        )
-        return ..., rows, columns
+        rows, columns = self.plan.rows, self.plan.columns
+        return ..., rows.span(self.row, latents=latents), columns.span(self.column, latents=latents)
 
     def sides_of(self, places: int) -> tuple[int, ...] | None:
         """Height and width, after frames of videos, of features whose places are all on one axis.
 
         They are as large as the latent, or of pictures so many times two. None of features without such places.
         """
-        axes = (self.plan.rows, self.row), (self.plan.columns, self.column)
-        height, width = (axis.latent_span(index).stop - axis.starts[index] for axis, index in axes)
+        _, *spans = self.where(latents=True)
+        height, width = (span.stop - span.start for span in spans)
         if self.frames is not None:
             frames, rest = divmod(places, height * width)
             return None if rest or not 0 < frames <= self.frames else (frames, height, width)
@@ -271,52 +260,46 @@ def plan(
     Raises:
         ConfigError: A size that cannot work; the hint names sizes that can.
     """
-    tiles, overlaps = _both(tile), _both(overlap)
+    tiles = (tile, tile) if isinstance(tile, int) else tile
+    overlaps = overlap if isinstance(overlap, tuple) else (overlap, overlap)
     rows = _axis("height", height, tiles[0], overlaps[0], downscale, rounding)
     return TilePlan(rows, _axis("width", width, tiles[1], overlaps[1], downscale, rounding))
-
-
-def _both(sides: Sides | None) -> tuple[int, int] | tuple[None, None]:
-    if sides is None:
-        return None, None
-    return (sides, sides) if isinstance(sides, int) else sides
 
 
 def _axis(
     side: str,
     pixels: int,
-    tile: int | None,
+    tile: int,
     overlap: int | None,
     factor: int,
     rounding: Literal["down", "up"],
 ) -> TileAxis:
-    latent_tile = checked_tile(tile, factor)
-    shared = checked_overlap(overlap, latent_tile, factor)
+    if factor < 1:
+        raise ConfigError(
+            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
+        )
+    if tile < factor or tile % factor:
+        raise ConfigError(
+            f"tile: {tile} pixels are not a positive multiple of the VAE's factor {factor}.",
+            hint=f"Take {_nearest(tile, factor, factor, None)}.",
+        )
+    latent_tile, highest = tile // factor, tile - factor
+    if overlap is None:  # at least 1; 0 of tiles of 1
+        overlap = min(max(latent_tile // 4, 1), latent_tile - 1) * factor
+    if overlap < 0 or overlap % factor or overlap > highest:
+        raise ConfigError(
+            f"overlap: {overlap} pixels do not work with tiles of {tile}: it takes a multiple of the "
+            f"VAE's factor {factor} from 0 to {highest}.",
+            hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
+        )
     length = pixels // factor if rounding == "down" else -(-pixels // factor)
     if length < 1:
         raise ConfigError(
             f"{side}: {pixels} pixels are less than one latent element, which is {factor}.",
             hint=f"Give at least {factor} pixels.",
         )
+    shared = overlap // factor
     return TileAxis(pixels, length, factor, latent_tile, shared, tile_starts(length, latent_tile, shared))
-
-
-def checked_tile(tile: int | None, factor: int) -> int:
-    """A tile's side in latent elements.
-
-    Raises:
-        ConfigError: `factor` is below 1, or `tile` is not a positive multiple of it.
-    """
-    if factor < 1:
-        raise ConfigError(
-            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
-        )
-    if tile is None or tile < factor or tile % factor:
-        raise ConfigError(
-            f"tile: {tile} pixels are not a positive multiple of the VAE's factor {factor}.",
-            hint=f"Take {_nearest(tile or 0, factor, factor, None)}.",
-        )
-    return tile // factor
 
 
 def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
@@ -326,32 +309,6 @@ def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
     if highest is not None:
         below, above = min(below, highest), min(above, highest)
     return str(below) if below == above else f"{below} or {above}"
-
-
-def checked_overlap(overlap: int | None, tile: int, factor: int) -> int:
-    """What neighbours share, in latent elements; a quarter of the tile if None.
-
-    Raises:
-        ConfigError: It is not a multiple of `factor`, or tiles would not advance.
-    """
-    if overlap is None:
-        return quarter(tile)
-    highest = (tile - 1) * factor
-    if overlap < 0 or overlap % factor or overlap > highest:
-        raise ConfigError(
-            f"overlap: {overlap} pixels do not work with tiles of {tile * factor}: it takes a multiple of the "
-            f"VAE's factor {factor} from 0 to {highest}.",
-            hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
-        )
-    return overlap // factor
-
-
-def quarter(tile: int) -> int:
-    """The overlap of tiles that is taken if none is asked for: a quarter, at least 1; 0 of tiles of 1.
-
-    In latent elements, as is `tile`.
-    """
-    return min(max(tile // 4, 1), tile - 1)
 
 
 def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
@@ -416,10 +373,7 @@ def in_tiles(
     places = [Place(plan, row, column, frames) for row in range(rows) for column in range(columns)]
     whole = tuple(modules)
     reason = apart or why_apart(whole) or ("gradients are recorded" if torch.is_grad_enabled() else None)
-
-    def new_blend(*, inner: bool) -> _Blend:
-        return _Blend(plan, compared, progress, latents=not latents, inner=inner)
-
+    new_blend = partial(_Blend, plan, compared, progress, latents=not latents)
     if reason is None:
         blend = new_blend(inner=True)
         handled = sys.exception()
@@ -440,28 +394,18 @@ def in_tiles(
     parts = [(place, tensor[place.where(latents=latents)]) for place in places]
     if can_estimate(whole) and not torch.is_grad_enabled():
         try:
-            copy = _small_copy(tensor, plan, latents=latents)
-            return _estimated(function, copy, parts, new_blend(inner=False), reason)
+            blend = new_blend(inner=False)
+            estimate = SmallCopy(function, _small_copy(tensor, plan, latents=latents))
+            for place, part in parts:
+                blend.add(place, estimate.tile(part))
+            blend.differences += estimate.differences()
+            return blend.result("estimated", reason)
         except ApartError as error:
             reason = f"{reason}, and {error}"
     blend = new_blend(inner=False)
     for place, part in parts:
         blend.add(place, function(part))
     return blend.result("per_tile", reason)
-
-
-def _estimated(
-    function: Callable[[Tensor], Tensor],
-    copy: Tensor,
-    parts: Iterable[tuple[Place, Tensor]],
-    blend: "_Blend",
-    reason: str,
-) -> tuple[Tensor, TileFacts]:
-    estimate = SmallCopy(function, copy)
-    for place, part in parts:
-        blend.add(place, estimate.tile(part))
-    blend.differences += estimate.differences()
-    return blend.result("estimated", reason)
 
 
 def _small_copy(tensor: Tensor, plan: TilePlan, *, latents: bool) -> Tensor:

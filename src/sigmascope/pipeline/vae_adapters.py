@@ -83,7 +83,9 @@ class ModuleVae:
         self.facts = facts
         self.modules = modules_in(vae)
         self.kept: tuple[object, ...] = (vae, *(module for module in self.modules if module is not vae))
-        self.switches: dict[str, object] = _switches(vae)
+        # What keeps it from cutting tiles of its own.
+        cuts = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
+        self.switches: dict[str, object] = {"use_tiling": False} if cuts else {}
         self.float32_switches: dict[str, object] = {}
         self.one_each = type(vae).__name__ in _OF_PICTURES
         self.decodes_batch_together = _takes_frame_count(vae)
@@ -132,10 +134,8 @@ class ModuleVae:
             frames: How many of the batch are one video, where they are.
         """
         self._require("decode")
-        latents = latents.to(device, self.dtype or latents.dtype)
-        if self.decodes_batch_together:
-            return decoded(self.vae.decode(latents, num_frames=frames or 1))
-        return decoded(self.vae.decode(latents))
+        counted = {"num_frames": frames or 1} if self.decodes_batch_together else {}
+        return decoded(self.vae.decode(latents.to(device, self.dtype or latents.dtype), **counted))
 
     def _require(self, method: str) -> None:
         if not callable(getattr(self.vae, method, None)):
@@ -143,12 +143,6 @@ class ModuleVae:
                 f"vae: {type(self.vae).__name__} has no {method}().",
                 hint="Give a VAE of diffusers or ComfyUI, or any object with that method.",
             )
-
-
-def _switches(vae: object) -> dict[str, object]:
-    """What keeps it from cutting tiles of its own."""
-    has_tiles = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
-    return {"use_tiling": False} if has_tiles else {}
 
 
 def _takes_frame_count(vae: object) -> bool:
@@ -299,14 +293,9 @@ class ComfyuiVae:
         return _for_anybody(lambda: self.vae.decode_tiled(latents, tile_x=side, tile_y=side, overlap=shared))
 
     def _each(self, encode: Callable[[Tensor], Tensor], pixels: Tensor, values: Values) -> Tensor:
-        return torch.cat([encode(one) for one in self._nodes_pictures(pixels, values)])
-
-    def _nodes_pictures(self, pixels: Tensor, values: Values) -> list[Tensor]:
-        """What its nodes hand over: all pictures, or the frames of one video after the other."""
-        pixels = rescaled(pixels, values, self.values)
-        if pixels.ndim == 4:
-            return [pixels.movedim(1, -1)]
-        return [video.movedim(0, -1) for video in pixels]
+        """Encode what its nodes hand over: all pictures, or the frames of one video after the other."""
+        pixels = rescaled(pixels, values, self.values).movedim(1, -1)
+        return torch.cat([encode(given) for given in ([pixels] if pixels.ndim == 4 else pixels)])
 
     def _encode_by_hand(self, pixels: Tensor) -> Tensor:
         """What `VAE.encode` computes, on the CPU, past ComfyUI's placement of weights."""
@@ -318,16 +307,14 @@ class ComfyuiVae:
             single = getattr(vae, "not_video", False)
             pixels = pixels.unsqueeze(2) if single else pixels.movedim(1, 0).unsqueeze(0)
         prepared = vae.process_input(pixels).to("cpu", vae.vae_dtype)
-        return self._as_output(vae.first_stage_model.encode(prepared))
+        latents: Tensor = vae.first_stage_model.encode(prepared)
+        return latents.to(self.latent_dtype)
 
     def _decode_by_hand(self, latents: Tensor) -> Tensor:
         vae = self.vae
-        pixels = self._as_output(vae.first_stage_model.decode(latents.to("cpu", vae.vae_dtype)))
+        pixels = vae.first_stage_model.decode(latents.to("cpu", vae.vae_dtype)).to(self.latent_dtype)
         processed: Tensor = vae.process_output(pixels)
         return processed.movedim(1, -1)
-
-    def _as_output(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.latent_dtype)
 
 
 @contextmanager
@@ -369,29 +356,3 @@ def adapted(vae: object) -> Vae:
     inner = inner_vae(vae)
     facts = vae_facts(inner)
     return ComfyuiVae(inner, facts) if is_comfyui_vae(inner) else ModuleVae(inner, facts)
-
-
-def check_can_sample(one: Encoded) -> None:
-    """Refuse a draw where there is nothing to draw from.
-
-    Raises:
-        ConfigError: The VAE gives latents and no distribution.
-    """
-    if one.posterior is None:
-        raise ConfigError(
-            "sample: this VAE gives no distribution whose parameters could be drawn from.",
-            hint="Leave sample=False.",
-        )
-
-
-def check_count(made: Tensor, given: Tensor, what: str, of: str) -> None:
-    """Refuse more or fewer results than were asked for, of a VAE that takes each picture by itself.
-
-    Raises:
-        ModelMismatchError: The first axes differ.
-    """
-    if made.shape[:1] != given.shape[:1]:
-        raise ModelMismatchError(
-            f"The VAE gave {what} of shape {tuple(made.shape)} for {given.shape[0]} {of}.",
-            hint=f"Its results should have as many on the first axis as there are {of}.",
-        )

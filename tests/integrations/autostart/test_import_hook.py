@@ -74,7 +74,7 @@ def test_a_module_that_raises_raises_the_same(
     assert not [
         frame
         for frame in traceback.extract_tb(caught.tb)
-        if frame.filename.endswith("integrations/import_hook.py")
+        if frame.filename.endswith("integrations/autostart.py")
     ]
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sigmascope.pipeline.apply_undo import Structure, Weights
+from sigmascope.pipeline.apply_undo import Weights
+from sigmascope.pipeline.model_state import Structure
 
 
 class Holder:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sigmascope import decode_latents, encode_latents
 from sigmascope.errors import NonFiniteError
-from sigmascope.pipeline import attempts
-from sigmascope.pipeline.out_of_memory import Ram
+from sigmascope.pipeline import encode_decode as attempts
+from sigmascope.pipeline.model_state import Ram
 from sigmascope.records.latents import EncodingRecord, findings_of_record
 
 if TYPE_CHECKING:

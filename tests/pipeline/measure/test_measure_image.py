@@ -13,7 +13,7 @@ from sigmascope.errors import ConfigError
 
 
 def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: Any) -> None:
-    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16")
+    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16", repeats=1, warmup=0)
     tool = optimizer(dtype="bfloat16")
     first = generate(sd15, "sd15").double()
     with tool.applied(sd15):
@@ -22,7 +22,9 @@ def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: A
 
 
 def test_an_image_that_moved_too_far_is_dropped_however_fast(clock: Clock, sd15: Any) -> None:
-    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0)
+    found = measure(
+        sd15, generated(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0, repeats=1, warmup=0
+    )
     assert found.plan.choices == ()
     assert "90 are asked for" in found.results[0].verdict
 
@@ -39,7 +41,13 @@ def test_an_image_of_nan_is_dropped_however_fast(clock: Clock, sd15: Any) -> Non
 
 def test_a_call_without_a_seed_is_told_of(clock: Clock, sd15: Any) -> None:
     seeds = iter(range(100))
-    found = measure(sd15, lambda pipeline: (generate(pipeline, "sd15", seed=next(seeds)),), vae_slicing=True)
+    found = measure(
+        sd15,
+        lambda pipeline: (generate(pipeline, "sd15", seed=next(seeds)),),
+        vae_slicing=True,
+        repeats=2,
+        warmup=0,
+    )
     assert found.repeatable is False
     assert "did not give the same image twice" in str(found)
 

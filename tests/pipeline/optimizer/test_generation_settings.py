@@ -9,7 +9,12 @@ from tests.families import FAMILIES, generate, make_pipeline
 from tests.pipeline.optimized import CPU, H100, denoiser_of, warm_pipeline
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.optimizer import GenerationSettings, OptimizationConfig, PipelineOptimizer
+from sigmascope.pipeline.optimizer import (
+    GenerationSettings,
+    OptimizationConfig,
+    PipelineOptimizer,
+    settings_for,
+)
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -51,7 +56,7 @@ def test_every_argument_is_one_of_the_pipelines_call_and_has_a_reason(family: st
 def test_steps_are_the_pipelines_own_default(family: str) -> None:
     pipeline = warm_pipeline(family)
     default = inspect.signature(type(pipeline).__call__).parameters["num_inference_steps"].default
-    assert settings(pipeline)["num_inference_steps"] == default
+    assert settings_for(pipeline)["num_inference_steps"] == default
 
 
 @EVERY_FAMILY
@@ -59,7 +64,7 @@ def test_the_pipeline_runs_with_its_settings(family: str) -> None:
     pipeline = warm_pipeline(family)
     small = {"num_inference_steps": 1, "height": 32, "width": 32}
     small |= {"num_frames": 5} if FAMILIES[family].name.startswith("wan") else {}
-    assert generate(pipeline, family, **{**settings(pipeline), **small}).isfinite().all()
+    assert generate(pipeline, family, **{**settings_for(pipeline), **small}).isfinite().all()
 
 
 @pytest.mark.parametrize(("family", "side"), [("sd15", 32), ("flux", 256), ("sd3", 32)])

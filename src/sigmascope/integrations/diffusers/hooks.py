@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from sigmascope.integrations.autostart import without_this_frame
 from sigmascope.monitor.guard import Guard
 
+T = TypeVar("T")
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 After: TypeAlias = Callable[[object, BaseException | None], None]
@@ -50,22 +51,20 @@ class HookSet:
         self.guard = guard
         self.works = True
         self._undo: dict[object, tuple[Callable[[], object], Callable[[], None]]] = {}
-        self._targets: dict[int, Callable[[], object]] = {}
+        self._targets: ByIdentity[bool] = ByIdentity()
 
     def hook_method(self, thing: object, attribute: str, before: Before) -> None:
         """Hear an object's method: its class's, and what lies on the object itself under that name."""
-        self._targets[id(thing)] = reference_to(thing)
-
-        def before_target(target: object, args: Arguments, kwargs: Keywords) -> After | None:
-            return before(target, args, kwargs) if self._is_target(target) else None
-
+        self._targets.put(thing, True)
+        before_target = functools.partial(self._before_target, before)
         self.hook_class(type(thing), attribute, before_target)
         if attribute in getattr(thing, "__dict__", {}):
             self.hook_attribute(thing, attribute, before_target)
 
-    def _is_target(self, thing: object) -> bool:
-        target = self._targets.get(id(thing))
-        return target is not None and target() is thing
+    def _before_target(
+        self, before: Before, target: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
+        return before(target, args, kwargs) if self._targets.get(target) else None
 
     def hook_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -89,7 +88,7 @@ class HookSet:
         else:
             self._keep_or_undo(key, undo, owner)
 
-    def hook_module(self, module: object, before: BeforeModule, *, after: bool = True) -> None:
+    def hook_module(self, module: object, before: BeforeModule) -> None:
         """Hear every call of a module; a second time changes nothing.
 
         A module that is compiled in place is heard around its compiled call, where hooks would never run.
@@ -97,7 +96,6 @@ class HookSet:
         Args:
             module: A module; anything else is left alone.
             before: Called before a call with its arguments; gives what is to be called after it.
-            after: False: nothing is to be called after it, which is cheaper.
         """
         if not isinstance(module, nn.Module):
             return
@@ -105,7 +103,7 @@ class HookSet:
             self.forget(id(module))
             self.hook_attribute(module, COMPILED, lambda _, args, kwargs: before(args, kwargs))
         elif not self.has(id(module), module):
-            self._keep_or_undo(id(module), _hooked(module, before, after, self.failed), module)
+            self._keep_or_undo(id(module), _hooked(module, before, self.failed), module)
 
     def has(self, key: object, thing: object = None) -> bool:
         """Whether something of that key is on that thing."""
@@ -121,7 +119,8 @@ class HookSet:
             thing: On which it is, where the key is made of its `id`: another may get that when this one is gone.
         """
         self.forget(key)
-        self._undo[key] = (_no_thing if thing is None else reference_to(thing), undo)
+        gone = functools.partial(_pop, self._undo, key)
+        self._undo[key] = ((lambda: None) if thing is None else reference_to(thing, gone), undo)
 
     def _keep_or_undo(self, key: object, undo: Callable[[], None], thing: object) -> None:
         """Remember how to take off what is on already; if that fails, take it off now."""
@@ -137,17 +136,6 @@ class HookSet:
         if undo is not None:
             with suppress(Exception):
                 undo()
-
-    def forget_gone(self) -> None:
-        """Let go of what was put on things that are no more, whose `id` another thing may get."""
-        for key, (thing, _) in list(self._undo.items()):
-            if thing is not _no_thing and thing() is None:
-                self.forget(key)
-        forget_gone(self._targets)
-
-    def known_things(self) -> int:
-        """How many things it has put something on, those that are no more included."""
-        return len(self._undo) + len(self._targets)
 
     def failed(self, failure: Exception) -> None:
         """Work no more."""
@@ -169,11 +157,6 @@ class HookSet:
         self._targets.clear()
         if interrupt is not None:
             raise interrupt
-
-
-def _no_thing() -> object:
-    """Refers to nothing, where something is kept that is on no single thing."""
-    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +198,7 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
         undo = functools.partial(_forget, key, hook, listener)
         try:
             hook.put_on()
-            hook.set_listeners((*hook.listeners, listener))
+            hook.listeners = (*hook.listeners, listener)
         except BaseException:
             undo()
             raise
@@ -224,7 +207,7 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
 
 def _forget(key: tuple[int, str], hook: "MethodHook", listener: Listener) -> None:
     with _LOCK:
-        hook.set_listeners(tuple(other for other in hook.listeners if other is not listener))
+        hook.listeners = tuple(other for other in hook.listeners if other is not listener)
         if not hook.listeners and _METHOD_HOOKS.get(key) is hook:
             del _METHOD_HOOKS[key]
             hook.take_off()
@@ -252,15 +235,11 @@ class MethodHook:
 
     def __init__(self, owner: object, name: str) -> None:
         self.listeners: tuple[Listener, ...] = ()
-        self._owner = weakref.ref(owner)
+        self._owner = weakref.ref(owner, functools.partial(_pop, _METHOD_HOOKS, (id(owner), name)))
         self._name = name
         self._is_on = False
         self._before = vars(owner)[name]
         self._replacement = self._replaced(self._before, isinstance(owner, type))
-
-    def set_listeners(self, listeners: tuple[Listener, ...]) -> None:
-        """Let these listen from now on, and no others."""
-        self.listeners = listeners
 
     def put_on(self) -> None:
         """Replace the attribute, once."""
@@ -400,11 +379,8 @@ def _call_after(afters: list[tuple[After, Listener]], result: object, error: Bas
 
 
 def _hooked(
-    module: nn.Module, before: BeforeModule, after: bool, failed: Callable[[Exception], None]
+    module: nn.Module, before: BeforeModule, failed: Callable[[Exception], None]
 ) -> Callable[[], None]:
-    if not after:
-        hook = ModuleHook(before, failed)
-        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
     pairs = _PairedHooks(before)
     first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)
     try:
@@ -468,24 +444,38 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def forget_gone(references: dict[int, Callable[[], object]]) -> None:
-    """Take out of a table by `id` the things that are no more."""
-    for key, reference in list(references.items()):
-        if reference() is None:
-            references.pop(key, None)
+class ByIdentity(Generic[T]):
+    """What is known of things, each for as long as it lives: another may get its `id` then."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], object], T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, thing: object) -> T | None:
+        """What is known of it; None: nothing."""
+        known = self._known.get(id(thing))
+        return known[1] if known is not None and known[0]() is thing else None
+
+    def put(self, thing: object, value: T) -> None:
+        """Know this of it from now on."""
+        self._known[id(thing)] = (reference_to(thing, functools.partial(_pop, self._known, id(thing))), value)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
 
 
-def forget_others(table: dict[int, Any], known: Container[int]) -> None:
-    """Take out of a table what is not known."""
-    for key in list(table):
-        if key not in known:
-            table.pop(key, None)
+def _pop(table: dict[Any, Any], key: object, _: object) -> None:
+    """Take something out of a table. No lock is taken: garbage is collected anywhere."""
+    table.pop(key, None)
 
 
-def reference_to(thing: object) -> Callable[[], object]:
-    """What gives the thing for as long as others keep it alive."""
+def reference_to(thing: object, gone: Callable[[object], object] | None = None) -> Callable[[], object]:
+    """What gives the thing for as long as others keep it alive; `gone` is called when nobody does any more."""
     try:
-        return weakref.ref(thing)
+        return weakref.ref(thing, gone)
     except TypeError:  # it cannot be referred to weakly
         return lambda: thing
 

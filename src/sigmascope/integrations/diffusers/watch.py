@@ -12,11 +12,15 @@ from types import FunctionType, TracebackType
 from typing import Any, ClassVar, Final
 
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.diffusers.denoising import DenoiserObserver, SchedulerObserver
-from sigmascope.integrations.diffusers.encoding import TextEncodingObserver, VaeObserver
+from sigmascope.integrations.diffusers.components import (
+    LoadingObserver,
+    LoraObserver,
+    TextEncodingObserver,
+    TransferObserver,
+    VaeObserver,
+)
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
-from sigmascope.integrations.diffusers.loading import LoadingObserver, LoraObserver, TransferObserver
-from sigmascope.integrations.diffusers.pipeline_call import CallObserver
+from sigmascope.integrations.diffusers.pipeline_call import CallObserver, DenoiserObserver, SchedulerObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.probes.reading import describe

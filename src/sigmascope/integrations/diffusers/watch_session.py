@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -30,9 +31,8 @@ from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.autostart import when_loaded
 from sigmascope.integrations.diffusers.hooks import (
     COMPILED,
+    ByIdentity,
     HookSet,
-    forget_gone,
-    forget_others,
     reference_to,
 )
 from sigmascope.monitor.guard import Guard
@@ -48,8 +48,6 @@ OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
 STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
 """The stacks of this context, of all watches, the innermost last."""
-_FORGET_ABOVE: Final = 1000
-"""Of fewer things than these nobody asks whether they still are."""
 _LEAST_TO_JUDGE_LOAD: Final = 0.5
 """Seconds: the system counts what processors do in hundredths of one."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
@@ -90,9 +88,8 @@ class Session:
         self.is_everywhere = not pipelines
         self.observers = [kind(self) for kind in observers]
         self._named = pipelines
-        self._watched: dict[int, Callable[[], object]] = {}
-        self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
-        self._most_known = _FORGET_ABOVE
+        self._watched: ByIdentity[bool] = ByIdentity()
+        self._known: ByIdentity[tuple[tuple[object, ...], PipelineFacts]] = ByIdentity()
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
         self.open_calls = OpenCalls()
@@ -132,10 +129,10 @@ class Session:
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
-            self.guard.read("watch.stages", lambda stack=stack: self.open_calls.close_broken(stack))  # type: ignore[misc]
+            self.guard.read("watch.stages", partial(self.open_calls.close_broken, stack))
             # Bounded: a turn takes one out at least, unless taking out itself fails.
             for _ in range(len(stack.open)):
-                self.guard.read("watch.stages", lambda stack=stack: stack.end(error))  # type: ignore[misc]
+                self.guard.read("watch.stages", partial(stack.end, error))
         self.stacks.clear()
         self._watched.clear()
         self._known.clear()
@@ -165,15 +162,14 @@ class Session:
             return None
         self.watch_class(type(pipeline))
         for observer in self.observers:
-            self._safely(observer, lambda observer=observer: observer.attach(parts))  # type: ignore[misc]
+            self._safely(observer, partial(observer.attach, parts))
         self._close_left()
-        self._forget_gone()
         return parts.facts
 
     def watch_class(self, kind: type) -> None:
         """Put on what all pipelines of a class need. Never raises."""
         for observer in self.observers:
-            self._safely(observer, lambda observer=observer: observer.attach_class(kind))  # type: ignore[misc]
+            self._safely(observer, partial(observer.attach_class, kind))
 
     def stack_here(self, pipeline: object = None) -> "StageStack | None":
         """The session's stack of this context; None if what happens here is not its own.
@@ -195,10 +191,7 @@ class Session:
 
     def wants(self, pipeline: object) -> bool:
         """Whether this pipeline is one that is watched."""
-        if self.is_everywhere or pipeline is None:
-            return True
-        known = self._watched.get(id(pipeline))
-        return known is not None and known() is pipeline
+        return self.is_everywhere or pipeline is None or bool(self._watched.get(pipeline))
 
     def records(self, pipeline: object) -> bool:
         """Whether what happens in this context to a pipeline belongs to the session.
@@ -211,23 +204,18 @@ class Session:
         """
         if self.is_over or not self.wants(pipeline):
             return False
-        around = _recorders_here()
+        around = [frame.recorder for frame in frames_here()]
         if self.recorder in around:
             return True
         others = list(OPEN_SESSIONS)
         return not any(other.recorder in around and other.wants(pipeline) for other in others)
 
     def _parts(self, pipeline: object) -> "WatchedParts":
-        was = self._watched.get(id(pipeline))
-        if was is None or was() is not pipeline:
-            self._known.pop(id(pipeline), None)
-        self._watched[id(pipeline)] = reference_to(pipeline)
-        for inner in pipelines_in(pipeline):
-            self._watched[id(inner)] = reference_to(inner)
-        set_up = set_up_of(pipeline)
-        known = self._known.get(id(pipeline))
+        for watched in (pipeline, *pipelines_in(pipeline)):
+            self._watched.put(watched, True)
+        set_up, known = set_up_of(pipeline), self._known.get(pipeline)
         parts = take_apart(pipeline, known[1] if known is not None and known[0] == set_up else None)
-        self._known[id(pipeline)] = (set_up, parts.facts)
+        self._known.put(pipeline, (set_up, parts.facts))
         return parts
 
     def _safely(self, observer: "Observer", act: Callable[[], None]) -> None:
@@ -242,24 +230,7 @@ class Session:
         """Close what threads and tasks that are no more have left open."""
         while self.left_open:
             stack = self.left_open.popleft()
-            self.guard.read("watch.stages", lambda stack=stack: stack.end())  # type: ignore[misc]
-
-    def _forget_gone(self) -> None:
-        """Let go of pipelines, components and hooks that are no more, each time that there are twice as many."""
-        if self._known_things() <= self._most_known:
-            return
-        forget_gone(self._watched)
-        forget_others(self._known, self._watched)
-        for observer in self.observers:
-            self._safely(observer, observer.forget_gone)
-        self._most_known = _FORGET_ABOVE + 2 * self._known_things()
-
-    def forget_others(self, table: dict[int, Any]) -> None:
-        """Take out of a table by pipelines' `id` what is of none that is watched."""
-        forget_others(table, self._watched)
-
-    def _known_things(self) -> int:
-        return len(self._watched) + sum(observer.known_things() for observer in self.observers)
+            self.guard.read("watch.stages", stack.end)
 
 
 def _name_of(pipelines: tuple[object, ...]) -> str:
@@ -284,14 +255,13 @@ class Observer(HookSet):
 
     def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
         """Put something on a class, now or in the host's import of its module."""
+        self.keep_undo(key, when_loaded(module, name, partial(self._put_on_safely, put_on)))
 
-        def safely(kind: type) -> None:
-            try:
-                put_on(kind)
-            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-                self.failed(failure)
-
-        self.keep_undo(key, when_loaded(module, name, safely))
+    def _put_on_safely(self, put_on: Callable[[type], None], kind: type) -> None:
+        try:
+            put_on(kind)
+        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+            self.failed(failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,23 +335,6 @@ class StageStack:
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "denoising",
-        "is_guided",
-        "is_moving",
-        "is_tiled",
-        "most_calls_a_step",
-        "moved",
-        "open",
-        "pipeline",
-        "pipeline_id",
-        "planned_steps",
-        "runs",
-        "session",
-        "size",
-    )
 
     def __init__(self, session: Session, pipeline_id: int | None = None) -> None:
         self.open: list[tuple[str, LiveStage]] = []
@@ -638,11 +591,6 @@ def leave_stacks(*gone: StageStack) -> None:
         stack.session.stacks.pop(id(stack), None)
     kept = tuple(stack for stack in STACKS.get() if stack not in gone and not stack.session.is_over)
     STACKS.set(kept)
-
-
-def _recorders_here() -> list[Recorder]:
-    """The recorders whose blocks this context is in."""
-    return [frame.recorder for frame in frames_here()]
 
 
 def leave_recorder(recorder: Recorder) -> None:

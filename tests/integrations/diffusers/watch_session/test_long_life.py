@@ -13,7 +13,7 @@ from torch import nn
 
 import sigmascope
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.diffusers import hooks, watch_session
+from sigmascope.integrations.diffusers import hooks
 from sigmascope.integrations.diffusers.watch_session import OPEN_SESSIONS, Session
 
 
@@ -83,8 +83,7 @@ def garbage_waits() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("garbage_waits")
-def test_what_is_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_session, "_FORGET_ABOVE", 50)
+def test_what_is_no_more_is_forgotten() -> None:
     pipeline = Pipeline()
     gone: list[Any] = []
     with sigmascope.watch(pipeline, sample_hz=None, keep_generations=1), torch.no_grad():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.pipeline.out_of_memory import wait_for
+from sigmascope.pipeline.model_state import wait_for
 
 
 def test_the_cpu_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

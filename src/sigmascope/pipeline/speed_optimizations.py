@@ -16,19 +16,21 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from sigmascope.pipeline.optimizations.precision import is_quantised
+from sigmascope.pipeline.memory_optimizations import is_quantised
 from sigmascope.pipeline.plan import (
     PIPELINE,
     Choice,
     Considered,
     Kind,
-    NotTaken,
     PipelineParts,
     PlanningContext,
     ProcessSetting,
     Undo,
+    consider_each,
+    consider_pipeline,
+    guidance_by_default,
     model_of,
-    of_each,
+    outcome,
 )
 from sigmascope.probes.models import channels_last, is_compiled, layerwise_casting
 from sigmascope.probes.reading import attempt
@@ -39,7 +41,6 @@ _EAGER_PROCESSORS: Final = ("AttnProcessor", "SlicedAttnProcessor")
 _FUSED_PROCESSOR: Final = "AttnProcessor2_0"
 _CUDNN_IS_BEST: Final = (9, 0)
 """From Hopper on cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
-FUSED_QKV: Final = "fused_qkv"
 
 
 def consider_attention(context: PlanningContext) -> Considered:
@@ -47,8 +48,8 @@ def consider_attention(context: PlanningContext) -> Considered:
     for name, model in context.parts.of_role("denoiser").items():
         eager = _eager_modules(model)
         if eager and context.config.attention_backend is not None:
-            yield _fused_attention_of(context, name, len(eager))
-        yield _backend_of(context, name, model)
+            yield outcome(ATTENTION, name, _fused_attention_of(context, name, len(eager)))
+        yield outcome(ATTENTION, name, _backend_of(context, name, model))
 
 
 def _eager_modules(model: nn.Module) -> list[nn.Module]:
@@ -59,9 +60,8 @@ def _eager_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _fused_attention_of(context: PlanningContext, name: str, count: int) -> Choice | NotTaken:
-    refusal = context.too_much(ATTENTION, name, "rounding")
-    return refusal or Choice(
+def _fused_attention_of(context: PlanningContext, name: str, count: int) -> Choice | str:
+    return context.too_much("rounding") or Choice(
         ATTENTION,
         name,
         f"pipe.{name}.set_attn_processor({_FUSED_PROCESSOR}())",
@@ -73,26 +73,28 @@ def _fused_attention_of(context: PlanningContext, name: str, count: int) -> Choi
     )
 
 
-def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
-    asked = context.config.attention_backend
+def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
+    asked, hardware = context.config.attention_backend, context.hardware
     if asked is None:
-        return NotTaken(ATTENTION, name, "switched off")
-    if not hasattr(model, "set_attention_backend") or not _switchable(model):
-        return NotTaken(
-            ATTENTION, name, "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
-        )
-    backend = asked if asked != "auto" else "_native_cudnn"
+        return "switched off"
+    processors = (getattr(part, "processor", None) for part in model.modules())
+    has_switch = any(hasattr(processor, "_attention_backend") for processor in processors)
+    if not has_switch or not hasattr(model, "set_attention_backend"):
+        return "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
+    backend, reason = asked, "Asked for."
     if asked == "auto":
-        refusal = context.why_not(ATTENTION, name, "rounding") or _own_choice_is_best(context, name)
+        backend = "_native_cudnn"
+        reason = f"On {hardware} cuDNN's attention is ahead of FlashAttention 2."
+        refusal = context.why_not("rounding")
         if refusal is not None:
             return refusal
+        if hardware.kind != "cuda" or hardware.capability is None or hardware.capability < _CUDNN_IS_BEST:
+            return "PyTorch chooses the fastest of its kernels by itself on this device"
     return Choice(
         ATTENTION,
         name,
         f'pipe.{name}.set_attention_backend("{backend}")',
-        "Asked for."
-        if asked != "auto"
-        else f"On {context.hardware} cuDNN's attention is ahead of FlashAttention 2.",
+        reason,
         "time in attention, which grows with the square of the number of tokens",
         "speed",
         "precision" if "sage" in backend else "rounding",
@@ -100,23 +102,14 @@ def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice
     )
 
 
-def _switchable(model: nn.Module) -> bool:
-    processors = (getattr(part, "processor", None) for part in model.modules())
-    return any(hasattr(processor, "_attention_backend") for processor in processors)
-
-
-def _own_choice_is_best(context: PlanningContext, name: str) -> NotTaken | None:
-    capability = context.hardware.capability
-    if context.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
-        return None
-    return NotTaken(ATTENTION, name, "PyTorch chooses the fastest of its kernels by itself on this device")
-
-
 def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
     """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
     model = model_of(pipeline, choice)
     if choice.options["backend"] == _FUSED_PROCESSOR:
-        _set_fused(model)
+        fused = importlib.import_module("diffusers.models.attention_processor").AttnProcessor2_0
+        for part in _eager_modules(model):
+            processor: Any = fused()
+            part.set_processor(processor)  # type: ignore[operator]
         return None
     undo = _DEFAULT_BACKEND.hold()
     try:
@@ -125,13 +118,6 @@ def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
         undo()
         raise
     return undo
-
-
-def _set_fused(model: nn.Module) -> None:
-    fused = importlib.import_module("diffusers.models.attention_processor").AttnProcessor2_0
-    for part in _eager_modules(model):
-        processor: Any = fused()
-        part.set_processor(processor)  # type: ignore[operator]
 
 
 def _backend_registry() -> Any:
@@ -145,21 +131,28 @@ _DEFAULT_BACKEND: Final = ProcessSetting(
 ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)
 
 
-def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+FUSED_QKV: Final = "fused_qkv"
+
+
+def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
     """On request only: LoRAs loaded afterwards would change layers that no longer work."""
-    if context.config.fuse_qkv is False:
-        return NotTaken(FUSED_QKV, name, "switched off")
-    if not can_fuse(model):
-        return NotTaken(FUSED_QKV, name, f"{type(model).__name__} does not offer it")
-    if any(getattr(part, "fused_projections", False) is True for part in model.modules()):
-        return NotTaken(FUSED_QKV, name, "they are fused already")
-    if any(hasattr(part, "lora_A") for part in model.modules()):
-        return NotTaken(FUSED_QKV, name, "a LoRA is loaded, which fused layers would leave out")
+    asked = context.config.fuse_qkv
+    parts = list(model.modules())
+    if asked is False:
+        return "switched off"
+    if not _can_fuse(model):
+        return f"{type(model).__name__} does not offer it"
+    if any(getattr(part, "fused_projections", False) is True for part in parts):
+        return "they are fused already"
+    if any(hasattr(part, "lora_A") for part in parts):
+        return "a LoRA is loaded, which fused layers would leave out"
     if context.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
-        return NotTaken(FUSED_QKV, name, "the weights are not of one kind that could be put together")
-    if context.config.fuse_qkv == "auto":
-        reason = "it gains little, and LoRAs that are loaded later would change layers that no longer work"
-        return NotTaken(FUSED_QKV, name, f"{reason}; ask for it by fuse_qkv=True")
+        return "the weights are not of one kind that could be put together"
+    if asked == "auto":
+        return (
+            "it gains little, and LoRAs that are loaded later would change layers that no longer work; "
+            "ask for it by fuse_qkv=True"
+        )
     return Choice(
         FUSED_QKV,
         name,
@@ -171,14 +164,13 @@ def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) ->
     )
 
 
-def can_fuse(model: nn.Module) -> bool:
+def _can_fuse(model: nn.Module) -> bool:
     """Whether fusing does anything to a model: some classes inherit the method and have nothing to fuse by it."""
-    if not hasattr(model, "fuse_qkv_projections"):
+    method: Any = getattr(type(model), "fuse_qkv_projections", None)
+    if method is None:
         return False
-    method: Any = type(model).fuse_qkv_projections  # type: ignore[attr-defined]
-    overridden = "AttentionMixin" not in method.__qualname__
     own = any(getattr(part, "_supports_qkv_fusion", False) is True for part in model.modules())
-    return overridden or own
+    return own or "AttentionMixin" not in method.__qualname__
 
 
 def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
@@ -186,40 +178,31 @@ def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
     model_of(pipeline, choice).fuse_qkv_projections()
 
 
-FUSED_QKV_KIND: Final = Kind(FUSED_QKV, of_each("denoiser", consider_fused_qkv), apply_fused_qkv)
+FUSED_QKV_KIND: Final = Kind(
+    FUSED_QKV, consider_each(FUSED_QKV, "denoiser", consider_fused_qkv), apply_fused_qkv
+)
 
 
 COMPILE: Final = "compile"
 _FEWEST_GENERATIONS: Final = 5
 """Compiling blocks takes some ten to sixty seconds; what a generation gains is seconds."""
-FAST_MATMUL: Final = "fast_matmul"
-_TF32: Final = (8, 0)
-"""The compute capability from which NVIDIA's devices have TensorFloat-32."""
-_MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
-    torch.backends.cuda.matmul,
-    getattr(torch.backends.mkldnn, "matmul", None),
-)
-CHANNELS_LAST: Final = "channels_last"
 
 
-def consider_compile(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+def consider_compile(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
     """On an accelerator, where enough is generated for it to pay."""
     asked, backend = context.config.compile, context.config.compile_backend
     if asked is False:
-        return NotTaken(COMPILE, name, "switched off")
-    blocks = _repeated_blocks(model)
-    reason = None
+        return "switched off"
+    repeated = getattr(model, "_repeated_blocks", None) or ()
+    blocks = [part for part in model.modules() if type(part).__name__ in repeated]
     if not blocks:
-        reason = f"{type(model).__name__} does not tell which of its blocks repeat"
-    elif is_compiled(model):
-        reason = "it is compiled already"
-    elif asked == "auto":
-        refusal = context.why_not(COMPILE, name, "rounding")
+        return f"{type(model).__name__} does not tell which of its blocks repeat"
+    if is_compiled(model):
+        return "it is compiled already"
+    if asked == "auto":
+        refusal = context.why_not("rounding") or _compiling_gains_nothing(context, name, model, backend)
         if refusal is not None:
             return refusal
-        reason = _compiling_gains_nothing(context, name, model, backend)
-    if reason is not None:
-        return NotTaken(COMPILE, name, reason)
     classes = ", ".join(sorted({type(block).__name__ for block in blocks}))
     return Choice(
         COMPILE,
@@ -232,11 +215,6 @@ def consider_compile(context: PlanningContext, name: str, model: nn.Module) -> C
         {"backend": backend},
         {"blocks": len(blocks), "generations": context.config.generations},
     )
-
-
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    repeated = getattr(model, "_repeated_blocks", None) or ()
-    return [part for part in model.modules() if type(part).__name__ in repeated]
 
 
 def _compiling_gains_nothing(
@@ -260,30 +238,39 @@ def apply_compile(pipeline: Any, choice: Choice) -> None:
     model_of(pipeline, choice).compile_repeated_blocks(backend=choice.options["backend"])
 
 
-COMPILE_KIND: Final = Kind(COMPILE, of_each("denoiser", consider_compile), apply_compile)
+COMPILE_KIND: Final = Kind(COMPILE, consider_each(COMPILE, "denoiser", consider_compile), apply_compile)
 
 
-def consider_fast_matmul(context: PlanningContext) -> Considered:
+FAST_MATMUL: Final = "fast_matmul"
+_TF32: Final = (8, 0)
+"""The compute capability from which NVIDIA's devices have TensorFloat-32."""
+_MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.mkldnn, "matmul", None),
+)
+
+
+def consider_fast_matmul(context: PlanningContext) -> Choice | str:
     """TensorFloat-32 where weights stay in float32; cuDNN's trying where there are convolutions."""
-    asked = context.config.fast_matmul
+    asked, hardware = context.config.fast_matmul, context.hardware
     if asked is False:
-        yield NotTaken(FAST_MATMUL, PIPELINE, "switched off")
-        return
+        return "switched off"
     is_unet = context.parts.facts.architecture == "UNet"
     wide = torch.float32 in context.dtypes.values()
     if asked == "auto":
-        refusal = context.why_not(
-            FAST_MATMUL, PIPELINE, "precision" if wide else "rounding"
-        ) or _tf32_gains_nothing(context, wide, is_unet)
+        refusal = context.why_not("precision" if wide else "rounding")
         if refusal is not None:
-            yield refusal
-            return
-    yield Choice(
+            return refusal
+        if hardware.kind != "cuda" or (hardware.capability is not None and hardware.capability < _TF32):
+            return "this device has no TensorFloat-32"
+        if not wide and not is_unet:
+            return "nothing in it computes in float32, and it has few convolutions"
+    calls = ['torch.set_float32_matmul_precision("high")'] * wide
+    calls += ["torch.backends.cudnn.benchmark = True"] * is_unet
+    return Choice(
         FAST_MATMUL,
         PIPELINE,
-        'torch.set_float32_matmul_precision("high")' * wide
-        + "; " * (wide and is_unet)
-        + "torch.backends.cudnn.benchmark = True" * is_unet,
+        "; ".join(calls),
         "Some weights are in float32."
         if wide
         else "Its convolutions are of the same few sizes in every step.",
@@ -292,17 +279,6 @@ def consider_fast_matmul(context: PlanningContext) -> Considered:
         "precision" if wide else "rounding",
         {"matmul": wide or not is_unet, "benchmark": is_unet},
     )
-
-
-def _tf32_gains_nothing(context: PlanningContext, wide: bool, is_unet: bool) -> NotTaken | None:
-    capability = context.hardware.capability
-    if context.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
-        return NotTaken(FAST_MATMUL, PIPELINE, "this device has no TensorFloat-32")
-    if not wide and not is_unet:
-        return NotTaken(
-            FAST_MATMUL, PIPELINE, "nothing in it computes in float32, and it has few convolutions"
-        )
-    return None
 
 
 def apply_fast_matmul(pipeline: Any, choice: Choice) -> Undo:
@@ -333,33 +309,37 @@ def _write_flags(before: Mapping[str, Any]) -> None:
 
 
 _PROCESS_FLAGS: Final = ProcessSetting(_read_flags, _write_flags)
-FAST_MATMUL_KIND: Final = Kind(FAST_MATMUL, consider_fast_matmul, apply_fast_matmul)
+FAST_MATMUL_KIND: Final = Kind(
+    FAST_MATMUL, consider_pipeline(FAST_MATMUL, consider_fast_matmul), apply_fast_matmul
+)
+
+
+CHANNELS_LAST: Final = "channels_last"
 
 
 def consider_channels_last(context: PlanningContext) -> Considered:
     """For UNets, and VAEs of images, in half precision on NVIDIA's devices."""
-    models = context.parts.of_role("denoiser") | context.parts.of_role("vae")
-    for name, model in models.items():
+    for name, model in (context.parts.of_role("denoiser") | context.parts.of_role("vae")).items():
         if channels_last(model) is not None:
-            yield _channels_last_of(context, name, model)
+            yield outcome(CHANNELS_LAST, name, _channels_last_of(context, name, model))
 
 
-def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
     asked = context.config.channels_last
     if asked is False:
-        return NotTaken(CHANNELS_LAST, name, "switched off")
+        return "switched off"
     if channels_last(model):
-        return NotTaken(CHANNELS_LAST, name, "they lie so already")
+        return "they lie so already"
     if any(parameter.dim() == 5 for parameter in model.parameters()):
-        return NotTaken(
-            CHANNELS_LAST, name, "it has convolutions over time as well, for which this is no format"
-        )
+        return "it has convolutions over time as well, for which this is no format"
     if asked == "auto":
-        refusal = context.why_not(CHANNELS_LAST, name, "rounding") or _channels_last_gains_nothing(
-            context, name
-        )
+        refusal = context.why_not("rounding")
         if refusal is not None:
             return refusal
+        if context.hardware.kind != "cuda":
+            return "what it gains on this device is not known"
+        if context.dtypes.get(name) not in (torch.float16, torch.bfloat16):
+            return "it gains in half precision, and this is not"
     return Choice(
         CHANNELS_LAST,
         name,
@@ -369,14 +349,6 @@ def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> 
         "speed",
         "rounding",
     )
-
-
-def _channels_last_gains_nothing(context: PlanningContext, name: str) -> NotTaken | None:
-    if context.hardware.kind != "cuda":
-        return NotTaken(CHANNELS_LAST, name, "what it gains on this device is not known")
-    if context.dtypes.get(name) not in (torch.float16, torch.bfloat16):
-        return NotTaken(CHANNELS_LAST, name, "it gains in half precision, and this is not")
-    return None
 
 
 def apply_channels_last(pipeline: Any, choice: Choice) -> None:
@@ -411,17 +383,16 @@ _CALLS: Final = {
 }
 
 
-def consider_cache(context: PlanningContext, name: str, model: nn.Module) -> Choice | NotTaken:
+def consider_cache(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
     """Where the image may be an approximation."""
     asked = context.config.cache
     if asked is None:
-        return NotTaken(CACHE, name, "switched off")
+        return "switched off"
     cache = "first_block" if asked == "auto" else asked
     reason = _why_unsupported(context.parts, model, cache)
-    if reason is not None:
-        return NotTaken(CACHE, name, reason)
-    refusal = context.too_much(CACHE, name, "approximation") if asked == "auto" else None
-    return refusal or Choice(
+    if reason is None and asked == "auto":
+        reason = context.too_much("approximation")
+    return reason or Choice(
         CACHE,
         name,
         f"pipe.{name}.enable_cache({_CALLS[cache]})",
@@ -444,7 +415,7 @@ def _why_unsupported(parts: PipelineParts, model: nn.Module, cache: str) -> str 
             return f"{pipeline_class.__name__} does not tell the cache which branch of guidance it computes"
     elif not hasattr(pipeline_class, "current_timestep"):
         return f"{pipeline_class.__name__} does not tell its timestep"
-    elif tells_branches(parts.pipeline) and _guides(parts):
+    elif tells_branches(parts.pipeline) and guidance_by_default(parts, "true_cfg_scale", "guidance_scale"):
         return (
             f"{pipeline_class.__name__} computes the branches of guidance in turn, and this cache would give one of "
             "them the other's attention"
@@ -460,13 +431,6 @@ def tells_branches(pipeline: Any) -> bool:
     """Whether the pipeline's loop calls `cache_context`, as those do that compute the branches in turn."""
     function = inspect.unwrap(type(pipeline).__call__)
     return "cache_context" in getattr(getattr(function, "__code__", None), "co_names", ())
-
-
-def _guides(parts: PipelineParts) -> bool:
-    """Whether the pipeline guides by default. Where there is `true_cfg_scale`, the other scale is an input."""
-    parameter = parts.parameter("true_cfg_scale") or parts.parameter("guidance_scale")
-    scale = None if parameter is None else parameter.default
-    return isinstance(scale, int | float) and scale > 1
 
 
 def _blocks_are_known(model: nn.Module) -> bool:
@@ -509,4 +473,4 @@ def _cache_config(cache: str, pipeline: Any) -> Any:
     )
 
 
-CACHE_KIND: Final = Kind(CACHE, of_each("denoiser", consider_cache), apply_cache)
+CACHE_KIND: Final = Kind(CACHE, consider_each(CACHE, "denoiser", consider_cache), apply_cache)

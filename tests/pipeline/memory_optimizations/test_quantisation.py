@@ -12,7 +12,7 @@ from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import CPU, RTX_4090, T4, automatic, chosen, optimizer, reason, warm_pipeline
 from torch import nn
 
-from sigmascope.pipeline.optimizations import precision
+from sigmascope.pipeline import memory_optimizations as precision
 
 
 def _round_to_127(module: nn.Module, config: object) -> None:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.pipeline.bench_diffusers.pipelines import TinyPipeline
+from tests.pipeline.bench.pipelines import TinyPipeline
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.bench_diffusers import call_arguments, check_call, parameters_of, what_was_made
+from sigmascope.pipeline.bench import call_arguments, check_call, parameters_of, what_was_made
 from sigmascope.records.performance import BenchCase, Made
 
 

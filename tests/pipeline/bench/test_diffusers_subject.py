@@ -4,11 +4,10 @@ import pytest
 import torch
 from PIL import Image
 from tests.families import FAMILIES, make_pipeline
-from tests.pipeline.bench_diffusers.pipelines import TinyPipeline, WithoutCallback
+from tests.pipeline.bench.pipelines import TinyPipeline, WithoutCallback
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.bench import BenchOptions, run_benchmark
-from sigmascope.pipeline.bench_diffusers import DiffusersSubject
+from sigmascope.pipeline.bench import BenchOptions, DiffusersSubject, run_benchmark
 from sigmascope.records.performance import BenchCase, Made
 
 CPU = torch.device("cpu")

@@ -5,8 +5,9 @@ import pytest
 
 from sigmascope import encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline import attempts, out_of_memory
-from sigmascope.pipeline.out_of_memory import Ram, free_ram, why_not_enough
+from sigmascope.pipeline import encode_decode as attempts
+from sigmascope.pipeline import model_state as out_of_memory
+from sigmascope.pipeline.model_state import Ram, free_ram, why_not_enough
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample

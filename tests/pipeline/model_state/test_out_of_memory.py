@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.pipeline.out_of_memory import let_go
+from sigmascope.pipeline.model_state import let_go
 from sigmascope.probes.reading import is_out_of_memory
 
 

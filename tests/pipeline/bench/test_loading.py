@@ -5,7 +5,7 @@ import torch
 from tests.families import make_pipeline
 
 from sigmascope.errors import CheckpointError
-from sigmascope.pipeline.bench_diffusers import Offload, load_pipeline
+from sigmascope.pipeline.bench import Offload, load_pipeline
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
-from tests.pipeline.bench_diffusers.pipelines import TinyPipeline, WithoutCallback
+from tests.pipeline.bench.pipelines import TinyPipeline, WithoutCallback
 from torch import nn
 
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.pipeline.bench_diffusers import PipelineStages
+from sigmascope.pipeline.bench import PipelineStages
 from sigmascope.records.run import Run, Stage
 
 
