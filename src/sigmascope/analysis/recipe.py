@@ -127,7 +127,9 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
     if not sentences[0] and (told or recipe):
         sentences.insert(0, "Times are as before.")
     changes = [_in_words(name, sides) for name, sides in recipe.items()]
-    if changes and not any(change in told for change in changes):
+    callback = recipe.get("callback", ("", ""))[1]
+    is_told = any(change in told for change in changes) or (callback != "" and callback in told)
+    if changes and not is_told:
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
