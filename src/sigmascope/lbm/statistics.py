@@ -14,9 +14,8 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.images import Size, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
-from sigmascope.lora.collect_statistics import collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["lbm_statistics", "noise_pictures"]
@@ -71,7 +70,7 @@ def lbm_statistics(
     if asked:
         raise ConfigError(
             f"the model takes {', '.join(asked)} beside the source.",
-            hint="Call sigmascope.lora.collect_statistics with your own pictures for them.",
+            hint="Call sigmascope.collect_statistics with your own pictures for them.",
         )
 
     def run() -> None:

@@ -19,14 +19,14 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import AlignedLora, align
+from sigmascope.lora.alignment import AlignedLora
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
-from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
-from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
+from sigmascope.lora.merge import MergeMethod, aligned_with, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
+from sigmascope.lora.resize import InputLora
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BakeReport", "MergedTensor", "bake_loras"]
@@ -225,16 +225,6 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
             f"is quantised ({key}: {how}), and a change added to it would be lost to rounding.",
             hint="Merge into the checkpoint in float, fp16 or bf16, and quantise the result.",
         )
-
-
-def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
-    """Name an open LoRA's modules by a checkpoint's layers.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one layer.
-    """
-    layers = [key.removesuffix(_WEIGHT) for key in base]
-    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
 
 
 class TargetTensor(NamedTuple):

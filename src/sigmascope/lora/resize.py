@@ -25,21 +25,20 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.adapters import form_delta
+from sigmascope.lora.adapters import WeightChange, form_delta
 from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
-from sigmascope.lora.merge_methods import InputLora
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.statistics import RIDGE, LayerMetric, ModelStatistics, load_statistics_of, require_ridge
-from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
     LoraWriter,
@@ -53,8 +52,8 @@ from sigmascope.records.run import Finding
 
 __all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
-# Kinds of change that depend on the base weight.
-_NEEDS_BASE: Final = frozenset({"dora", "set"})
+NEEDS_BASE: Final = frozenset({"dora", "set"})
+"""Kinds of change that depend on the base weight."""
 _FINGERPRINTS: Final = (BASE_FINGERPRINT, TUNED_FINGERPRINT)  # of models that statistics may be of
 _CPU: Final = torch.device("cpu")
 _TARGET: Final = "OUT"  # what the command calls the file to write
@@ -82,6 +81,30 @@ class RankPlan(NamedTuple):
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         return json.dumps(asked, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class InputLora:
+    """One LoRA that went in.
+
+    Attributes:
+        path: As given.
+        weight: What its change was multiplied with.
+        format: `native`, `kohya`, `peft` or `comfyui`.
+        modules: How many it has.
+        file_bytes: Size of its file.
+    """
+
+    path: Path
+    weight: float
+    format: str
+    modules: int
+    file_bytes: int
+
+    @classmethod
+    def of(cls, lora: LoraFile, path: Path, weight: float = 1.0) -> "InputLora":
+        """Describe an open LoRA; `path` is the one given, which may be a folder."""
+        return cls(path, weight, lora.format, len(lora.names), (lora.path or path).stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +349,16 @@ def resize_lora(
         }
         compact = plan.budget is not None
         with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
-            modules = _write_modules(output, split, dtype, plan, metrics, progress)
+            others = {name: 4 * split.lora.facts_of(name).parameters for name in split.carried}
+            resizer = Resizer(
+                shapes=split.shapes,
+                old_ranks={name: split.old_rank(name) for name in split.reduced},
+                load=partial(split.load, dtype, metrics),
+                plan=plan,
+                storage=output.storage(dtype, others),
+            )
+            carried = ((name, split.lora.changes[name]) for name in split.carried)
+            modules = write_reduced(output, resizer, carried, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -364,7 +396,7 @@ class _Split:
         formed = tuple(
             name
             for name in lora.changes
-            if lora.kind_of(name) not in _NEEDS_BASE and len(lora.shape_of(name)) > 1
+            if lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
         )
         carried = tuple(name for name in lora.changes if name not in set(formed))
         return cls(lora, (*lora.modules, *formed), formed, carried)
@@ -384,31 +416,31 @@ class _Split:
         return self.lora.rank_of(name) if name in self.lora.modules else None
 
 
-def _write_modules(
+def write_reduced(
     output: LoraWriter,
-    split: _Split,
-    dtype: torch.dtype,
-    plan: RankPlan,
-    metrics: "Metrics | None",
+    resizer: "Resizer",
+    carried: Iterable[tuple[str, WeightChange]],
     progress: Progress,
 ) -> tuple[ResizedModule, ...]:
-    lora = split.lora
-    others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
-    reduction = Resizer(
-        shapes=split.shapes,
-        old_ranks={name: split.old_rank(name) for name in split.reduced},
-        load=partial(split.load, dtype, metrics),
-        plan=plan,
-        storage=output.storage(dtype, others),
-    )
+    """Reduce every module and write it, and then what has no rank.
+
+    Args:
+        output: Open.
+        resizer: Of the modules.
+        carried: Names and changes that are written as they are, read when their turn comes.
+        progress: Told after each module.
+
+    Raises:
+        ConfigError: As of `Resizer.run`, or nothing is left to write.
+    """
     modules = []
-    for module, factors in reduction.run(progress):
+    for module, factors in resizer.run(progress):
         modules.append(module)
         if factors is not None:
             output.write(module.name, factors)
-    for name in split.carried:
-        output.write_change(name, lora.changes[name])
-    require_modules(modules, plan)
+    for name, change in carried:
+        output.write_change(name, change)
+    _require_modules(modules, resizer.plan)
     return tuple(modules)
 
 
@@ -605,7 +637,7 @@ def _cut(name: str, change: Truncatable, rank: int) -> Truncated:
         raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
+def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
     """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:

@@ -202,7 +202,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*rest: Any, **more: Any) -> None:
         raise AssertionError("a layer was read")
 
-    monkeypatch.setattr("sigmascope.lora.extract.extract_layer", work)
+    monkeypatch.setattr("sigmascope.lora.layer_extraction.extract_layer", work)
 
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])

@@ -39,7 +39,7 @@ from sigmascope.cli.options import (
 from sigmascope.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.extraction_report import ExtractionReport
+    from sigmascope.lora.extract import ExtractionReport
     from sigmascope.lora.statistics import ModelStatistics
 
 EPILOG = """Examples:
