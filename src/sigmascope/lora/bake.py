@@ -227,17 +227,13 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
-class TargetTensor(NamedTuple):
-    """One LoRA's change of one tensor, still in its file."""
-
-    position: int
-    weight: float
-    layer: str
+Target = tuple[int, float, str]
+"""One LoRA's change of one tensor, still in its file: position of the LoRA, weight, layer."""
 
 
 def match_tensors(
     base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
-) -> tuple[dict[str, list[TargetTensor]], dict[int, tuple[str, ...]]]:
+) -> tuple[dict[str, list[Target]], dict[int, tuple[str, ...]]]:
     """Find the tensor of every change.
 
     Returns:
@@ -247,7 +243,7 @@ def match_tensors(
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
     """
-    by_key: dict[str, list[TargetTensor]] = {}
+    by_key: dict[str, list[Target]] = {}
     unmatched: dict[int, tuple[str, ...]] = {}
     wrong: list[str] = []
     for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
@@ -261,7 +257,7 @@ def match_tensors(
             if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
                 wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
             if weight != 0.0:
-                by_key.setdefault(key, []).append(TargetTensor(position, weight, layer))
+                by_key.setdefault(key, []).append((position, weight, layer))
         if aligned_lora.unmatched or without_tensor:
             unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
     if wrong:
@@ -318,7 +314,7 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    targets: Mapping[str, Sequence[TargetTensor]],
+    targets: Mapping[str, Sequence[Target]],
     aligned: Sequence[AlignedLora],
     method: MergeMethod,
     metadata: Mapping[str, str],

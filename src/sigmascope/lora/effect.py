@@ -585,40 +585,33 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     Raises:
         ModelMismatchError: They change weights of different shape.
     """
-    first, second = _Spaces.of(a), _Spaces.of(b)
-    inner = a.inner(b)
-    if first is None or second is None:
-        return _by_bases(a, b, inner)
-    columns = first.columns.mT @ (as_float64(a.up).mT @ as_float64(b.up)) @ second.columns
-    rows = first.rows.mT @ (as_float64(a.down) @ as_float64(b.down).mT) @ second.rows
-    ranks = len(first.values), len(second.values)
-    return SharedSpaces(_share(columns), _share(rows), ranks, (first.norm, second.norm), inner)
+    first, second = _coordinates(a), _coordinates(b)
+    if first is not None and second is not None:
+        columns = first.columns.mT @ (as_float64(a.up).mT @ as_float64(b.up)) @ second.columns
+        rows = first.rows.mT @ (as_float64(a.down) @ as_float64(b.down).mT) @ second.rows
+    else:
+        first, second = bases_of(a), bases_of(b)
+        columns, rows = first.columns.mT @ second.columns, first.rows.mT @ second.rows
+    return SharedSpaces(
+        columns=min(1.0, _mean_square(columns)),
+        rows=min(1.0, _mean_square(rows)),
+        ranks=(len(first.values), len(second.values)),
+        norms=(float(first.values.norm()), float(second.values.norm())),
+        inner=a.inner(b),
+    )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Spaces:
-    """up·columns and downᵀ·rows are orthonormal bases, of as many directions as there are values."""
-
-    columns: Tensor
-    rows: Tensor
-    values: Tensor
-
-    @property
-    def norm(self) -> float:
-        return float(self.values.norm())
-
-    @classmethod
-    def of(cls, factors: LoraFactors) -> "_Spaces | None":
-        """None if the factors are too nearly dependent, or zero."""
-        up, down = as_float64(factors.up), as_float64(factors.down)
-        left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
-        if left is None or right is None:
-            return None
-        u, values, vh = torch.linalg.svd((left[0] @ right[0].mT).mul(factors.scale))
-        kept = kept_values(values)
-        if kept == 0:
-            return None
-        return cls(left[1] @ u[:, :kept], right[1] @ vh[:kept].mT, values[:kept])
+def _coordinates(factors: LoraFactors) -> "ChangeBases | None":
+    """C and D such that up·C and downᵀ·D are the bases; None if the factors are too nearly dependent, or zero."""
+    up, down = as_float64(factors.up), as_float64(factors.down)
+    left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
+    if left is None or right is None:
+        return None
+    u, values, vh = torch.linalg.svd((left[0] @ right[0].mT).mul(factors.scale))
+    kept = kept_values(values)
+    if kept == 0:
+        return None
+    return ChangeBases(left[1] @ u[:, :kept], right[1] @ vh[:kept].mT, values[:kept])
 
 
 def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -636,18 +629,9 @@ def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
     return lower.mT * lengths, inverse / lengths[:, None]
 
 
-def _share(cosines: Tensor) -> float:
-    return min(1.0, float(cosines.square().sum()) / min(cosines.shape))
-
-
-def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
-    first, second = bases_of(a), bases_of(b)
-    columns, rows = (
-        min(1.0, subspace_overlap(*pair))
-        for pair in ((first.columns, second.columns), (first.rows, second.rows))
-    )
-    norms = float(first.values.norm()), float(second.values.norm())
-    return SharedSpaces(columns, rows, (len(first.values), len(second.values)), norms, inner)
+def _mean_square(cosines: Tensor) -> float:
+    smaller = min(cosines.shape)
+    return float(cosines.square().sum()) / smaller if smaller else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -688,8 +672,7 @@ def subspace_overlap(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) 
         first: Orthonormal columns.
         second: The same, of the same length.
     """
-    smaller = min(first.shape[1], second.shape[1])
-    return float((first.mT @ second).square().sum()) / smaller if smaller else 0.0
+    return _mean_square(first.mT @ second)
 
 
 def principal_angles(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:

@@ -46,13 +46,12 @@ from sigmascope.lora.layer_extraction import (
     file_weights,
     read_factors,
     resolve_device,
-    statistics_for,
 )
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
 from sigmascope.lora.layers import layer_order
 from sigmascope.lora.linalg import fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
-from sigmascope.lora.statistics import ModelStatistics
+from sigmascope.lora.statistics import ModelStatistics, load_statistics_of
 from sigmascope.lora.validation_report import (
     BlockError,
     ModuleError,
@@ -188,6 +187,16 @@ def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks
             f"--biases_and_norms: {error.message}",
             hint="Use --format native, which keeps the model's own names.",
         ) from error
+
+
+def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
+    """As of `load_statistics_of`, made with either of the two models."""
+    places = [pair.layout.split(layer) for layer in pair.layers]
+    return load_statistics_of(
+        path,
+        {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)},
+        [inner if part == "denoiser" else None for part, inner in places],
+    )
 
 
 def extraction_metadata(

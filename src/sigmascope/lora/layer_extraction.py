@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -26,7 +25,6 @@ from sigmascope.files import short_path
 from sigmascope.lora.budget import Budget, StorageCost, Weights, refuse_storage, weight_of
 from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layers import Coverage, in_coverage
 from sigmascope.lora.linalg import (
@@ -44,7 +42,6 @@ from sigmascope.lora.statistics import (
     RIDGE,
     LayerMetric,
     ModelStatistics,
-    load_statistics_of,
     require_ridge,
 )
 from sigmascope.lora.writer import STORAGE_DTYPES, SavePrecision
@@ -297,9 +294,7 @@ class Extraction:
             return None
         return true_error(layers, patterns, weights)
 
-    def _round(
-        self, number: int, wanted: "Mapping[str, RankPolicy | int | None]"
-    ) -> "dict[str, LayerRecord]":
+    def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> "dict[str, LayerRecord]":
         """Work through some layers; None as policy: the layer is excluded."""
         decomposed = {
             layer: read_record(self._journal, f"{number}:{layer}")
@@ -309,7 +304,7 @@ class Extraction:
         self._total += len(wanted)
         self._done += len(decomposed)
 
-        def work(layer: str) -> "LayerRecord":
+        def work(layer: str) -> LayerRecord:
             policy = wanted[layer]
             left_out: LeftOutReason | None = None
             if policy is None:
@@ -426,16 +421,6 @@ def _tighter(allowed: Budget, asked: float, error: float) -> Budget:
     return replace(allowed, max_error=tightened)
 
 
-def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
-    """As of `load_statistics_of`, made with either of the two models."""
-    places = [pair.layout.split(layer) for layer in pair.layers]
-    return load_statistics_of(
-        path,
-        {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)},
-        [inner if part == "denoiser" else None for part, inner in places],
-    )
-
-
 def extract_layer(
     reader: "LayerReader",
     layer: str,
@@ -475,28 +460,22 @@ def extract_layer(
             hint="Close what else runs there, or use --workers 1 or --device cpu.",
         ) from error
     if stored is None:
-        return _left_out(change, reason or "rank_0", metric), None
-    whole = bool(stored.errors.isnan().any())
-    record = LayerRecord(
-        shape=tuple(change.delta.shape),
-        delta_norm=change.delta_norm,
-        base_norm=change.base_norm,
-        largest=change.largest,
-        reason=None,
-        whole=whole,
-        values=stored.spectrum.values,
-        errors=stored.errors,
-        weighted_norm=math.sqrt(stored.spectrum.total_energy),
-        weighted=stored.weighted,
-    )
-    return record, stored.factors
+        return _record(change, reason or "rank_0", None, metric), None
+    return _record(change, None, stored, metric), stored.factors
 
 
-def _left_out(change: "LayerDelta", reason: LeftOutReason, metric: LayerMetric | None) -> "LayerRecord":
-    nothing = torch.empty(0, dtype=torch.float64)
-    shape = tuple(change.delta.shape)
-    weighted_norm = change.delta_norm
-    if metric is not None:
+def _record(
+    change: "LayerDelta",
+    reason: LeftOutReason | None,
+    stored: RoundedFactors | None,
+    metric: LayerMetric | None,
+) -> "LayerRecord":
+    shape, weighted_norm = tuple(change.delta.shape), change.delta_norm
+    values = errors = weighted = torch.empty(0, dtype=torch.float64)
+    if stored is not None:
+        values, errors, weighted = stored.spectrum.values, stored.errors, stored.weighted
+        weighted_norm = math.sqrt(stored.spectrum.total_energy)
+    elif metric is not None:
         weighted_norm = frobenius_norm(metric.weigh(change.delta.reshape(matrix_shape(shape))))
     return LayerRecord(
         shape=shape,
@@ -504,11 +483,11 @@ def _left_out(change: "LayerDelta", reason: LeftOutReason, metric: LayerMetric |
         base_norm=change.base_norm,
         largest=change.largest,
         reason=reason,
-        whole=False,
-        values=nothing,
-        errors=nothing,
+        whole=bool(errors.isnan().any()),
+        values=values,
+        errors=errors,
         weighted_norm=weighted_norm,
-        weighted=nothing,
+        weighted=weighted,
     )
 
 

@@ -16,7 +16,7 @@ from sigmascope import svg
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.budget import Budget, StorageCost
-from sigmascope.lora.extract import extraction_metadata, resolve_format, storage_cost
+from sigmascope.lora.extract import extraction_metadata, resolve_format, statistics_for, storage_cost
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
     ExtractOptions,
@@ -25,7 +25,6 @@ from sigmascope.lora.layer_extraction import (
     extract_layer,
     layer_weights,
     resolve_device,
-    statistics_for,
     true_error,
 )
 from sigmascope.lora.layers import in_coverage

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -525,9 +526,9 @@ def collect_statistics(
         raise ConfigError(
             f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
         )
-    sketches = Sketches(full_up_to, rank, seed)
+    new_sum = _sums(full_up_to, rank, seed)
     known = _layers_of(model)
-    of_module = {module: LayerSums(module, sketches) for module in known.values() if _is_plain(module)}
+    of_module = {module: LayerSums(module, new_sum) for module in known.values() if _is_plain(module)}
     sums = {name: of_module.get(module) for name, module in known.items()}
     if not of_module:
         raise ConfigError(
@@ -613,30 +614,21 @@ def _finished(
     return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
 
 
-class Sketches:
-    """Makes sums, those of wide layers as sketches; layers of one width share the sketch's columns.
+NewSum = Callable[[int, torch.device], MomentSum]
+"""Gives an empty sum over rows of a width."""
 
-    Args:
-        full_up_to: Width up to which a sum is kept whole.
-        rank: Directions that are kept of wider ones.
-        seed: Of the columns.
-    """
 
-    def __init__(self, full_up_to: int, rank: int, seed: int) -> None:
-        self._full_up_to = full_up_to
-        self._rank = rank
-        self._seed = seed
-        self._columns: dict[tuple[int, torch.device], Tensor] = {}
+def _sums(full_up_to: int, rank: int, seed: int) -> NewSum:
+    """Whole sums up to a width, and sketches of wider ones; layers of one width share the sketch's columns."""
 
-    def new_sum(self, size: int, device: torch.device) -> MomentSum:
-        """An empty sum over rows of a width."""
-        if size <= self._full_up_to:
-            return MomentSum(size, device)
-        columns = self._columns.get((size, device))
-        if columns is None:
-            columns = sketch_columns(size, self._rank, self._seed + size).to(device)
-            self._columns[size, device] = columns
-        return MomentSum(size, device, columns)
+    @cache
+    def columns(size: int, device: torch.device) -> Tensor:
+        return sketch_columns(size, rank, seed + size).to(device)
+
+    def new_sum(size: int, device: torch.device) -> MomentSum:
+        return MomentSum(size, device, None if size <= full_up_to else columns(size, device))
+
+    return new_sum
 
 
 class LayerSums:
@@ -644,15 +636,15 @@ class LayerSums:
 
     Args:
         module: The layer.
-        sketches: Makes its sums.
+        new_sum: Makes its sums.
     """
 
-    def __init__(self, module: nn.Module, sketches: Sketches) -> None:
+    def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._sizes = matrix_shape(tuple(weight.shape))
         self._module = module
-        self._sketches = sketches
+        self._new_sum = new_sum
         self._inputs: MomentSum | None = None
         self._outputs: MomentSum | None = None
         self._handle: RemovableHandle | None = None
@@ -691,7 +683,7 @@ class LayerSums:
         if not (isinstance(given, Tensor) and torch.is_grad_enabled()):
             return output  # where the model itself forbids gradients, none can come back
         for rows in _rows_in(module, given):
-            self._inputs = self._inputs or self._sketches.new_sum(self._sizes[1], rows.device)
+            self._inputs = self._inputs or self._new_sum(self._sizes[1], rows.device)
             self._inputs.add(rows)
         if not output.requires_grad:
             # Nothing before it needs a gradient, as in a time embedding. A leaf could not be changed in place.
@@ -701,7 +693,7 @@ class LayerSums:
 
     def _felt(self, gradient: Tensor) -> None:
         rows = _rows_out(self._module, gradient)
-        self._outputs = self._outputs or self._sketches.new_sum(self._sizes[0], rows.device)
+        self._outputs = self._outputs or self._new_sum(self._sizes[0], rows.device)
         self._outputs.add(rows)
 
 

@@ -29,9 +29,9 @@ def test_the_table_ends_with_a_command_that_makes_what_was_planned(
     )
     flags = [
         "--max_rank",
-        4,
+        2,
         "--exclude",
-        "conv_in|conv_out|up_blocks",
+        "conv_in|conv_out",
         "--save_precision",
         "bf16",
         "--parts",
@@ -39,10 +39,10 @@ def test_the_table_ends_with_a_command_that_makes_what_was_planned(
     ]
     code, out, err = plan(BASE_PATH, TUNED_PATH, *flags, "--picture", "plan.svg")
     assert code == 0, err
-    assert "Layers that changed  57" in out  # of 133
+    assert "Layers that changed  131" in out  # 133 without the two
     assert "knee: " in Path("plan.svg").read_text(encoding="utf-8")
     told = json.loads(plan(BASE_PATH, TUNED_PATH, *flags, "--json")[1])
-    assert [one["rank"] for one in told["fixed"]] == [1, 2, 4]
+    assert [one["rank"] for one in told["fixed"]] == [1, 2]
     assert told["tried"] == []
     command = next(line for line in out.splitlines() if line.startswith("Next: sigmascope "))
     code, made, err = sigmascope(*shlex.split(command)[2:], "--json")
