@@ -27,7 +27,6 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.alignment import joined_sizes
 from sigmascope.lora.budget import StorageCost
-from sigmascope.lora.decompose import at_full_rank
 from sigmascope.lora.families import (
     BASE_FINGERPRINT,
     TUNED_FINGERPRINT,
@@ -350,11 +349,8 @@ def write_extracted(
     with writer:
         for layer, decomposed in layers.items():
             if decomposed.rank > 0:
-                if decomposed.record.whole:
-                    factors = at_full_rank(reader.read(layer).delta, options.storage_dtype).factors
-                else:
-                    factors = read_factors(journal, decomposed.name, decomposed.rank)
-                writer.write(layer, factors)
+                dtype = options.storage_dtype
+                writer.write(layer, read_factors(journal, reader, layer, decomposed, dtype))
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
 

@@ -719,8 +719,12 @@ def read_record(journal: Journal, name: str) -> LayerRecord:
     return LayerRecord(**(facts | known | {"shape": tuple(facts["shape"])}))
 
 
-def read_factors(journal: Journal, name: str, rank: int) -> LoraFactors:
-    """The stored factors of a layer, cut to their first columns."""
-    tensors, facts = journal.read(name)
-    up, down = tensors["up"][:, :rank], tensors["down"][:rank]
-    return LoraFactors(up, down, float(rank), tuple(facts["shape"]))
+def read_factors(
+    journal: Journal, reader: LayerReader, layer: str, decomposed: DecomposedLayer, dtype: torch.dtype
+) -> LoraFactors:
+    """The factors of a layer as they are stored, cut to the rank it gets; those of a whole layer are made again."""
+    if decomposed.record.whole:
+        return at_full_rank(reader.read(layer).delta, dtype).factors
+    tensors, facts = journal.read(decomposed.name)
+    rank = decomposed.rank
+    return LoraFactors(tensors["up"][:, :rank], tensors["down"][:rank], float(rank), tuple(facts["shape"]))

@@ -32,10 +32,10 @@ from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
 from sigmascope.lora.file import LoraFile, as_text, check_target, family_in, refuse_files, refuse_inputs
-from sigmascope.lora.linalg import at_least_float32, same_matrix
-from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
+from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
+    EVERYTHING,
     NEEDS_BASE,
     InputLora,
     Metrics,
@@ -286,7 +286,7 @@ def _rank_plan(changes: "MergedChanges", options: CombineOptions) -> RankPlan:
             f"{what}, so a rank has to be chosen.",
             hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
         )
-    return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+    return EVERYTHING
 
 
 def _provenance(

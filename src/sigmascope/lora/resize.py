@@ -33,7 +33,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
+from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
@@ -81,6 +81,10 @@ class RankPlan(NamedTuple):
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         return json.dumps(asked, ensure_ascii=False)
+
+
+EVERYTHING: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+"""All the rank that there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,10 +341,13 @@ def resize_lora(
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
         aligned = align_all([original])
-        split = _Split.of(aligned.loras[0])
+        layers = aligned.loras[0]
+        formed = tuple(name for name in layers.changes if _has_rank(layers, name))
+        carried = tuple(name for name in layers.changes if name not in set(formed))
+        shapes = {name: layers.shape_of(name) for name in (*layers.modules, *formed)}
         metrics = None
         if statistics is not None:
-            metrics = Metrics.read(statistics, ridge, [original], split.shapes, plan)
+            metrics = Metrics.read(statistics, ridge, [original], shapes, plan)
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
@@ -349,16 +356,17 @@ def resize_lora(
         }
         compact = plan.budget is not None
         with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
-            others = {name: 4 * split.lora.facts_of(name).parameters for name in split.carried}
             resizer = Resizer(
-                shapes=split.shapes,
-                old_ranks={name: split.old_rank(name) for name in split.reduced},
-                load=partial(split.load, dtype, metrics),
+                shapes=shapes,
+                old_ranks={name: layers.rank_of(name) if name in layers.modules else None for name in shapes},
+                load=partial(_load, layers, dtype, metrics),
                 plan=plan,
-                storage=output.storage(dtype, others),
+                storage=output.storage(
+                    dtype, {name: 4 * layers.facts_of(name).parameters for name in carried}
+                ),
             )
-            carried = ((name, split.lora.changes[name]) for name in split.carried)
-            modules = write_reduced(output, resizer, carried, progress)
+            unchanged = ((name, layers.changes[name]) for name in carried)
+            modules = write_reduced(output, resizer, unchanged, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -367,53 +375,27 @@ def resize_lora(
             method="linear",
             plan=plan.describe(),
             modules=modules,
-            carried=split.carried,
-            formed=split.formed,
+            carried=carried,
+            formed=formed,
             findings=tuple(unused_keys([original])),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The layers of a LoRA by what happens to them.
+def _has_rank(lora: LoraFile, name: str) -> bool:
+    """Whether a change that is more than up and down can be formed without the base, and cut."""
+    return lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
 
-    Attributes:
-        lora: By layer.
-        reduced: Get another rank, in the file's order.
-        formed: Those of them that are more than up and down.
-        carried: Stay as they are: they have no rank, or depend on the base.
-    """
 
-    lora: LoraFile
-    reduced: tuple[str, ...]
-    formed: tuple[str, ...]
-    carried: tuple[str, ...]
-
-    @classmethod
-    def of(cls, lora: LoraFile) -> "_Split":
-        formed = tuple(
-            name
-            for name in lora.changes
-            if lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
-        )
-        carried = tuple(name for name in lora.changes if name not in set(formed))
-        return cls(lora, (*lora.modules, *formed), formed, carried)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.lora.shape_of(name) for name in self.reduced}
-
-    def load(self, dtype: torch.dtype, metrics: "Metrics | None", name: str, wanted: int) -> Truncatable:
-        if name in self.lora.modules:
-            metric = None if metrics is None else metrics.of(name, torch.float64)
-            return truncatable(self.lora.modules[name], wanted, dtype, metric)
-        delta = form_delta(name, self.lora.changes[name])
-        return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
-
-    def old_rank(self, name: str) -> int | None:
-        return self.lora.rank_of(name) if name in self.lora.modules else None
+def _load(
+    lora: LoraFile, dtype: torch.dtype, metrics: "Metrics | None", name: str, wanted: int
+) -> Truncatable:
+    if name in lora.modules:
+        metric = None if metrics is None else metrics.of(name, torch.float64)
+        return truncatable(lora.modules[name], wanted, dtype, metric)
+    delta = form_delta(name, lora.changes[name])
+    return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
 
 
 def write_reduced(
