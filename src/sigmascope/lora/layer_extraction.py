@@ -591,7 +591,7 @@ class LayerReader:
         )
 
     def _as_a_whole(self, layer: str) -> "LayerDelta":
-        change = self._pair.layer_change(layer, self._device)
+        change = self._pair.change(f"{layer}.weight", self._device)
         largest = float(change.delta.abs().max()) if change.delta.numel() else 0.0
         return LayerDelta(change.delta, None, change.delta_norm, change.base_norm, largest)
 
