@@ -19,11 +19,12 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.alignment import AlignedLora
+from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
-from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.families import layout_of
+from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
-from sigmascope.lora.merge import MergeMethod, aligned_with, merged_from, require_weights
+from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import InputLora
@@ -227,13 +228,27 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
-Target = tuple[int, float, str]
-"""One LoRA's change of one tensor, still in its file: position of the LoRA, weight, layer."""
+def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
+    """Name an open LoRA's modules by a checkpoint's layers.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    layers = [key.removesuffix(_WEIGHT) for key in base]
+    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
+
+
+class TargetTensor(NamedTuple):
+    """One LoRA's change of one tensor, still in its file."""
+
+    position: int
+    weight: float
+    layer: str
 
 
 def match_tensors(
     base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
-) -> tuple[dict[str, list[Target]], dict[int, tuple[str, ...]]]:
+) -> tuple[dict[str, list[TargetTensor]], dict[int, tuple[str, ...]]]:
     """Find the tensor of every change.
 
     Returns:
@@ -243,7 +258,7 @@ def match_tensors(
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
     """
-    by_key: dict[str, list[Target]] = {}
+    by_key: dict[str, list[TargetTensor]] = {}
     unmatched: dict[int, tuple[str, ...]] = {}
     wrong: list[str] = []
     for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
@@ -257,7 +272,7 @@ def match_tensors(
             if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
                 wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
             if weight != 0.0:
-                by_key.setdefault(key, []).append((position, weight, layer))
+                by_key.setdefault(key, []).append(TargetTensor(position, weight, layer))
         if aligned_lora.unmatched or without_tensor:
             unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
     if wrong:
@@ -314,7 +329,7 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    targets: Mapping[str, Sequence[Target]],
+    targets: Mapping[str, Sequence[TargetTensor]],
     aligned: Sequence[AlignedLora],
     method: MergeMethod,
     metadata: Mapping[str, str],

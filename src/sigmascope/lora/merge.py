@@ -27,7 +27,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, file_sha256, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
-from sigmascope.lora.alignment import AlignedLora, AlignedLoras, align, align_all
+from sigmascope.lora.alignment import AlignedLoras, align, align_all
 from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
@@ -481,8 +481,10 @@ class BaseWeights:
 
     def __init__(self, base: Checkpoint, loras: Sequence[LoraFile]) -> None:
         self._base = base
+        layers = [key.removesuffix(".weight") for key in base]
+        layout = layout_of({key: base.info(key).shape for key in base})
         self._layers = [
-            {name: layer for layer, names in aligned_with(base, lora).sources.items() for name in names}
+            {name: layer for layer, names in align(lora, layers, layout).sources.items() for name in names}
             for lora in loras
         ]
 
@@ -505,16 +507,6 @@ class BaseWeights:
             )
         weight = self._base.tensor(key)
         return weight.to(at_least_float32(weight.dtype))
-
-
-def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
-    """Name an open LoRA's modules by a checkpoint's layers.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one layer.
-    """
-    layers = [key.removesuffix(_WEIGHT) for key in base]
-    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
 
 
 def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
