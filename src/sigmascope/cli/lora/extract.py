@@ -70,6 +70,14 @@ class TargetCoverage(StrEnum):
     EXTENDED = "extended"
 
 
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
+    ),
+]
+
+
 @option_groups
 def extract(
     *,
@@ -133,12 +141,7 @@ def extract(
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
-        ),
-    ] = None,
+    workers: Workers = None,
     create_base_model: Annotated[
         bool,
         typer.Option("--create_base_model", help="Make the base model from its backbone when it is missing."),

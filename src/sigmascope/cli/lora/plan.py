@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sigmascope.cli.console import facts, layer, percent, print_json, progress_bar, say, table, title
-from sigmascope.cli.lora.extract import TargetCoverage
+from sigmascope.cli.lora.extract import TargetCoverage, Workers
 from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, check_picture, run_images
 from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
 from sigmascope.errors import ConfigError
@@ -70,12 +70,7 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Draw error against size into this .svg file.")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
-        ),
-    ] = None,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what error a LoRA of two models has at which size.
