@@ -231,6 +231,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(server: Serv
 
 @posix
 @pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.slow
 def test_killed_while_the_file_is_written_nothing_is_lost(server: Server, earlier: bool) -> None:
     options = JOBS["fixed rank"]
     server.run(options)
@@ -251,6 +252,7 @@ def test_killed_while_the_file_is_written_nothing_is_lost(server: Server, earlie
 
 @posix
 @pytest.mark.parametrize(("done", "write_seconds"), [(1, 0.0), (LAYERS, 0.02)])
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_there(server: Server, done: int, write_seconds: float) -> None:
     server.run("ExtractOptions(rank=2)")
     before = files(server.target)
@@ -421,10 +423,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(models: Models, tmp_pa
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("error", [SigmascopeError("it does not converge."), RuntimeError("out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [SigmascopeError("it does not converge."), RuntimeError("out of memory"), KeyboardInterrupt("Ctrl-C")],
+)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_an_error_in_a_layer_leaves_what_was_there(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: Exception
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: BaseException
 ) -> None:
     target = tmp_path / "lora.safetensors"
     if earlier:
