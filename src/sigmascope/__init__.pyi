@@ -35,16 +35,22 @@ from .pipeline.optimizer import (
 
 # Make LoRAs
 from .lora.extract import extract_lora as extract_lora
-from .lora.extraction_report import ExtractOptions as ExtractOptions
-from .lora.merge import CombineOptions as CombineOptions, merge_loras as merge_loras
-from .lora.merge_methods import MergeMethod as MergeMethod
+from .lora.layer_extraction import ExtractOptions as ExtractOptions
+from .lora.merge import (
+    CombineOptions as CombineOptions,
+    MergeMethod as MergeMethod,
+    merge_loras as merge_loras,
+)
 from .lora.resize import RankPlan as RankPlan, resize_lora as resize_lora
 from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRules as RankRules
 from .lora.budget import Budget as Budget
 from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
-from .lora.collect_statistics import collect_statistics as collect_statistics
-from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
+from .lora.statistics import (
+    ModelStatistics as ModelStatistics,
+    collect_statistics as collect_statistics,
+    load_statistics as load_statistics,
+)
 from .pipeline.statistics import pipeline_statistics as pipeline_statistics
 
 # Prove and read LoRAs

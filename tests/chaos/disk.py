@@ -37,8 +37,7 @@ from sigmascope.lbm.pocket.demo import run_demo
 from sigmascope.lbm.shards import read_shard
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.convert import convert_lora
-from sigmascope.lora.extract import extract_lora
-from sigmascope.lora.extraction_report import ExtractOptions
+from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.merge import CombineOptions, merge_loras
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import sigmascope
 from sigmascope.lora.convert import convert_lora
-from sigmascope.lora.extract import extract_lora
-from sigmascope.lora.extraction_report import ExtractOptions
+from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.monitor.recorder import Recorder
 
 State = dict[str, Tensor]

@@ -45,8 +45,7 @@ from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.compare import compare_loras
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.convert import convert_lora
-from sigmascope.lora.extract import extract_lora
-from sigmascope.lora.extraction_report import ExtractOptions
+from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.merge import CombineOptions, merge_loras
 from sigmascope.lora.ranks import FixedRank, RankRules

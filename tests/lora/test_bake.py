@@ -16,7 +16,7 @@ from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.merge_methods import MergeMethod
+from sigmascope.lora.merge import MergeMethod
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
 from sigmascope.lora.writer import save_lora

@@ -47,7 +47,7 @@ SPECTRA = {
 
 
 @pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (320, 1200)])
+@pytest.mark.parametrize("shape", [(400, 300), (320, 800)])
 def test_the_error_is_within_the_tolerance_of_the_optimum(name: str, shape: tuple[int, int]) -> None:
     matrix = with_spectrum(*shape, SPECTRA[name])
     energy = float(matrix.double().square().sum())

@@ -250,4 +250,4 @@ def test_one_double_precision_tensor_leaves_the_others_as_they_are(tmp_path: Pat
         reader = LayerReader(pair, CPU)
         assert reader.read("odd").delta.dtype == torch.float64
         assert reader.read("large").delta.dtype == torch.float32
-        assert pair.layer_change("large", CPU).delta.dtype == torch.float32
+        assert pair.change("large.weight", CPU).delta.dtype == torch.float32

@@ -34,9 +34,8 @@ from sigmascope.lbm.images import (
     working_size,
 )
 from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning, load_lbm
-from sigmascope.lora.collect_statistics import collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
 from sigmascope.monitor import stage, step
 from sigmascope.progress import Progress, no_progress
 
@@ -315,7 +314,7 @@ def lbm_statistics(
     if asked := model.config.conditioning_keys:
         raise ConfigError(
             f"the model takes {', '.join(asked)} beside the source.",
-            hint="Call sigmascope.lora.collect_statistics with your own pictures for them.",
+            hint="Call sigmascope.lora.statistics with your own pictures for them.",
         )
 
     def run() -> None:

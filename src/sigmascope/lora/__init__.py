@@ -4,7 +4,7 @@ Make a LoRA:
 
 - `extract`: the difference of two checkpoints, decomposed layer by layer into a LoRA file.
 - `plan`: how large a LoRA has to be, before one is made.
-- `statistics`, `collect_statistics`: what the model does with its weights, so that an extraction keeps the picture.
+- `statistics`: what the model does with its weights, so that an extraction keeps the picture.
 - `merge`, `resize`: several LoRA files joined into one, and one given other ranks.
 - `convert`: a LoRA file carried to another format without loss.
 
@@ -13,7 +13,7 @@ Prove and read it:
 - `validate`: how well base and LoRA together give the tuned model back.
 - `inspect`, `compare`: what is in a file, and whether two files hold the same change.
 - `compatibility`: whether a file is for a model, and whether it is really on one.
-- `effect`, `overlap`: how much the patches on a model change its weights, and what two LoRAs share.
+- `effect`: how much the patches on a model change its weights, and what two LoRAs share.
 
 Apply it:
 

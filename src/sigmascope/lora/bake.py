@@ -24,9 +24,10 @@ from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
-from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
+from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
+from sigmascope.lora.resize import InputLora
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import first_few
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange, form_delta
 from sigmascope.lora.alignment import AlignedLoras, align_all
+from sigmascope.lora.effect import bases_of, subspace_overlap
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import frobenius_norm, matrix_shape, root_sum_square, same_matrix
-from sigmascope.lora.overlap import bases_of, subspace_overlap
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress

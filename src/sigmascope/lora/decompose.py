@@ -12,12 +12,16 @@ The error of the rounded factors L and X that are stored is known too, without f
 and rows, the traces are sums over the leading r×r parts, so one pass gives the error of every rank.
 
 No files and no choice of device here: the work is done where the matrix lies.
+
+`truncatable` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
+decomposed as far as is asked. In a metric the factors are weighed first, cut there, and mapped back.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite, prod, sqrt
 from typing import Final
 
 import torch
@@ -25,10 +29,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
 from sigmascope.lora.linalg import (
     Spectrum,
     as_float64,
+    at_least_float32,
     frobenius_norm,
     gram_in_double,
     leading_subspace,
@@ -44,15 +49,24 @@ _SMALL: Final = 128  # min(m, n) up to which all singular values cost no more th
 _MANY: Final = 5  # so do they where more than one in this many is wanted
 _ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
+
 _NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
 LAPACK_UP_TO = 256
 """min(m, n) up to which LAPACK's SVD takes no longer than a Gram matrix and its eigenvectors."""
+
 
 _CANCELLED: Final = 1e-2
 """Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
 _NOTHING_LEFT: Final = 1e-9
 """The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
 _ROWS: Final = 1 << 20  # elements widened at a time
+
+# For `truncatable` and what it gives.
+_ROUNDED: Final = 0.5
+"""Rounding both factors costs about 0.3 of the dtype's eps."""
+_ROUNDING: Final = 1e-12
+"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
+_FORMED_ABOVE: Final = 256  # rank of factors from which ΔW may be formed, where few values are wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +111,6 @@ def decompose(
     rounded: Float[Tensor, "*shape"] | None = None,
     with_spectrum: bool = False,
     metric: LayerMetric | None = None,
-    seed: int = 0,
 ) -> RoundedFactors:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
 
@@ -118,7 +131,6 @@ def decompose(
         rounded: ΔW in bfloat16, where it is at hand.
         with_spectrum: Decompose at full rank too, to have the singular values.
         metric: In which the error is least; Frobenius norm without.
-        seed: Of the iteration's random start.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
@@ -128,11 +140,11 @@ def decompose(
     if rank >= max_rank(shape) and not with_spectrum:
         return at_full_rank(delta, dtype, metric)
     if metric is not None:
-        return _decompose_weighted(delta, rank, dtype, metric, norm=norm, seed=seed)
+        return _decompose_weighted(delta, rank, dtype, metric, norm)
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
-    images = leading_images(work, rank, total_energy=total, seed=seed, rounded=coarse)
+    images = leading_images(work, rank, total_energy=total, rounded=coarse)
     share = math.sqrt(unit)
     up = (left_directions(images, rank) * share).to(dtype)
     _require_storable(delta, up)
@@ -140,17 +152,14 @@ def decompose(
     factors = project(work, wide_up)
     down = (factors.least_squares.to(work.dtype) * share).to(dtype)
     _require_storable(delta, down)
-    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), factors, total)
-    values = factors.energies.sqrt() * unit
-    if len(values) < min(rank, max_rank(shape)):
-        values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
-    spectrum = Spectrum(values, total * unit**2, shape)
+    errors = stored_errors(work, wide_up, down.to(work.dtype) / share, factors, total)
+    spectrum = _spectrum(factors, rank, unit, total, shape)
     errors = errors.cpu() * unit**2
     return RoundedFactors(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors, errors)
 
 
 def _decompose_weighted(
-    delta: Tensor, rank: int, dtype: torch.dtype, metric: LayerMetric, *, norm: float | None, seed: int
+    delta: Tensor, rank: int, dtype: torch.dtype, metric: LayerMetric, norm: float | None
 ) -> RoundedFactors:
     """`decompose` in a metric."""
     shape = tuple(delta.shape)
@@ -159,7 +168,7 @@ def _decompose_weighted(
     total = frobenius_norm(work) ** 2
     if total == 0.0:
         raise NonFiniteError("its change has no weight in these statistics.")
-    left = left_directions(leading_images(work, rank, total_energy=total, seed=seed), rank)
+    left = left_directions(leading_images(work, rank, total_energy=total), rank)
     # Mapped back, a direction and its image may be of any length: both get the same, which rounding needs.
     up = metric.unweigh_up(left) * unit
     image = metric.unweigh_down(project(work, left).least_squares.to(work.dtype))
@@ -173,15 +182,21 @@ def _decompose_weighted(
     down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
     _require_storable(delta, down)
     wide_down = down.to(work.dtype)
-    weighted = stored_errors(work, StoredFactors(weighed_up, metric.weigh_down(wide_down)), factors, total)
+    weighted = stored_errors(work, weighed_up, metric.weigh_down(wide_down), factors, total)
     energy = (frobenius_norm(plain) if norm is None else norm) ** 2
-    errors = stored_errors(plain, StoredFactors(wide_up, wide_down), project(plain, wide_up), energy)
-    values = factors.energies.sqrt() * unit
-    if len(values) < min(rank, max_rank(shape)):
-        values = torch.cat([values, values.new_zeros(1)])
-    spectrum = Spectrum(values, total * unit**2, shape)
+    errors = stored_errors(plain, wide_up, wide_down, project(plain, wide_up), energy)
+    spectrum = _spectrum(factors, rank, unit, total, shape)
     stored = LoraFactors(up, down, float(up.shape[1]), shape)
     return RoundedFactors(stored, spectrum, errors.cpu(), weighted.cpu() * unit**2)
+
+
+def _spectrum(
+    projection: "Projection", rank: int, unit: float, total: float, shape: tuple[int, ...]
+) -> Spectrum:
+    values = projection.energies.sqrt() * unit
+    if len(values) < min(rank, max_rank(shape)):
+        values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
+    return Spectrum(values, total * unit**2, shape)
 
 
 def _require_storable(delta: Tensor, *factors: Tensor) -> None:
@@ -208,7 +223,10 @@ def at_full_rank(
     factors = factors_full_rank(delta).to(dtype=dtype)
     _require_storable(delta, factors.up, factors.down)
     matrix = delta.reshape(matrix_shape(delta.shape))
-    rest = _full_rank_rest(matrix, factors)
+    # One of the two is a power of two on the diagonal, so that nothing is to multiply.
+    is_tall = matrix.shape[1] <= matrix.shape[0]
+    values, diagonal = (factors.up, factors.down) if is_tall else (factors.down, factors.up)
+    rest = values.to(matrix.dtype).mul(float(diagonal[0, 0])).sub_(matrix)
     errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)
     errors[-1] = frobenius_norm(rest) ** 2
     weighted, energy = errors, frobenius_norm(delta) ** 2
@@ -218,20 +236,6 @@ def at_full_rank(
         energy = frobenius_norm(metric.weigh(matrix)) ** 2
     spectrum = Spectrum(errors.new_empty(0), energy, tuple(delta.shape))
     return RoundedFactors(factors, spectrum, errors, weighted)
-
-
-def _full_rank_rest(matrix: Tensor, factors: LoraFactors) -> Tensor:
-    """up·down − ΔW where one of the two is a power of two on the diagonal, so that nothing is to multiply."""
-    values, diagonal = (factors.up, factors.down) if _is_tall(matrix) else (factors.down, factors.up)
-    scale = float(diagonal[0, 0])
-    rest = torch.empty_like(matrix)
-    torch.mul(values.to(matrix.dtype), scale, out=rest)
-    return rest.sub_(matrix)
-
-
-def _is_tall(matrix: Tensor) -> bool:
-    """Whether `factors_full_rank` puts the values into `up`."""
-    return matrix.shape[1] <= matrix.shape[0]
 
 
 def factors_full_rank(delta: Tensor) -> LoraFactors:
@@ -401,16 +405,12 @@ def project(matrix: Float[Tensor, "m n"], left: Float[Tensor, "m j"]) -> Project
     return Projection(gram_in_double(left), as_float64(left.mT @ matrix))
 
 
-@dataclass(frozen=True, eq=False)
-class StoredFactors:
-    """L (m, r) and X (r, n) as they are read back from the file, widened to the matrix's dtype."""
-
-    left: Float[Tensor, "m r"]
-    right: Float[Tensor, "r n"]
-
-
 def stored_errors(
-    matrix: Float[Tensor, "m n"], factors: StoredFactors, projection: Projection, total_energy: float
+    matrix: Float[Tensor, "m n"],
+    left: Float[Tensor, "m r"],
+    right: Float[Tensor, "r n"],
+    projection: Projection,
+    total_energy: float,
 ) -> Float[Tensor, " ranks"]:
     """‖A − L·X‖² for the first 0 … r columns of L and rows of X, float64, where the matrix lies.
 
@@ -419,21 +419,21 @@ def stored_errors(
 
     Args:
         matrix: A.
-        factors: L and X.
+        left: L as it is read back from the file, widened to the matrix's dtype.
+        right: X, the same.
         projection: Of A onto L's columns.
         total_energy: ‖A‖².
     """
-    errors = _errors(factors, projection, total_energy)
+    errors = _errors(right, projection, total_energy)
     if float(errors[-1]) < _CANCELLED * total_energy:
-        precise = _project_in_double(matrix, factors.left)
-        errors = _errors(factors, precise, frobenius_norm(matrix) ** 2)
+        errors = _errors(right, _project_in_double(matrix, left), frobenius_norm(matrix) ** 2)
     if float(errors[-1]) < _NOTHING_LEFT * total_energy:
-        errors = _errors_of_rest(matrix, factors)
+        errors = _errors_of_rest(matrix, left, right)
     return errors.clamp_min(0.0)
 
 
-def _errors(factors: StoredFactors, projection: Projection, total_energy: float) -> Tensor:
-    right = as_float64(factors.right)
+def _errors(right: Tensor, projection: Projection, total_energy: float) -> Tensor:
+    right = as_float64(right)
     shared = (projection.products * right).sum(dim=1).cumsum(0)
     own = (projection.gram * (right @ right.mT)).cumsum(0).cumsum(1).diagonal()
     start = torch.full((1,), total_energy, dtype=torch.float64, device=right.device)
@@ -455,12 +455,12 @@ def _parts(matrix: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _errors_of_rest(matrix: Tensor, factors: StoredFactors) -> Tensor:
+def _errors_of_rest(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """From E = A − L·X itself: without the last columns of L and rows of X it grows by L₊X₊, and nothing cancels.
 
     ‖E + L₊X₊‖² = ‖E‖² + 2·tr(L₊ᵀE·X₊ᵀ) + tr((L₊ᵀL₊)(X₊X₊ᵀ)).
     """
-    left, right = as_float64(factors.left), as_float64(factors.right)
+    left, right = as_float64(left), as_float64(right)
     energy, products = left.new_zeros(1), torch.zeros_like(right)
     for part in _parts(matrix):
         rest = torch.addmm(as_float64(matrix[part]), left[part], right, alpha=-1.0)
@@ -614,55 +614,304 @@ def truncated_svd(
         raise ConfigError(f"a rank of {rank} keeps nothing.", hint="Give a rank of 1 or more.")
     work = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
     require_finite(work)
+    unit = 1.0
     if work.dtype == torch.float64 or min(work.shape) <= LAPACK_UP_TO:
-        return _from_all(work, rank)
-    work, unit = to_ordinary_scale(work)
-    total = frobenius_norm(work) ** 2
-    images = leading_images(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
-    left = left_directions(images, rank)
-    return _scaled(_from_projection(work, left, total), unit)
-
-
-def _from_all(work: Tensor, rank: int) -> TruncatedSvd:
-    """Cut the full decomposition."""
-    u, sigma, vh = full_svd(work)
-    kept = min(rank, sigma.shape[0])
-    root = sigma[:kept].sqrt()
-    energies = sigma.double().square()
-    kept_energy = float(energies[:kept].sum())
+        u, sigma, vh = full_svd(work)
+        kept = min(rank, sigma.shape[0])
+        energies = sigma.double().square()
+        total = float(energies[:kept].sum()) + float(energies[kept:].sum())
+        u, energies, right = u[:, :kept], energies[:kept], vh[:kept]
+        sigma = sigma[:kept]
+    else:
+        work, unit = to_ordinary_scale(work)
+        total = frobenius_norm(work) ** 2
+        images = leading_images(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
+        left = left_directions(images, rank)
+        factors = project(work, left)
+        energies = factors.energies
+        sigma = energies.sqrt()
+        u = as_float64(left) @ factors.coordinates
+        right = factors.images / sigma.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    root = sigma.sqrt() * math.sqrt(unit)
     return TruncatedSvd(
-        up=u[:, :kept] * root,
-        singular_values=sigma[:kept].clone(),
-        down=root[:, None] * vh[:kept],
-        total_energy=kept_energy + float(energies[kept:].sum()),
-        kept_energy=kept_energy,
+        up=(u * root).to(work),
+        singular_values=(sigma * unit).to(work),
+        down=(root[:, None] * right).to(work),
+        total_energy=total * unit**2,
+        kept_energy=min(float(energies.sum()), total) * unit**2,
     )
 
 
-def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
-    """The decomposition of unit·A."""
-    if unit == 1.0:
-        return svd
-    root = math.sqrt(unit)
-    return TruncatedSvd(
-        svd.up * root,
-        svd.singular_values * unit,
-        svd.down * root,
-        svd.total_energy * unit * unit,
-        svd.kept_energy * unit * unit,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class Truncated:
+    """A change at a lower rank, as it goes into a file.
+
+    Attributes:
+        factors: In storage dtype, alpha = rank.
+        error_norm: ‖ΔW − up·down‖ of these rounded factors.
+        kept_energy: Share of ‖ΔW‖², in the metric if there is one, in the singular values that were kept, 0 to 1,
+            before rounding.
+        weighted_error: `error_norm` in the metric; None without one.
+    """
+
+    factors: LoraFactors
+    error_norm: float
+    kept_energy: float
+    weighted_error: float | None = None
 
 
-def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> TruncatedSvd:
-    """The singular values and vectors of A projected onto the span of some left directions."""
-    factors = project(work, left)
-    root = factors.energies.sqrt().sqrt()  # √σ
-    up = (as_float64(left) @ factors.coordinates) * root
-    down = factors.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
-    return TruncatedSvd(
-        up=up.to(work),
-        singular_values=factors.energies.sqrt().to(work),
-        down=down.to(work),
-        total_energy=total_energy,
-        kept_energy=min(float(factors.energies.sum()), total_energy),
-    )
+def truncatable(
+    factors: LoraFactors, wanted: int, dtype: torch.dtype, metric: LayerMetric | None = None
+) -> "Truncatable":
+    """Take the quicker way to `wanted` singular values of a change given by factors.
+
+    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
+    wanted, ΔW is formed and decomposed as in an extraction.
+
+    Args:
+        factors: The change.
+        wanted: How many singular values are likely to be needed.
+        dtype: Storage dtype.
+        metric: In which the error is least, in float64; Frobenius norm without.
+    """
+    if metric is not None:
+        return WeighedChange(factors, dtype, metric)
+    formed_is_small = prod(factors.weight_shape) <= 4 * factors.parameters
+    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank and formed_is_small:
+        return FormedChange(factors.delta(), dtype)
+    return FactoredChange(factors, dtype)
+
+
+class FactoredChange:
+    """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
+
+    Args:
+        factors: The change.
+        dtype: Storage dtype.
+    """
+
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype) -> None:
+        self.factors = factors
+        self.dtype = dtype
+        self.weight_shape = factors.weight_shape
+        self.weighted_norm: float | None = None
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """Complete and exact, whatever is wanted."""
+        return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
+
+    def cut(self, rank: int) -> Truncated:
+        """The nearest change of this rank, at least 1; the factors as they are where nothing has to be cut.
+
+        Raises:
+            NonFiniteError: The factors do not fit the storage dtype.
+        """
+        if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
+            same = self._uncut()
+            if same is not None:
+                return same
+        left, u, sigma = self._decomposed
+        kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
+        energy = float(sigma.square().sum())
+        share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
+        stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
+        return Truncated(stored, error, share)
+
+    def _uncut(self) -> Truncated | None:
+        """The same factors with the scale in up; None where storing them costs more than rounding should.
+
+        What is lost is a product of factors itself, [E_up, up]·[down; E_down] with the rounding errors E, so that
+        its Gram matrices cancel nothing.
+        """
+        exact_up, exact_down = as_float64(self.factors.up) * self.factors.scale, as_float64(self.factors.down)
+        up, down = exact_up.to(self.dtype), exact_down.to(self.dtype)
+        left, right = exact_up - as_float64(up), exact_down
+        lost_down = exact_down - as_float64(down)
+        if bool(lost_down.any()):
+            left, right = torch.cat([left, as_float64(up)], dim=1), torch.cat([right, lost_down])
+        squared = float(((left.mT @ left) * (right @ right.mT)).sum())
+        error = sqrt(max(squared, 0.0)) if isfinite(squared) else squared
+        if not error <= _ROUNDED * torch.finfo(self.dtype).eps * self.norm:
+            return None  # scales far from 1 run out of float16's exponents
+        stored = LoraFactors(
+            up.to(self.factors.up.device),
+            down.to(self.factors.down.device),
+            float(self.factors.rank),
+            self.weight_shape,
+        )
+        return Truncated(stored, error, 1.0)
+
+    def _projected(self, wide_up: Float[Tensor, "out r"]) -> tuple[LoraFactors, float]:
+        """Round up, then take for down the least-squares answer to the rounded up, L.
+
+        X = (LᵀL)⁻¹·LᵀΔW needs no right singular vectors. The error of the X that is stored is exact:
+        ‖ΔW − L·X‖² = ‖ΔW‖² − 2·tr(LᵀΔW·Xᵀ) + tr(LᵀL·X·Xᵀ).
+        """
+        up = wide_up.to(self.factors.up.device, self.dtype)
+        left, own_up, own_down = as_float64(up), as_float64(self.factors.up), as_float64(self.factors.down)
+        shared = (left.mT @ own_up).mul(self.factors.scale)
+        gram = left.mT @ left
+        down = (_solve(gram, shared) @ own_down).to(self.factors.down.device, self.dtype)
+        stored = _storable(up, down, self.weight_shape)
+        right = as_float64(down)
+        agreement = float((shared * (right @ own_down.mT)).sum())
+        squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
+        if squared <= CANCELLED * self.norm**2:
+            return stored, difference_norm(self.factors, stored)
+        return stored, sqrt(squared)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices.
+
+        0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding.
+        """
+        bound = norm_bound(self.factors)
+        norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
+        if norm <= sqrt(CANCELLED) * bound:
+            norm = float(self._decomposed[2].norm())
+        return norm if norm > _ROUNDING * bound else 0.0
+
+    @cached_property
+    def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
+        """Q, U, Σ such that the columns of Q·U are the left singular vectors; the right ones are not needed."""
+        left, left_core = torch.linalg.qr(as_float64(self.factors.up))
+        _, right_core = torch.linalg.qr(as_float64(self.factors.down).mT, mode="r")
+        u, sigma, _ = torch.linalg.svd((left_core @ right_core.mT) * self.factors.scale, full_matrices=False)
+        return left, u, sigma
+
+
+def _solve(gram: Float[Tensor, "r r"], right: Float[Tensor, "r k"]) -> Float[Tensor, "r k"]:
+    """Solve gram·x = right for columns that differ in length by orders of magnitude.
+
+    Scaled to unit columns the matrix is near the identity, since the columns were orthogonal before rounding.
+    """
+    lengths = gram.diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    scaled = gram / lengths[:, None] / lengths
+    scaled.diagonal().fill_(1.0)  # also for a column that rounded to nothing
+    answer: Tensor = torch.linalg.solve(scaled, right / lengths[:, None])
+    return answer / lengths[:, None]
+
+
+def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFactors:
+    if not bool(torch.isfinite(up).all() and torch.isfinite(down).all()):
+        raise NonFiniteError(
+            f"the factors do not fit {str(up.dtype).removeprefix('torch.')}.",
+            hint="Use --save_precision float or bf16.",
+        )
+    return LoraFactors(up, down, float(up.shape[1]), weight_shape)
+
+
+class WeighedChange:
+    """A change given by factors, whose error is least in a metric: SᵀΔW·R = (Sᵀ·up)·(down·R) is cut, and mapped back.
+
+    Args:
+        factors: The change.
+        dtype: Storage dtype.
+        metric: In float64.
+    """
+
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype, metric: LayerMetric) -> None:
+        self._factors = factors.to(dtype=torch.float64)
+        self._metric = metric
+        self._weighed = FactoredChange(self._in_metric(self._factors), torch.float64)
+        self.dtype = dtype
+        self.weight_shape = factors.weight_shape
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """In the metric; complete and exact, whatever is wanted."""
+        return self._weighed.spectrum(wanted)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖ΔW‖."""
+        return FactoredChange(self._factors, self.dtype).norm
+
+    @property
+    def weighted_norm(self) -> float | None:
+        """‖SᵀΔW·R‖."""
+        return self._weighed.norm
+
+    def cut(self, rank: int) -> Truncated:
+        """As of `FactoredChange`; of a rank, the change that is nearest in the metric."""
+        if self._factors.rank <= min(rank, max_rank(self.weight_shape)):
+            same = FactoredChange(self._factors, self.dtype).cut(rank)
+            return replace(same, weighted_error=self._weighted_error(same.factors))
+        weighed = self._weighed.cut(rank)
+        up = self._metric.unweigh_up(weighed.factors.up * weighed.factors.scale)
+        down = self._metric.unweigh_down(weighed.factors.down)
+        tiny = torch.finfo(torch.float64).tiny
+        ratio = (
+            down.norm(dim=1).clamp_min(tiny) / up.norm(dim=0).clamp_min(tiny)
+        ).sqrt()  # for float16's sake
+        stored = _storable((up * ratio).to(self.dtype), (down.T / ratio).T.to(self.dtype), self.weight_shape)
+        return Truncated(
+            stored,
+            difference_norm(self._factors, stored),
+            weighed.kept_energy,
+            self._weighted_error(stored),
+        )
+
+    def _weighted_error(self, stored: LoraFactors) -> float:
+        return difference_norm(self._weighed.factors, self._in_metric(stored.to(dtype=torch.float64)))
+
+    def _in_metric(self, factors: LoraFactors) -> LoraFactors:
+        up, down = self._metric.weigh_up(factors.up), self._metric.weigh_down(factors.down)
+        return replace(factors, up=up, down=down)
+
+
+class FormedChange:
+    """A change that is there as a whole: decomposed as far as is asked.
+
+    Args:
+        delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
+        dtype: Storage dtype.
+        metric: In which the error is least, in the precision of the change; Frobenius norm without.
+    """
+
+    def __init__(
+        self, delta: Float[Tensor, "*shape"], dtype: torch.dtype, metric: LayerMetric | None = None
+    ) -> None:
+        self._delta = delta.to(at_least_float32(delta.dtype))
+        self.dtype = dtype
+        self.weight_shape = tuple(self._delta.shape)
+        self.norm = frobenius_norm(self._delta)
+        self._metric = metric
+        self._stored: RoundedFactors | None = None
+
+    @cached_property
+    def weighted_norm(self) -> float | None:
+        """‖SᵀΔW·R‖; None without a metric."""
+        if self._metric is None:
+            return None
+        return frobenius_norm(self._metric.weigh(self._delta.reshape(matrix_shape(self.weight_shape))))
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """At least the `wanted` largest singular values, or all that there are; in the metric if there is one."""
+        return self._decomposed(wanted).spectrum
+
+    def cut(self, rank: int) -> Truncated:
+        """As of `FactoredChange`; at full rank ΔW itself beside an identity."""
+        if rank >= max_rank(self.weight_shape):
+            whole = decompose(self._delta, rank, self.dtype, metric=self._metric)
+            return Truncated(whole.factors, whole.error_norm, 1.0, self._weighted_error(whole))
+        decomposed = self._decomposed(rank)
+        stored = decomposed.cut(rank)
+        kept = float(decomposed.spectrum.values[: stored.factors.rank].square().sum())
+        energy = decomposed.spectrum.total_energy
+        share = min(kept / energy, 1.0) if energy > 0.0 else 1.0
+        return Truncated(stored.factors, stored.error_norm, share, self._weighted_error(stored))
+
+    def _weighted_error(self, stored: RoundedFactors) -> float | None:
+        return None if self._metric is None else sqrt(max(float(stored.weighted[-1]), 0.0))
+
+    def _decomposed(self, rank: int) -> RoundedFactors:
+        if self._stored is None or (self._stored.factors.rank < rank and not self._stored.spectrum.complete):
+            self._stored = decompose(
+                self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True, metric=self._metric
+            )
+        return self._stored
+
+
+Truncatable = FactoredChange | WeighedChange | FormedChange
+"""One weight's change, to be stored at a rank that its singular values decide."""

@@ -9,37 +9,24 @@ journal, one layer at a time in the model's order.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import atomic_path, file_sha256
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.files import require_writable, short_path
 from sigmascope.lora.alignment import joined_sizes
-from sigmascope.lora.budget import Budget, StorageCost, Weights, refuse_storage, weight_of
-from sigmascope.lora.decompose import at_full_rank
-from sigmascope.lora.extraction_report import (
-    ExtractedModule,
-    ExtractionReport,
-    ExtractOptions,
-    LeftOutLayer,
-    refuse_other_yaml,
-    require_yaml,
-    resolve_device,
-    sidecar_path,
-    sidecar_text,
-)
+from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.families import (
     BASE_FINGERPRINT,
     TUNED_FINGERPRINT,
@@ -50,30 +37,36 @@ from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inp
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
+    DecomposedLayer,
+    Extraction,
+    ExtractOptions,
     LayerReader,
-    LayerRecord,
     LeftOutReason,
-    extract_layer,
+    file_weights,
     read_factors,
-    read_record,
-    write_record,
+    resolve_device,
 )
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model, in_coverage, layer_order
-from sigmascope.lora.linalg import Spectrum, fast_dtype, matrix_shape
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model, layer_order
+from sigmascope.lora.linalg import fast_dtype, matrix_shape
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
-from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.ranks import RankPolicy
-from sigmascope.lora.statistics import LayerMetric, ModelStatistics, load_statistics_of
+from sigmascope.lora.statistics import ModelStatistics, load_statistics_of
+from sigmascope.lora.validate import (
+    BlockError,
+    ModuleError,
+    applied_errors,
+    mean,
+    overall_error,
+    summarise_blocks,
+)
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
 
-# For `tighter`.
-_TIGHTENED: Final = 0.999  # of the error that should do
-_LEAST_TIGHTENED: Final = 0.5  # of the error asked for: below, rounding takes up most of it
-
 _CPU: Final = torch.device("cpu")
+
+_MOST_SIDECAR_BYTES: Final = 1 << 20
 
 # For `storage_cost`, in bytes.
 _FIELDS_BYTES: Final = 2048  # that the format adds to the header
@@ -87,7 +80,7 @@ def extract_lora(
     options: ExtractOptions | None = None,
     *,
     progress: Progress = no_progress,
-) -> ExtractionReport:
+) -> "ExtractionReport":
     """Extract a LoRA such that base + LoRA ≈ tuned, with a YAML side-car.
 
     Every Linear and convolution weight of the denoiser is compared. For each one that changed, the best factors
@@ -137,11 +130,7 @@ def extract_lora(
         metadata = extraction_metadata(pair, options, statistics)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
         extraction = Extraction(pair, options, journal, device, progress, statistics)
-        if options.budget is None:
-            layers = extraction.run()
-        else:
-            storage = storage_cost(lora_format, pair, options, metadata, diffs)
-            layers = extraction.run_within(options.budget, storage)
+        layers = extraction.run(storage_cost(lora_format, pair, options, metadata, diffs))
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         report = replace(report, weighted_error=extraction.weighted_error(layers))
@@ -196,6 +185,16 @@ def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks
             f"--biases_and_norms: {error.message}",
             hint="Use --format native, which keeps the model's own names.",
         ) from error
+
+
+def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
+    """As of `load_statistics_of`, made with either of the two models."""
+    places = [pair.layout.split(layer) for layer in pair.layers]
+    return load_statistics_of(
+        path,
+        {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)},
+        [inner if part == "denoiser" else None for part, inner in places],
+    )
 
 
 def extraction_metadata(
@@ -309,360 +308,6 @@ def storage_cost(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecomposedLayer:
-    """A layer with the place of its factors and the rank it gets.
-
-    Attributes:
-        name: Of its record in the journal.
-        record: What was found.
-        rank: 0: it is not in the LoRA.
-    """
-
-    name: str
-    record: LayerRecord
-    rank: int
-
-    @property
-    def reason(self) -> LeftOutReason | None:
-        """Why it is not in the LoRA; None where it is."""
-        return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
-
-
-class Extraction:
-    """Decomposes the layers of a pair into a journal; what the journal holds already is not done again.
-
-    Args:
-        pair: The checkpoints.
-        options: What to keep.
-        journal: Open.
-        device: Where to compute.
-        progress: Told after each layer, with the error so far.
-        statistics: In whose metric the error is least; in Frobenius norm without.
-    """
-
-    def __init__(
-        self,
-        pair: CheckpointPair,
-        options: ExtractOptions,
-        journal: Journal,
-        device: torch.device,
-        progress: Progress,
-        statistics: ModelStatistics | None = None,
-    ) -> None:
-        self._pair = pair
-        self._options = options
-        self._journal = journal
-        self._reader = LayerReader(pair, device)
-        self._device = device
-        self._progress = progress
-        self._statistics = statistics
-        self._done = 0
-        self._total = 0
-
-    def run(self) -> dict[str, DecomposedLayer]:
-        """Decompose every layer at the rank of its own policy, in the order of the pair's layers.
-
-        Raises:
-            SigmascopeError: From reading, decomposing or storing a layer.
-        """
-        rules = self._options.rank_rules
-        wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
-        records = self._round(0, wanted)
-        return {
-            layer: DecomposedLayer(f"0:{layer}", record, record.rank) for layer, record in records.items()
-        }
-
-    def run_within(self, budget: Budget, storage: StorageCost) -> dict[str, DecomposedLayer]:
-        """The same under a budget, by which all layers together choose their ranks.
-
-        Args:
-            budget: What they share.
-            storage: What factors take in the file.
-
-        Raises:
-            SigmascopeError: As of `run`.
-            ConfigError: The budget cannot be met.
-        """
-        rules = self._options.rank_rules
-        shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
-        guesses = budget.first_guess(shapes, storage)
-        first: dict[str, RankPolicy | int | None] = {
-            layer: None if rules.is_excluded(layer) else rules.override_for(layer) or guesses[layer]
-            for layer in shapes
-        }
-        records = self._round(0, first)
-        names = {layer: f"0:{layer}" for layer in records}
-        pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
-        lost = lost_outside(budget, records)
-        weights = layer_weights(self._options, records)
-        number, allowed, error = 0, budget, 0.0
-        while True:
-            spectra = {
-                layer: record.spectrum for layer, record in records.items() if record.reason is None
-            } | lost
-            fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
-            try:
-                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0), weights)
-            except ConfigError:
-                if budget.max_error is None or allowed is budget:
-                    raise
-                refuse_storage(budget.max_error, error)
-            if allocation.wanted:
-                number += 1
-                records |= self._round(number, allocation.wanted)
-                names |= {layer: f"{number}:{layer}" for layer in allocation.wanted}
-                continue
-            chosen = {
-                layer: DecomposedLayer(names[layer], record, min(allocation.ranks.get(layer, 0), record.rank))
-                for layer, record in records.items()
-            }
-            error = true_error(chosen, budget.weights, weights)
-            if budget.max_error is None or error <= budget.max_error:
-                return chosen
-            allowed = tighter(allowed, budget.max_error, error)
-
-    def weighted_error(self, layers: Mapping[str, DecomposedLayer]) -> float | None:
-        """The overall error as the statistics or the budget weigh it; None where all errors count the same."""
-        budget = self._options.budget
-        if budget is None:
-            return None if self._statistics is None else true_error(layers, (), {})
-        records = {layer: decomposed.record for layer, decomposed in layers.items()}
-        weights = layer_weights(self._options, records)
-        if self._statistics is None and not weights and not budget.weights:
-            return None
-        return true_error(layers, budget.weights, weights)
-
-    def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
-        """Work through some layers; None as policy: the layer is excluded."""
-        decomposed = {
-            layer: read_record(self._journal, f"{number}:{layer}")
-            for layer in wanted
-            if f"{number}:{layer}" in self._journal
-        }
-        self._total += len(wanted)
-        self._done += len(decomposed)
-
-        def work(layer: str) -> LayerRecord:
-            policy = wanted[layer]
-            left_out: LeftOutReason | None = None
-            if policy is None:
-                left_out = "excluded"
-            elif not in_coverage(layer, self._options.target_coverage):
-                left_out = "outside_coverage"
-            record, factors = extract_layer(
-                self._reader,
-                layer,
-                policy if policy is not None else 1,
-                self._options.storage_dtype,
-                left_out=left_out,
-                min_diff=self._options.min_diff,
-                metric_in=partial(
-                    metric_of, self._statistics, self._pair, layer, self._options.ridge, self._device
-                ),
-            )
-            write_record(self._journal, f"{number}:{layer}", record, factors)
-            return record
-
-        sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in decomposed}
-        change = math.fsum(record.delta_norm**2 for record in decomposed.values())
-        lost = math.fsum(record.error_at(record.rank) ** 2 for record in decomposed.values())
-        for layer, record in run_layers(sizes, work, workers=self._options.workers):
-            decomposed[layer] = record
-            change += record.delta_norm**2
-            lost += record.error_at(record.rank) ** 2
-            self._done += 1
-            error = 100 * math.sqrt(lost / change) if change > 0 else 0.0
-            self._progress(self._done, self._total, f"error {error:.1f} % {layer}")
-        return {layer: decomposed[layer] for layer in wanted}
-
-
-def layer_weights(options: ExtractOptions, records: Mapping[str, LayerRecord]) -> Mapping[str, float]:
-    """How much each layer's squared error counts under a budget; a metric has it in itself.
-
-    Raises:
-        ConfigError: `budget_weights` names no JSON object of layers and weights.
-    """
-    if options.statistics is not None or options.budget_weights == "plain":
-        return {}
-    if options.budget_weights != "relative":
-        return file_weights(options, list(records))
-    # A base of zeros, as of a layer that was added, is taken to be as large as its change.
-    sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
-    return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
-
-
-def metric_of(
-    statistics: ModelStatistics | None,
-    pair: CheckpointPair,
-    layer: str,
-    ridge: float,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> LayerMetric | None:
-    """As of `ModelStatistics.metric_of`, for a layer of a pair; None without statistics."""
-    if statistics is None:
-        return None
-    part, path = pair.layout.split(layer)
-    known = path if part == "denoiser" else None  # a second denoiser has the same paths
-    return statistics.metric_of(known, layer, pair.shape(layer), ridge, device, dtype)
-
-
-def statistics_for(pair: CheckpointPair, path: str | PathLike[str]) -> ModelStatistics:
-    """As of `load_statistics_of`, made with either of the two models."""
-    places = [pair.layout.split(layer) for layer in pair.layers]
-    return load_statistics_of(
-        path,
-        {denoiser_fingerprint(side) for side in (pair.base, pair.tuned)},
-        [inner if part == "denoiser" else None for part, inner in places],
-    )
-
-
-def file_weights(options: ExtractOptions, layers: Sequence[str]) -> dict[str, float]:
-    """The weights of a `--budget_weights` file; none for `relative` and `plain`.
-
-    Raises:
-        ConfigError: It is no JSON object of layers and weights.
-    """
-    if options.budget is None or options.budget_weights in ("relative", "plain"):
-        return {}
-    flag, path = "--budget_weights", Path(options.budget_weights)
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{flag} {path}: {error}",
-            hint='Use relative, plain, or a JSON file such as {"denoiser.conv_in": 2.0}.',
-        ) from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{flag} {path} holds no object.", hint="Use a name and a weight for each layer.")
-    for layer, weight in given.items():
-        if layer not in layers:
-            near = get_close_matches(layer, layers, n=1)
-            raise ConfigError(
-                f"{flag} {path}: the model has no layer {layer!r}.",
-                hint=f"Did you mean {near[0]}?" if near else "Use the names of `sigmascope lora inspect`.",
-            )
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (is_number and math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"{flag} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more.")
-    return {layer: float(weight) for layer, weight in given.items()}
-
-
-def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
-    """What layers that are left out add to the error of all, which is what a budget may limit."""
-    if budget.max_error is None or all(record.reason is not None for record in records.values()):
-        return {}
-    reasons = {None, "unchanged"}
-    return {
-        layer: decomposed.spectrum
-        for layer, decomposed in records.items()
-        if decomposed.reason not in reasons
-    }
-
-
-def true_error(
-    layers: Mapping[str, DecomposedLayer], weights: Weights, layer_weights: Mapping[str, float]
-) -> float:
-    """The error that `max_error` limits, of the factors as they are stored."""
-    change = lost = 0.0
-    for layer, decomposed in layers.items():
-        weight = weight_of(layer, weights) * layer_weights.get(layer, 1.0)
-        change += weight * decomposed.record.weighted_norm**2
-        lost += weight * decomposed.record.weighted_error_at(decomposed.rank) ** 2
-    return math.sqrt(lost / change) if change > 0 else 0.0
-
-
-def tighter(allowed: Budget, asked: float, error: float) -> Budget:
-    """A budget that makes up for what rounding added beyond what was reckoned with.
-
-    Raises:
-        ConfigError: That is most of the error: the change is too small for the storage precision.
-    """
-    assert allowed.max_error is not None
-    tightened = _TIGHTENED * allowed.max_error * asked / error
-    if tightened < _LEAST_TIGHTENED * asked:
-        refuse_storage(asked, error)
-    return replace(allowed, max_error=tightened)
-
-
-def _refuse_nothing(
-    pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
-) -> None:
-    """Refuse to write a LoRA without modules, saying why none is left."""
-    if any(decomposed.rank > 0 for decomposed in layers.values()):
-        return
-    changed = [decomposed.record for decomposed in layers.values() if decomposed.reason != "unchanged"]
-    if not changed:
-        raise ModelMismatchError(
-            f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
-            "convolution layers: there is nothing to extract."
-            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
-            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
-        )
-    reasons = ", ".join(
-        sorted({str(decomposed.reason) for decomposed in layers.values() if decomposed.reason != "unchanged"})
-    )
-    largest = max(record.largest for record in changed)
-    raise ConfigError(
-        f"--min_diff {options.min_diff:g}, --target_coverage {options.target_coverage} and the choice of ranks "
-        f"leave out all {len(changed)} changed layers ({reasons}); the largest change is {largest:.3g}.",
-        hint="Lower --min_diff, use --target_coverage full, or allow more rank.",
-    )
-
-
-def _report(
-    pair: CheckpointPair,
-    base: Path,
-    tuned: Path,
-    target: Path,
-    lora_format: FormatName,
-    options: ExtractOptions,
-    layers: Mapping[str, DecomposedLayer],
-    vectors: dict[str, float],
-) -> ExtractionReport:
-    modules, left_out = [], []
-    for name in sorted(layers, key=layer_order):
-        reason, record = layers[name].reason, layers[name].record
-        if reason is None:
-            modules.append(_extracted_module(name, layers[name]))
-        else:
-            left_out.append(LeftOutLayer(name, record.shape, reason, record.delta_norm, record.largest))
-    uncovered = {} if options.biases_and_norms else vectors
-    norms = [decomposed.record.delta_norm for decomposed in layers.values()]
-    return ExtractionReport(
-        base=base,
-        tuned=tuned,
-        lora=target,
-        sidecar=sidecar_path(target),
-        format=lora_format,
-        architecture=pair.layout.family,
-        options=options,
-        modules=tuple(modules),
-        left_out=tuple(left_out),
-        diffs={} if uncovered else vectors,
-        uncovered=uncovered,
-        findings=tuple(pair_findings(pair, uncovered, norms)),
-        seconds=0.0,
-        file_bytes=0,
-    )
-
-
-def _extracted_module(name: str, decomposed: DecomposedLayer) -> ExtractedModule:
-    record = decomposed.record
-    error = record.error_at(decomposed.rank)
-    return ExtractedModule(
-        name=name,
-        shape=record.shape,
-        rank=decomposed.rank,
-        delta_norm=record.delta_norm,
-        relative_change=record.delta_norm / record.base_norm if record.base_norm > 0 else None,
-        error_norm=error,
-        relative_error=error / record.delta_norm,
-        kept_energy=record.kept_energy(decomposed.rank),
-    )
-
-
 def write_extracted(
     target: Path,
     format: FormatName,
@@ -703,10 +348,285 @@ def write_extracted(
     with writer:
         for layer, decomposed in layers.items():
             if decomposed.rank > 0:
-                if decomposed.record.whole:
-                    factors = at_full_rank(reader.read(layer).delta, options.storage_dtype).factors
-                else:
-                    factors = read_factors(journal, decomposed.name, decomposed.rank)
-                writer.write(layer, factors)
+                dtype = options.storage_dtype
+                writer.write(layer, read_factors(journal, reader, layer, decomposed, dtype))
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
+
+
+def _refuse_nothing(
+    pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
+) -> None:
+    """Refuse to write a LoRA without modules, saying why none is left."""
+    if any(decomposed.rank > 0 for decomposed in layers.values()):
+        return
+    changed = [decomposed.record for decomposed in layers.values() if decomposed.reason != "unchanged"]
+    if not changed:
+        raise ModelMismatchError(
+            f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
+            "convolution layers: there is nothing to extract."
+            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
+            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+        )
+    reasons = ", ".join(
+        sorted({str(decomposed.reason) for decomposed in layers.values() if decomposed.reason != "unchanged"})
+    )
+    largest = max(record.largest for record in changed)
+    raise ConfigError(
+        f"--min_diff {options.min_diff:g}, --target_coverage {options.target_coverage} and the choice of ranks "
+        f"leave out all {len(changed)} changed layers ({reasons}); the largest change is {largest:.3g}.",
+        hint="Lower --min_diff, use --target_coverage full, or allow more rank.",
+    )
+
+
+def _report(
+    pair: CheckpointPair,
+    base: Path,
+    tuned: Path,
+    target: Path,
+    lora_format: FormatName,
+    options: ExtractOptions,
+    layers: Mapping[str, DecomposedLayer],
+    vectors: dict[str, float],
+) -> "ExtractionReport":
+    modules, left_out = [], []
+    for name in sorted(layers, key=layer_order):
+        reason, record = layers[name].reason, layers[name].record
+        if reason is None:
+            modules.append(_extracted_module(name, layers[name]))
+        else:
+            left_out.append(LeftOutLayer(name, record.shape, reason, record.delta_norm, record.largest))
+    uncovered = {} if options.biases_and_norms else vectors
+    norms = [decomposed.record.delta_norm for decomposed in layers.values()]
+    return ExtractionReport(
+        base=base,
+        tuned=tuned,
+        lora=target,
+        sidecar=sidecar_path(target),
+        format=lora_format,
+        architecture=pair.layout.family,
+        options=options,
+        modules=tuple(modules),
+        left_out=tuple(left_out),
+        diffs={} if uncovered else vectors,
+        uncovered=uncovered,
+        findings=tuple(pair_findings(pair, uncovered, norms)),
+        seconds=0.0,
+        file_bytes=0,
+    )
+
+
+def _extracted_module(name: str, decomposed: DecomposedLayer) -> "ExtractedModule":
+    record = decomposed.record
+    error = record.error_at(decomposed.rank)
+    return ExtractedModule(
+        name=name,
+        shape=record.shape,
+        rank=decomposed.rank,
+        delta_norm=record.delta_norm,
+        relative_change=record.delta_norm / record.base_norm if record.base_norm > 0 else None,
+        error_norm=error,
+        relative_error=error / record.delta_norm,
+        kept_energy=record.kept_energy(decomposed.rank),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedModule:
+    """One layer of the LoRA.
+
+    Attributes:
+        name: Path of the layer, such as `denoiser.mid_block.attentions.0.proj_in`.
+        shape: Shape of its weight.
+        rank: Rank really stored.
+        delta_norm: ‖ΔW‖.
+        relative_change: ‖ΔW‖ / ‖W‖ of the base; None when the base's weight is all zero.
+        error_norm: ‖ΔW − up·down‖ of the stored, rounded factors.
+        relative_error: `error_norm` / `delta_norm`.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    delta_norm: float
+    relative_change: float | None
+    error_norm: float
+    relative_error: float
+    kept_energy: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutLayer:
+    """One layer that is not in the LoRA, and why. An unchanged one needs no factors."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: LeftOutReason
+    delta_norm: float
+    largest_change: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractionReport:
+    """The result of one extraction.
+
+    Attributes:
+        base, tuned: The models, as given.
+        lora: The LoRA file that was written.
+        sidecar: The YAML beside it.
+        format: Of the LoRA file.
+        architecture: Family of the model: `lbm`, `sdxl`, …
+        options: What was asked for.
+        modules: The LoRA's layers, in the model's order.
+        left_out: The compared layers that it does not hold.
+        diffs: ‖Δ‖ of changed biases, norms and embeddings that are stored whole, by key.
+        uncovered: ‖Δ‖ of those that are not, by key; a LoRA of layers does not hold them.
+        findings: What to know before using the LoRA.
+        seconds: Time of the whole extraction.
+        file_bytes: Size of the LoRA file.
+        weighted_error: The overall error as the statistics or the budget weigh it, which is what `max_error`
+            limits; None where all errors count the same.
+    """
+
+    base: Path
+    tuned: Path
+    lora: Path
+    sidecar: Path
+    format: FormatName
+    architecture: str
+    options: ExtractOptions
+    modules: tuple[ExtractedModule, ...]
+    left_out: tuple[LeftOutLayer, ...]
+    diffs: dict[str, float]
+    uncovered: dict[str, float]
+    findings: tuple[Finding, ...]
+    seconds: float
+    file_bytes: int
+    weighted_error: float | None = None
+
+    @property
+    def total_lora_modules(self) -> int:
+        """Number of layers in the LoRA."""
+        return len(self.modules)
+
+    @property
+    def total_analyzed_layers(self) -> int:
+        """Number of Linear and convolution layers compared."""
+        return len(self.modules) + len(self.left_out)
+
+    @property
+    def coverage_percentage(self) -> float:
+        """Share of the compared layers that the LoRA holds, 0 to 100."""
+        return 100.0 * self.total_lora_modules / self.total_analyzed_layers
+
+    @property
+    def errors(self) -> tuple[ModuleError, ...]:
+        """The error of every layer that changed, as a validation of this LoRA would find it."""
+        kept = [
+            ModuleError(
+                module.name, module.shape, "applied", module.rank, module.delta_norm, module.error_norm
+            )
+            for module in self.modules
+        ]
+        lost = [
+            ModuleError(
+                layer.name, layer.shape, "missing", None, layer.delta_norm, layer.delta_norm, layer.reason
+            )
+            for layer in self.left_out
+            if layer.reason != "unchanged"
+        ]
+        return tuple(sorted(kept + lost, key=lambda error: layer_order(error.name)))
+
+    @property
+    def blocks(self) -> tuple[BlockError, ...]:
+        """One summary a block, in the model's order."""
+        return summarise_blocks(self.errors)
+
+    @property
+    def relative_error(self) -> float | None:
+        """‖ΔW − up·down‖ / ‖ΔW‖ over all compared layers together; a layer left out counts as lost."""
+        return overall_error(self.errors)
+
+    @property
+    def average_error(self) -> float | None:
+        """Mean of the modules' relative errors."""
+        return mean(applied_errors(self.errors))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values, totals first."""
+        totals = {
+            "total_analyzed_layers": self.total_analyzed_layers,
+            "total_lora_modules": self.total_lora_modules,
+            "coverage_percentage": self.coverage_percentage,
+            "relative_error": self.relative_error,
+            "average_error": self.average_error,
+            "weighted_error": self.weighted_error,
+        }
+        fields = asdict(self) | {"options": self.options.as_dict()}
+        fields.pop("weighted_error")
+        paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
+        return paths | totals | fields
+
+
+def sidecar_path(lora: Path) -> Path:
+    """`<name>_config.yaml` beside `<name>.safetensors`."""
+    return lora.with_name(f"{lora.stem}_config.yaml")
+
+
+def sidecar_text(report: ExtractionReport) -> str:
+    """The side-car's text. Its keys and their order are always the same."""
+    fixed = report.options.fixed_rank
+    facts = {
+        "base_model": as_text(short_path(report.base)),
+        "extraction_method": "svd",
+        "rank": report.options.asked_rank if fixed is None else fixed.rank,
+        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
+        "architecture": report.architecture,
+        "native_naming": report.format == "native",
+        "total_analyzed_layers": report.total_analyzed_layers,
+        "total_lora_modules": report.total_lora_modules,
+        "change_threshold": report.options.min_diff,
+        "coverage_percentage": round(report.coverage_percentage, 2),
+    }
+    return str(require_yaml().safe_dump(facts, sort_keys=False, allow_unicode=True))
+
+
+def refuse_other_yaml(sidecar: Path) -> None:
+    """Refuse to replace a file of the side-car's name that describes no extraction.
+
+    Raises:
+        ConfigError: Some file is there without the key `extraction_method`, or it cannot be read.
+        WriteError: What is there is a folder, no regular file or write-protected.
+    """
+    require_writable(sidecar)
+    if not sidecar.is_file():
+        return
+    try:
+        with sidecar.open(encoding="utf-8") as stream:
+            is_ours = any(
+                line.startswith("extraction_method:") for line in stream.readlines(_MOST_SIDECAR_BYTES)
+            )
+    except (OSError, ValueError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(
+            f"{sidecar} is where the LoRA's description goes, and the file there is no such description.",
+            hint="Choose another name for --save_to, or move that file.",
+        )
+
+
+def require_yaml() -> ModuleType:
+    """Import PyYAML, which is needed to describe an extraction.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "PyYAML is not installed, and the LoRA's description is YAML.",
+            hint='Install it with: pip install "sigmascope[lbm]"',
+        ) from error
+    return yaml

@@ -566,29 +566,6 @@ class Spectrum:
         # Summed from the smallest value up, which loses nothing of small tails.
         return torch.cat([tail, self.values.square().flip(0)]).cumsum(0).flip(0)
 
-    def error_at(self, rank: int) -> float:
-        """‖ΔW − A_r‖, the error of keeping the `rank` largest singular values.
-
-        Args:
-            rank: From 0 to `known`; anything above where the spectrum is complete.
-
-        Raises:
-            ValueError: That many values are not known.
-        """
-        if rank > self.known and not self.complete:
-            raise ValueError(f"{self.known} singular values are known, too few for the error at rank {rank}.")
-        return math.sqrt(float(self.discarded_energies()[min(rank, self.known)]))
-
-    def all_values(self) -> Float[Tensor, " n"]:
-        """Every singular value, (largest_rank,), with zeros for those below rounding.
-
-        Raises:
-            ValueError: The spectrum is not complete.
-        """
-        if not self.complete:
-            raise ValueError(f"only {self.known} of {self.largest_rank} singular values are known.")
-        return torch.cat([self.values, self.values.new_zeros(self.largest_rank - self.known)])
-
 
 def stable_rank(values: Float[Tensor, " k"]) -> float:
     """‖ΔW‖² / σ₁² (Rudelson and Vershynin, arXiv math/0503442), from 1 to the rank; 0 for a zero change.

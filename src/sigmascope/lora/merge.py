@@ -1,46 +1,53 @@
 """Merge several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank.
 
 The change that the LoRAs together make to a layer is formed when it is asked for, so memory holds a few layers.
+
+TIES and DARE take away most of each change, so that the changes of several LoRAs meet less often. Their results are
+not of low rank.
 """
 
+import hashlib
+import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.checkpoints import Checkpoint, file_sha256, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
 from sigmascope.lora.alignment import AlignedLoras, align, align_all
+from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
-from sigmascope.lora.file import LoraFile, check_target, family_in, refuse_files, refuse_inputs
-from sigmascope.lora.linalg import at_least_float32, same_matrix
-from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
-from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
+from sigmascope.lora.file import LoraFile, as_text, check_target, family_in, refuse_files, refuse_inputs
+from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
+    EVERYTHING,
+    NEEDS_BASE,
+    InputLora,
     Metrics,
     RankPlan,
     ReductionReport,
-    ResizedModule,
     Resizer,
-    require_modules,
     unused_keys,
+    write_reduced,
 )
 from sigmascope.lora.statistics import RIDGE
-from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
-    LoraWriter,
     SavePrecision,
     dtype_name,
     storage_dtype,
@@ -51,12 +58,92 @@ from sigmascope.records.run import Finding
 
 __all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "merge_loras"]
 
+
 _NAMED: Final = 5  # modules in a message
-# Kinds of change that depend on the base weight.
-_NEEDS_BASE: Final = frozenset({"dora", "set"})
 _WEIGHT = ".weight"
 # Header fields that say from which checkpoint a LoRA was made.
 _BASE_FIELDS = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
+
+
+MethodName = Literal["linear", "ties", "ties_mergekit", "dare"]
+
+
+_SEED_BITS: Final = 63  # that a generator takes
+
+
+# For `kth_largest`.
+_SMALL: Final = 1 << 16  # values up to which all are looked at
+_SAMPLE: Final = 1 << 14  # values of the sample
+
+
+@dataclass(frozen=True, slots=True)
+class MergeMethod:
+    """One way to merge.
+
+    Attributes:
+        name: `linear`: the weighted sum. `ties` and `dare`: see the functions of that name; DARE's results are
+            summed. `ties_mergekit`: TIES whose signs are elected by the weighted changes, as mergekit does it.
+        density: For all but `linear`: the share of values to keep.
+        seed: For `dare`: what the random choice starts from.
+
+    Raises:
+        ConfigError: The density is no share.
+    """
+
+    name: MethodName = "linear"
+    density: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_density(self.density)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the result is a plain sum, and so has no more rank than its parts together."""
+        return self.name == "linear"
+
+    def combine(
+        self,
+        module: str,
+        deltas: Mapping[int, Float[Tensor, "*shape"]],
+        weights: Mapping[int, float] | None = None,
+    ) -> Float[Tensor, "*shape"]:
+        """Make one change of several.
+
+        Args:
+            module: Its name, which is part of DARE's seed.
+            deltas: The change that each LoRA makes at strength 1, by the LoRA's position among all.
+            weights: What each is multiplied with, by the same positions; None: 1.
+
+        Returns:
+            In the changes' dtype.
+        """
+        if self.name == "ties":
+            strengths = None if weights is None else [weights[position] for position in deltas]
+            return ties(list(deltas.values()), self.density, strengths)
+        if weights is not None:
+            deltas = {position: delta * weights[position] for position, delta in deltas.items()}
+        if self.name == "ties_mergekit":
+            return ties(list(deltas.values()), self.density)
+        if self.name == "dare":
+            kept = [
+                dare(delta, self.density, self._generator(module, position))
+                for position, delta in deltas.items()
+            ]
+            return reduce(torch.add, kept)
+        return reduce(torch.add, deltas.values())
+
+    def describe(self) -> str:
+        """Canonical text, for reports and headers."""
+        if self.is_linear:
+            return self.name
+        seed = f", seed {self.seed}" if self.name == "dare" else ""
+        return f"{self.name}, density {self.density:g}{seed}"
+
+    def _generator(self, module: str, position: int) -> torch.Generator:
+        """One stream a module and LoRA: the order of the work does not matter, nor what else is merged."""
+        digest = hashlib.sha256(f"{self.seed}\n{position}\n{module}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +245,17 @@ def merge_loras(
             compact=plan.budget is not None,
         )
         with output:
-            modules = _write_modules(output, changes, plan, progress)
+            resizer = Resizer(
+                shapes={name: changes.shape(name) for name in changes.layers},
+                old_ranks={name: changes.old_rank(name) for name in changes.layers},
+                load=changes.load,
+                plan=plan,
+                storage=output.storage(
+                    changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
+                ),
+            )
+            vectors = ((name, DiffChange({"diff": changes.combined(name)})) for name in changes.vectors)
+            modules = write_reduced(output, resizer, vectors, progress)
         return ReductionReport(
             inputs=tuple(map(InputLora.of, originals, paths, weights)),
             lora=target,
@@ -175,45 +272,78 @@ def merge_loras(
         )
 
 
-class BaseWeights:
-    """Reads the weight that a LoRA's module changes.
+def _rank_plan(changes: "MergedChanges", options: CombineOptions) -> RankPlan:
+    """The plan asked for; without one everything is kept, where that is less than the whole weight."""
+    if options.plan is not None:
+        return options.plan
+    if changes.formed:
+        what = (
+            f"--method {options.method.name} gives changes of full rank"
+            if not options.method.is_linear
+            else f"{len(changes.formed)} modules are more than up and down: {', '.join(changes.formed[:_NAMED])}"
+        )
+        raise ConfigError(
+            f"{what}, so a rank has to be chosen.",
+            hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
+        )
+    return EVERYTHING
+
+
+def _provenance(
+    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
+) -> dict[str, str]:
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_merged_loras": merged_from(lora_files, weights),
+        "sigmascope_merge_method": method.describe(),
+        "sigmascope_rank": plan.describe(),
+    }
+
+
+def merged_from(files: Sequence[Path], weights: Sequence[float]) -> str:
+    """What was merged, as JSON for a header: names, weights, and hashes by which the files can be found again."""
+    return json.dumps(
+        [
+            {"file": as_text(file.name), "weight": weight, "sha256": file_sha256(file)}
+            for file, weight in zip(files, weights, strict=True)
+        ]
+    )
+
+
+def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator[Finding]:
+    """Give reasons to doubt that the LoRAs belong together.
 
     Args:
-        base: An open checkpoint.
-        loras: The LoRAs under their own names.
-
-    Raises:
-        LoraFormatError: Two modules of a LoRA are for one layer.
+        loras: Under their own names.
+        aligned: The same under common names.
     """
-
-    def __init__(self, base: Checkpoint, loras: Sequence[LoraFile]) -> None:
-        self._base = base
-        layers = [key.removesuffix(".weight") for key in base]
-        layout = layout_of({key: base.info(key).shape for key in base})
-        self._layers = [
-            {name: layer for layer, names in align(lora, layers, layout).sources.items() for name in names}
-            for lora in loras
-        ]
-
-    def weight(self, position: int, name: str) -> Tensor:
-        """The base weight of one module, in float32 or wider.
-
-        Args:
-            position: Of the LoRA.
-            name: Of the module in its file.
-
-        Raises:
-            ModelMismatchError: The checkpoint has no such weight.
-        """
-        layer = self._layers[position].get(name)
-        key = layer if layer is None or f"{layer}{_WEIGHT}" not in self._base else f"{layer}{_WEIGHT}"
-        if key is None or key not in self._base:
-            raise ModelMismatchError(
-                f"{self._base.path} has no weight for {name}.",
-                hint="Give the model that the LoRA was made for as --base_model_path.",
-            )
-        weight = self._base.tensor(key)
-        return weight.to(at_least_float32(weight.dtype))
+    families = {family for lora in loras if (family := family_in(lora.metadata)) is not None}
+    if len(families) > 1:
+        yield Finding(
+            "lora.merge.families",
+            "warning",
+            f"The LoRAs say that they are for different models: {', '.join(sorted(families))}.",
+            advice="Merge LoRAs of one base model.",
+        )
+    elif any(
+        len({lora.metadata[name] for lora in loras if name in lora.metadata}) > 1 for name in _BASE_FIELDS
+    ):
+        yield Finding(
+            "lora.merge.bases",
+            "info",
+            "The LoRAs were made from different checkpoints of a model, by what their headers say.",
+            advice="Look at the result: each change was made for its own base.",
+        )
+    shared = sum(len(aligned.positions(name)) > 1 for name in aligned.names)
+    if len(loras) > 1 and shared == 0:
+        yield Finding(
+            "lora.merge.apart",
+            "warning",
+            "No layer is changed by more than one of the LoRAs.",
+            {"layers": len(aligned.names)},
+            advice="Check that they are for the same model, and that their names are understood: lora inspect.",
+        )
+    yield from unused_keys(loras)
 
 
 @dataclass(frozen=True)
@@ -237,7 +367,7 @@ class MergedChanges:
     weights: Sequence[float]
     method: MergeMethod
     dtype: torch.dtype
-    bases: BaseWeights | None = None
+    bases: "BaseWeights | None" = None
     metrics: Metrics | None = None
 
     def __post_init__(self) -> None:
@@ -306,7 +436,7 @@ class MergedChanges:
 
     def _delta(self, position: int, name: str) -> Tensor:
         change = self.united.change(position, name)
-        if isinstance(change, LoraFactors) or change.kind not in _NEEDS_BASE:
+        if isinstance(change, LoraFactors) or change.kind not in NEEDS_BASE:
             return form_delta(name, change)
         assert self.bases is not None  # or the constructor has refused it
         return form_delta(name, change, self.bases.weight(position, self.united.sources[position][name]))
@@ -317,9 +447,7 @@ class MergedChanges:
         )
 
     def _needs_base(self, name: str) -> bool:
-        return any(
-            self.united.loras[position].kind_of(name) in _NEEDS_BASE for position in self._acting(name)
-        )
+        return any(self.united.loras[position].kind_of(name) in NEEDS_BASE for position in self._acting(name))
 
     def _acting(self, name: str) -> tuple[int, ...]:
         """The LoRAs of a layer without those of weight 0; all of them where none is left."""
@@ -340,91 +468,161 @@ class MergedChanges:
                     )
 
 
-def _rank_plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
-    """The plan asked for; without one everything is kept, where that is less than the whole weight."""
-    if options.plan is not None:
-        return options.plan
-    if changes.formed:
-        what = (
-            f"--method {options.method.name} gives changes of full rank"
-            if not options.method.is_linear
-            else f"{len(changes.formed)} modules are more than up and down: {', '.join(changes.formed[:_NAMED])}"
-        )
-        raise ConfigError(
-            f"{what}, so a rank has to be chosen.",
-            hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
-        )
-    return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
-
-
-def _provenance(
-    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
-) -> dict[str, str]:
-    return {
-        "sigmascope_version": __version__,
-        "sigmascope_merged_loras": merged_from(lora_files, weights),
-        "sigmascope_merge_method": method.describe(),
-        "sigmascope_rank": plan.describe(),
-    }
-
-
-def _write_modules(
-    output: LoraWriter, changes: MergedChanges, plan: RankPlan, progress: Progress
-) -> tuple[ResizedModule, ...]:
-    reduction = Resizer(
-        shapes={name: changes.shape(name) for name in changes.layers},
-        old_ranks={name: changes.old_rank(name) for name in changes.layers},
-        load=changes.load,
-        plan=plan,
-        storage=output.storage(
-            changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
-        ),
-    )
-    modules = []
-    for module, factors in reduction.run(progress):
-        modules.append(module)
-        if factors is not None:
-            output.write(module.name, factors)
-    for name in changes.vectors:
-        output.write_change(name, DiffChange({"diff": changes.combined(name)}))
-    require_modules(modules, plan)
-    return tuple(modules)
-
-
-def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator[Finding]:
-    """Give reasons to doubt that the LoRAs belong together.
+class BaseWeights:
+    """Reads the weight that a LoRA's module changes.
 
     Args:
-        loras: Under their own names.
-        aligned: The same under common names.
+        base: An open checkpoint.
+        loras: The LoRAs under their own names.
+
+    Raises:
+        LoraFormatError: Two modules of a LoRA are for one layer.
     """
-    families = {family for lora in loras if (family := family_in(lora.metadata)) is not None}
-    if len(families) > 1:
-        yield Finding(
-            "lora.merge.families",
-            "warning",
-            f"The LoRAs say that they are for different models: {', '.join(sorted(families))}.",
-            advice="Merge LoRAs of one base model.",
+
+    def __init__(self, base: Checkpoint, loras: Sequence[LoraFile]) -> None:
+        self._base = base
+        layers = [key.removesuffix(".weight") for key in base]
+        layout = layout_of({key: base.info(key).shape for key in base})
+        self._layers = [
+            {name: layer for layer, names in align(lora, layers, layout).sources.items() for name in names}
+            for lora in loras
+        ]
+
+    def weight(self, position: int, name: str) -> Tensor:
+        """The base weight of one module, in float32 or wider.
+
+        Args:
+            position: Of the LoRA.
+            name: Of the module in its file.
+
+        Raises:
+            ModelMismatchError: The checkpoint has no such weight.
+        """
+        layer = self._layers[position].get(name)
+        key = layer if layer is None or f"{layer}{_WEIGHT}" not in self._base else f"{layer}{_WEIGHT}"
+        if key is None or key not in self._base:
+            raise ModelMismatchError(
+                f"{self._base.path} has no weight for {name}.",
+                hint="Give the model that the LoRA was made for as --base_model_path.",
+            )
+        weight = self._base.tensor(key)
+        return weight.to(at_least_float32(weight.dtype))
+
+
+def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
+    """Give the weight of each LoRA, 1 where none are asked for.
+
+    Raises:
+        ConfigError: Their number is not that of the LoRAs, or one is NaN or infinite.
+    """
+    if weights is None:
+        return (1.0,) * count
+    if len(weights) != count:
+        raise ConfigError(
+            f"--weights has {len(weights)} numbers for {count} LoRAs.",
+            hint="Give one for each, such as 0.7,0.3.",
         )
-    elif any(
-        len({lora.metadata[name] for lora in loras if name in lora.metadata}) > 1 for name in _BASE_FIELDS
-    ):
-        yield Finding(
-            "lora.merge.bases",
-            "info",
-            "The LoRAs were made from different checkpoints of a model, by what their headers say.",
-            advice="Look at the result: each change was made for its own base.",
+    for weight in weights:
+        if not math.isfinite(weight):
+            raise ConfigError(f"--weights {weight} is no number.", hint="Give numbers such as 0.7,0.3.")
+    return weights
+
+
+def ties(
+    changes: Sequence[Float[Tensor, "*shape"]], density: float, weights: Sequence[float] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Trim, elect sign, disjoint merge (Yadav et al., arXiv 2306.01708, algorithm 1), for one weight.
+
+    Each change is trimmed to its largest values. Where the signs disagree, that of the sum wins, and the mean
+    is taken over those changes that have this sign, each times its weight. The weights have no say in the
+    election, as in PEFT. The paper trims whole models, this does each weight by itself, so that no more than
+    one weight's changes are in memory.
+
+    Args:
+        changes: Of one weight, at strength 1.
+        density: The share k of values to keep.
+        weights: What each change is multiplied with after the election; None: 1.
+
+    Returns:
+        In the changes' dtype. A value that only one change kept is that change's own, times its weight.
+    """
+    kept = [trimmed(change, density) for change in changes]
+    elected = reduce(torch.add, kept).sign()
+    merged, voters = torch.zeros_like(elected), torch.zeros_like(elected)
+    for change, weight in zip(kept, weights or (1.0,) * len(kept), strict=True):
+        agrees = change * elected > 0.0
+        merged += torch.where(agrees, change * weight, 0.0)
+        voters += agrees
+    return merged / voters.clamp_min_(1.0)
+
+
+def trimmed(change: Float[Tensor, "*shape"], density: float) -> Float[Tensor, "*shape"]:
+    """Keep the largest values by magnitude and set the rest to zero: the first step of TIES.
+
+    Args:
+        change: One weight's change.
+        density: Share of the values to keep; at least one stays. Values equal to the smallest that is kept
+            stay too.
+    """
+    size = change.numel()
+    kept = max(1, round(density * size))
+    if kept >= size:
+        return change
+    magnitudes = change.abs()
+    return torch.where(magnitudes >= kth_largest(magnitudes.flatten(), kept), change, 0.0)
+
+
+def kth_largest(values: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
+    """The k-th largest of many values, exactly.
+
+    A sample brackets it, and only what lies between is sorted out; where the sample misleads, all is.
+
+    Args:
+        values: Finite.
+        k: From 1 to n.
+    """
+    size = len(values)
+    if size <= _SMALL:
+        return values.kthvalue(size - k + 1).values
+    sample = values[:: size // _SAMPLE].sort(descending=True).values
+    share, last = k / size, len(sample) - 1
+    margin = 4.0 * (len(sample) * share * (1.0 - share)) ** 0.5 + 4.0
+    high = sample[max(int(share * len(sample) - margin), 0)]
+    low = sample[min(int(share * len(sample) + margin), last)]
+    above = int((values > high).sum())
+    between = values[(values >= low) & (values <= high)]
+    if above < k <= above + len(between):
+        return between.kthvalue(above + len(between) - k + 1).values
+    return values.kthvalue(size - k + 1).values
+
+
+def dare(
+    change: Float[Tensor, "*shape"], density: float, generator: torch.Generator
+) -> Float[Tensor, "*shape"]:
+    """Drop values at random and rescale the rest (Yu et al., arXiv 2311.03099): the mean stays the same.
+
+    Args:
+        change: One weight's change.
+        density: 1 − p for the paper's drop rate p: the chance of each value to stay. It is then divided by it.
+        generator: On the CPU; its state alone decides what is dropped.
+    """
+    if density >= 1.0:
+        return change
+    drawn = torch.rand(change.shape, generator=generator, dtype=torch.float32).to(change.device)
+    return torch.where(drawn < density, change / density, 0.0)
+
+
+def require_density(density: float) -> float:
+    """Give the density back.
+
+    Raises:
+        ConfigError: It is not above 0 and at most 1.
+    """
+    if not 0.0 < density <= 1.0:
+        raise ConfigError(
+            f"--density {density} is no share of values to keep.", hint="Use a number above 0, up to 1."
         )
-    shared = sum(len(aligned.positions(name)) > 1 for name in aligned.names)
-    if len(loras) > 1 and shared == 0:
-        yield Finding(
-            "lora.merge.apart",
-            "warning",
-            "No layer is changed by more than one of the LoRAs.",
-            {"layers": len(aligned.names)},
-            advice="Check that they are for the same model, and that their names are understood: lora inspect.",
-        )
-    yield from unused_keys(loras)
+    return density
 
 
 if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone

@@ -139,10 +139,6 @@ class CheckpointPair:
         """The dtype in which a tensor's change is formed: float64 when either file holds it in that, else float32."""
         return at_least_float32(self.base.info(key).dtype, self.tuned.info(key).dtype)
 
-    def layer_change(self, layer: str, device: torch.device) -> LayerChange:
-        """Read one layer from both files and subtract; see `change`."""
-        return self.change(layer + WEIGHT, device)
-
     def change(self, key: str, device: torch.device) -> LayerChange:
         """Read one tensor from both files and subtract.
 

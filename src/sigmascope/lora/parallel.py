@@ -182,23 +182,19 @@ def map_in_order(
         slot = slots.get()
         return slot, work(slot, item)
 
-    before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     waiting: deque[tuple[Item, Future[tuple[Scratch, Result]]]] = deque()
-    try:
-        for item in items:
-            waiting.append((item, pool.submit(job, item)))
-            if len(waiting) > workers:
+    with _single_threaded_pool(workers) as pool:
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(job, item)))
+                if len(waiting) > workers:
+                    yield from _taken(waiting, slots)
+            while waiting:
                 yield from _taken(waiting, slots)
-        while waiting:
-            yield from _taken(waiting, slots)
-    finally:
-        for _, future in waiting:
-            future.cancel()
-        for _ in waiting:  # a thread that waits for a slot must end too
-            slots.put(Scratch())
-        pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # threads begun later take the process's last setting
+        finally:
+            for _, future in waiting:
+                future.cancel()
+                slots.put(Scratch())  # a thread that waits for a slot must end too
 
 
 def _taken(

@@ -7,7 +7,6 @@ extraction would store, so that the error of every rank and every budget is know
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -17,18 +16,17 @@ from sigmascope import svg
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.budget import Budget, StorageCost
-from sigmascope.lora.extract import (
+from sigmascope.lora.extract import extraction_metadata, resolve_format, statistics_for, storage_cost
+from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
-    extraction_metadata,
+    ExtractOptions,
+    LayerReader,
+    LayerRecord,
+    extract_layer,
     layer_weights,
-    metric_of,
-    resolve_format,
-    statistics_for,
-    storage_cost,
+    resolve_device,
     true_error,
 )
-from sigmascope.lora.extraction_report import ExtractOptions, resolve_device
-from sigmascope.lora.layer_extraction import LayerReader, LayerRecord, extract_layer
 from sigmascope.lora.layer_names import in_coverage
 from sigmascope.lora.pairs import CheckpointPair, open_pair
 from sigmascope.lora.parallel import run_layers
@@ -213,8 +211,7 @@ def _decomposed(
     progress: Progress,
 ) -> dict[str, LayerRecord]:
     """What is known of each layer that changed and is wanted, with that many singular values."""
-    device = resolve_device(options.device)
-    reader = LayerReader(pair, device)
+    reader = LayerReader(pair, resolve_device(options.device), statistics, options.ridge)
     rules = options.rank_rules
     rules.check(pair.layers)
     sizes = {
@@ -224,11 +221,7 @@ def _decomposed(
     }
 
     def work(layer: str) -> LayerRecord:
-        metric_in = partial(metric_of, statistics, pair, layer, options.ridge, device)
-        record, _ = extract_layer(
-            reader, layer, rank, options.storage_dtype, min_diff=options.min_diff, metric_in=metric_in
-        )
-        return record
+        return extract_layer(reader, layer, rank, options)[0]
 
     found = {}
     for layer, record in run_layers(sizes, work, workers=options.workers):

@@ -25,21 +25,20 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.adapters import form_delta
+from sigmascope.lora.adapters import WeightChange, form_delta
 from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.layer_names import block_of_module, block_position
-from sigmascope.lora.linalg import Spectrum, max_rank, root_sum_square
-from sigmascope.lora.merge_methods import InputLora
+from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.statistics import RIDGE, LayerMetric, ModelStatistics, load_statistics_of, require_ridge
-from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.writer import (
     STORAGE_DTYPES,
     LoraWriter,
@@ -53,8 +52,8 @@ from sigmascope.records.run import Finding
 
 __all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
-# Kinds of change that depend on the base weight.
-_NEEDS_BASE: Final = frozenset({"dora", "set"})
+NEEDS_BASE: Final = frozenset({"dora", "set"})
+"""Kinds of change that depend on the base weight."""
 _FINGERPRINTS: Final = (BASE_FINGERPRINT, TUNED_FINGERPRINT)  # of models that statistics may be of
 _CPU: Final = torch.device("cpu")
 _TARGET: Final = "OUT"  # what the command calls the file to write
@@ -82,6 +81,34 @@ class RankPlan(NamedTuple):
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         return json.dumps(asked, ensure_ascii=False)
+
+
+EVERYTHING: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+"""All the rank that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputLora:
+    """One LoRA that went in.
+
+    Attributes:
+        path: As given.
+        weight: What its change was multiplied with.
+        format: `native`, `kohya`, `peft` or `comfyui`.
+        modules: How many it has.
+        file_bytes: Size of its file.
+    """
+
+    path: Path
+    weight: float
+    format: str
+    modules: int
+    file_bytes: int
+
+    @classmethod
+    def of(cls, lora: LoraFile, path: Path, weight: float = 1.0) -> "InputLora":
+        """Describe an open LoRA; `path` is the one given, which may be a folder."""
+        return cls(path, weight, lora.format, len(lora.names), (lora.path or path).stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +341,13 @@ def resize_lora(
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
         aligned = align_all([original])
-        split = _Split.of(aligned.loras[0])
+        layers = aligned.loras[0]
+        formed = tuple(name for name in layers.changes if _has_rank(layers, name))
+        carried = tuple(name for name in layers.changes if name not in set(formed))
+        shapes = {name: layers.shape_of(name) for name in (*layers.modules, *formed)}
         metrics = None
         if statistics is not None:
-            metrics = Metrics.read(statistics, ridge, [original], split.shapes, plan)
+            metrics = Metrics.read(statistics, ridge, [original], shapes, plan)
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
@@ -326,7 +356,17 @@ def resize_lora(
         }
         compact = plan.budget is not None
         with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
-            modules = _write_modules(output, split, dtype, plan, metrics, progress)
+            resizer = Resizer(
+                shapes=shapes,
+                old_ranks={name: layers.rank_of(name) if name in layers.modules else None for name in shapes},
+                load=partial(_load, layers, dtype, metrics),
+                plan=plan,
+                storage=output.storage(
+                    dtype, {name: 4 * layers.facts_of(name).parameters for name in carried}
+                ),
+            )
+            unchanged = ((name, layers.changes[name]) for name in carried)
+            modules = write_reduced(output, resizer, unchanged, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -335,80 +375,54 @@ def resize_lora(
             method="linear",
             plan=plan.describe(),
             modules=modules,
-            carried=split.carried,
-            formed=split.formed,
+            carried=carried,
+            formed=formed,
             findings=tuple(unused_keys([original])),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The layers of a LoRA by what happens to them.
-
-    Attributes:
-        lora: By layer.
-        reduced: Get another rank, in the file's order.
-        formed: Those of them that are more than up and down.
-        carried: Stay as they are: they have no rank, or depend on the base.
-    """
-
-    lora: LoraFile
-    reduced: tuple[str, ...]
-    formed: tuple[str, ...]
-    carried: tuple[str, ...]
-
-    @classmethod
-    def of(cls, lora: LoraFile) -> "_Split":
-        formed = tuple(
-            name
-            for name in lora.changes
-            if lora.kind_of(name) not in _NEEDS_BASE and len(lora.shape_of(name)) > 1
-        )
-        carried = tuple(name for name in lora.changes if name not in set(formed))
-        return cls(lora, (*lora.modules, *formed), formed, carried)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.lora.shape_of(name) for name in self.reduced}
-
-    def load(self, dtype: torch.dtype, metrics: "Metrics | None", name: str, wanted: int) -> Truncatable:
-        if name in self.lora.modules:
-            metric = None if metrics is None else metrics.of(name, torch.float64)
-            return truncatable(self.lora.modules[name], wanted, dtype, metric)
-        delta = form_delta(name, self.lora.changes[name])
-        return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
-
-    def old_rank(self, name: str) -> int | None:
-        return self.lora.rank_of(name) if name in self.lora.modules else None
+def _has_rank(lora: LoraFile, name: str) -> bool:
+    """Whether a change that is more than up and down can be formed without the base, and cut."""
+    return lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
 
 
-def _write_modules(
+def _load(
+    lora: LoraFile, dtype: torch.dtype, metrics: "Metrics | None", name: str, wanted: int
+) -> Truncatable:
+    if name in lora.modules:
+        metric = None if metrics is None else metrics.of(name, torch.float64)
+        return truncatable(lora.modules[name], wanted, dtype, metric)
+    delta = form_delta(name, lora.changes[name])
+    return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
+
+
+def write_reduced(
     output: LoraWriter,
-    split: _Split,
-    dtype: torch.dtype,
-    plan: RankPlan,
-    metrics: "Metrics | None",
+    resizer: "Resizer",
+    carried: Iterable[tuple[str, WeightChange]],
     progress: Progress,
 ) -> tuple[ResizedModule, ...]:
-    lora = split.lora
-    others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
-    reduction = Resizer(
-        shapes=split.shapes,
-        old_ranks={name: split.old_rank(name) for name in split.reduced},
-        load=partial(split.load, dtype, metrics),
-        plan=plan,
-        storage=output.storage(dtype, others),
-    )
+    """Reduce every module and write it, and then what has no rank.
+
+    Args:
+        output: Open.
+        resizer: Of the modules.
+        carried: Names and changes that are written as they are, read when their turn comes.
+        progress: Told after each module.
+
+    Raises:
+        ConfigError: As of `Resizer.run`, or nothing is left to write.
+    """
     modules = []
-    for module, factors in reduction.run(progress):
+    for module, factors in resizer.run(progress):
         modules.append(module)
         if factors is not None:
             output.write(module.name, factors)
-    for name in split.carried:
-        output.write_change(name, lora.changes[name])
-    require_modules(modules, plan)
+    for name, change in carried:
+        output.write_change(name, change)
+    _require_modules(modules, resizer.plan)
     return tuple(modules)
 
 
@@ -605,7 +619,7 @@ def _cut(name: str, change: Truncatable, rank: int) -> Truncated:
         raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
+def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
     """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:

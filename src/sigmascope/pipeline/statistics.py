@@ -9,9 +9,8 @@ from torch import nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
-from sigmascope.lora.collect_statistics import collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 
@@ -114,6 +113,6 @@ def denoiser_of(pipeline: Any) -> nn.Module:
     if len(there) != 1:
         raise ConfigError(
             f"{type(pipeline).__name__} has {len(there)} denoisers.",
-            hint="Pass the module itself to sigmascope.lora.collect_statistics.",
+            hint="Pass the module itself to sigmascope.collect_statistics.",
         )
     return there[0]

@@ -32,12 +32,11 @@ from sigmascope.lora.compatibility import (
     judge_lora,
     shapes_of,
 )
-from sigmascope.lora.effect import effect_of
+from sigmascope.lora.effect import angles_of, effect_of, overlap
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
-from sigmascope.lora.overlap import angles_of, overlap
 from sigmascope.lora.patches import rank_together, sort_patches
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict

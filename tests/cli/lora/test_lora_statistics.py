@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.cli.lora.conftest import Run
 from tests.families import make_pipeline
+from tests.lbm.conftest import TINY
+from torch import nn
 
+from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import load_lbm
+from sigmascope.lbm.model import build_lbm, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
@@ -22,11 +25,26 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
 
 
-def test_an_lbm_is_run_on_noise(sigmascope: Run) -> None:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small LBM, `base.safetensors`, and one that was tuned from it, `tuned.safetensors`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = parse_config(TINY)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    torch.manual_seed(0)
+    model = build_lbm(config)
+    save_file(model.state_dict(), folder / "base.safetensors")
+    for parameter in model.denoiser.parameters():
+        parameter.data += 0.01 * torch.randn(parameter.shape)
+    save_file(model.state_dict(), folder / "tuned.safetensors")
+    return folder
+
+
+def test_an_lbm_is_run_on_noise(sigmascope: Run, tiny: Path) -> None:
     code, out, _ = sigmascope(
         "lora",
         "statistics",
-        TUNED_PATH,
+        tiny / "tuned.safetensors",
         "--noise",
         1,
         "--size",
@@ -38,9 +56,14 @@ def test_an_lbm_is_run_on_noise(sigmascope: Run) -> None:
     assert code == 0
     told = json.loads(out)
     read = load_statistics("s.safetensors")
-    assert told["layers"] == len(read) == 133
+    layers = [each for each in build_lbm(parse_config(TINY)).denoiser.modules() if is_layer(each)]
+    assert told["layers"] == len(read) == len(layers)
     assert (told["calls"], told["unmet"]) == (1, [])
     assert "down_blocks.0.resnets.0.conv1" in read
+
+
+def is_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Conv2d)
 
 
 def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -> None:
@@ -95,14 +118,13 @@ def test_neither_the_model_nor_the_statistics_are_written_over(sigmascope: Run) 
     assert Path("model.safetensors").read_bytes() == TUNED_PATH.read_bytes()
 
 
-def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run) -> None:
+def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run, tiny: Path) -> None:
     Path("scenes").mkdir()
     scene(101).resize((64, 64)).save("scenes/101.png")
-    code, *_ = sigmascope(
-        "lora", "statistics", TUNED_PATH, "--images", "scenes", "--save_to", "s.safetensors"
-    )
+    base, tuned = tiny / "base.safetensors", tiny / "tuned.safetensors"
+    code, *_ = sigmascope("lora", "statistics", tuned, "--images", "scenes", "--save_to", "s.safetensors")
     assert code == 0
-    models = ["--base_model_path", BASE_PATH, "--tuned_model_path", TUNED_PATH, "--rank", 2, "--conv_rank", 2]
+    models = ["--base_model_path", base, "--tuned_model_path", tuned, "--rank", 2, "--conv_rank", 2]
     for name, flags in (("two", ["--statistics", "s.safetensors"]), ("one", ["--calibrate", "scenes"])):
         code, _, err = sigmascope("lora", "extract", *models, "--save_to", f"{name}.safetensors", *flags)
         assert code == 0, err

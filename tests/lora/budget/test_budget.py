@@ -106,14 +106,14 @@ def test_growing_spectra_end_with_the_ranks_of_whole_ones(budget: Budget) -> Non
 
 
 @given(size=st.integers(2_500, 14_000), known=st.integers(0, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_growing_spectra_end_with_the_error_of_whole_ones(size: int, known: int) -> None:
     budget = Budget(max_bytes=size)
     assert grow(budget, known)[0].error == pytest.approx(budget.allocate(spectra(), FREE).error, rel=1e-12)
 
 
 @given(error=st.floats(0.01, 0.9), known=st.integers(0, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_growing_spectra_end_with_the_bytes_of_whole_ones(error: float, known: int) -> None:
     budget = Budget(max_error=error)
     assert grow(budget, known)[0].bytes == budget.allocate(spectra(), FREE).bytes

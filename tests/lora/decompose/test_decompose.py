@@ -104,8 +104,8 @@ def test_the_spectrum_is_the_leading_part_of_all_singular_values(kind: str) -> N
 
 
 @pytest.mark.parametrize("rank", [1, 4, 30])
-@pytest.mark.parametrize("shape", [(50, 60), (200, 320), (320, 200), (40, 30, 3, 3), (300, 300)])
-@pytest.mark.parametrize("asked", [1, 2, 9])
+@pytest.mark.parametrize("shape", [(50, 60), (320, 200), (40, 30, 3, 3)])
+@pytest.mark.parametrize("asked", [1, 9])
 def test_a_planted_rank_comes_back_and_nothing_more(shape: tuple[int, ...], rank: int, asked: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     columns = math.prod(shape[1:])
@@ -136,7 +136,7 @@ def test_cutting_gives_the_factors_of_the_smaller_rank(shape: tuple[int, ...], d
     assert stored.cut(12) is stored
 
 
-@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-30, 1e-20, 1e-7, 1e3, 1e20, 1e30, 3e37])
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e-7, 1e20, 3e37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(30, 40), (200, 200)])
 def test_any_scale_that_the_storage_holds_is_decomposed_alike(

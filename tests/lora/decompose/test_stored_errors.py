@@ -1,13 +1,22 @@
 """The error of rounded factors at every rank, against the dense difference in float64."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from sigmascope.lora import decompose
-from sigmascope.lora.decompose import StoredFactors, project, stored_errors
+from sigmascope.lora.decompose import project, stored_errors
 
 PRECISION = 1e-4  # of each squared error, however little is left
+
+
+class StoredFactors(NamedTuple):
+    """L (m, r) and X (r, n)."""
+
+    left: Tensor
+    right: Tensor
 
 
 def dense_errors(matrix: Tensor, factors: StoredFactors) -> Tensor:
@@ -32,9 +41,8 @@ def planted(
 
 
 def found(matrix: Tensor, factors: StoredFactors) -> Tensor:
-    return stored_errors(
-        matrix, factors, project(matrix, factors.left), float(matrix.double().square().sum())
-    )
+    energy = float(matrix.double().square().sum())
+    return stored_errors(matrix, *factors, project(matrix, factors.left), energy)
 
 
 @pytest.mark.parametrize("left_over", [1.0, 0.09, 1e-2, 1e-3, 3e-5, 1e-6, 0.0])

@@ -140,8 +140,9 @@ def test_at_equal_bytes_the_pocket_model_loses_less_than_with_fixed_ranks(
     assert best.relative_error**2 < share * fixed.relative_error**2
 
 
-@pytest.mark.parametrize("size", [12_000, 33_333, 70_000, 10_000_000])
-@pytest.mark.parametrize("precision", ["fp16", "float"])
+@pytest.mark.parametrize(
+    ("size", "precision"), [(12_000, "fp16"), (33_333, "float"), (70_000, "fp16"), (10_000_000, "float")]
+)
 def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
     report = extract(models, save_precision=precision, budget=Budget(max_bytes=size))
     assert report.lora.stat().st_size <= size
@@ -151,11 +152,12 @@ def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
 
 @pytest.mark.parametrize("format", ["native", "kohya", "peft"])
 def test_a_size_is_used(tmp_path: Path, format: str) -> None:
-    size = 400 * 1024
-    models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"  # 133 layers
-    options = ExtractOptions(format=format, budget=Budget(max_bytes=size))
+    size = 100 * 1024
+    models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"
+    rules = RankRules(FixedRank(1, 1), excluded=("up_blocks|down_blocks.[12]",))
+    options = ExtractOptions(format=format, rules=rules, budget=Budget(max_bytes=size))
     report = extract_lora(*models, tmp_path / "lora.safetensors", options)
-    assert 0.99 * size < report.lora.stat().st_size <= size
+    assert size - 4096 < report.lora.stat().st_size <= size
 
 
 def test_more_bytes_never_lose_more(models: Models) -> None:
@@ -200,8 +202,9 @@ def test_biases_and_norms_count_in_the_size(tmp_path: Path) -> None:
 # Errors
 
 
-@pytest.mark.parametrize("error", [0.9, 0.2, 0.01])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "float"])
+@pytest.mark.parametrize(
+    ("error", "precision"), [(0.9, "bf16"), (0.2, "fp16"), (0.01, "float"), (0.01, "bf16")]
+)
 def test_the_true_error_of_the_file_is_at_most_the_one_asked_for(
     models: Models, error: float, precision: str
 ) -> None:
@@ -395,20 +398,17 @@ def by_definition(name: str, parameter: float, sigma: "np.ndarray[Any, Any]") ->
 
 
 PARAMETERS = {
-    "sv_ratio": (3.1, 8.1),  # at 3 and 8 the power laws have a singular value on the threshold itself
-    "threshold": (0.05, 0.2),
-    "error": (0.5, 0.3),
-    "ratio": (0.3, 0.15),
-    "adaptive_ratio": (0.3, 0.15),
+    "sv_ratio": 8.1,  # at 8 the power laws have a singular value on the threshold itself
+    "threshold": 0.05,
+    "error": 0.3,
+    "ratio": 0.15,
+    "adaptive_ratio": 0.3,
 }
 
 
-@pytest.mark.parametrize("parameter", [0, 1])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_gives_the_rank_of_the_whole_float64_spectrum(
-    models: Models, name: str, parameter: int
-) -> None:
-    value = PARAMETERS.get(name, (0.6, 0.85))[parameter]
+def test_every_method_gives_the_rank_of_the_whole_float64_spectrum(models: Models, name: str) -> None:
+    value = PARAMETERS.get(name, 0.85)
     report = extract(models, save_precision="float", rules=RankRules(MethodRank(name, value)))
     expected = {
         layer: by_definition(name, value, torch.linalg.svdvals(delta).numpy())
@@ -417,10 +417,11 @@ def test_every_method_gives_the_rank_of_the_whole_float64_spectrum(
     assert ranks(report) == expected
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["energy", "sv_ratio", "quantile"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("energy", "fp16"), ("sv_ratio", "bf16"), ("quantile", "fp16")]
+)
 def test_storage_precision_changes_no_method_s_choice(models: Models, name: str, precision: str) -> None:
-    value = PARAMETERS.get(name, (0.6, 0.85))[0]
+    value = PARAMETERS.get(name, 0.6)
     rules = RankRules(MethodRank(name, value))
     assert ranks(extract(models, "a", save_precision=precision, rules=rules)) == ranks(
         extract(models, "b", save_precision="float", rules=rules)

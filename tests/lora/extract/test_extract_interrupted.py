@@ -15,7 +15,7 @@ from sigmascope.lora.extract import extract_lora
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+pytestmark = [pytest.mark.skipif(os.name == "nt", reason="POSIX signals"), pytest.mark.slow]
 
 # It says when four layers are written, and then waits to be stopped. Not in one long wait: a signal that comes just
 # before the wait begins would be answered when that ends.
@@ -46,21 +46,16 @@ def stop_half_way(files: "ModelPair", target: Path, number: signal.Signals) -> i
             process.kill()  # leaving the block waits for it without end
 
 
-def test_a_killed_extraction_leaves_the_earlier_lora_as_it_was(make_model_pair: "MakePair") -> None:
+def test_a_killed_extraction_leaves_the_earlier_lora_as_it_was_and_the_next_one_works(
+    make_model_pair: "MakePair",
+) -> None:
     files = make_model_pair()
     target = files.base.with_name("lora.safetensors")
     report = extract_lora(files.base, files.tuned, target)
     before = target.read_bytes(), report.sidecar.read_bytes()
     assert stop_half_way(files, target, signal.SIGKILL) == -signal.SIGKILL
     assert (target.read_bytes(), report.sidecar.read_bytes()) == before
-
-
-@pytest.mark.slow
-def test_after_a_killed_extraction_the_next_one_works(make_model_pair: "MakePair") -> None:
-    files = make_model_pair()
-    target = files.base.with_name("lora.safetensors")
-    stop_half_way(files, target, signal.SIGKILL)
-    assert not target.exists()
+    target.unlink()
     extract_lora(files.base, files.tuned, target)
     assert len(load_file(target)) == 3 * len(files.layers)
 

@@ -231,6 +231,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(server: Serv
 
 @posix
 @pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.slow
 def test_killed_while_the_file_is_written_nothing_is_lost(server: Server, earlier: bool) -> None:
     options = JOBS["fixed rank"]
     server.run(options)
@@ -250,16 +251,15 @@ def test_killed_while_the_file_is_written_nothing_is_lost(server: Server, earlie
 
 
 @posix
-@pytest.mark.parametrize("write_seconds", [0.0, 0.02])
-@pytest.mark.parametrize("done", [1, 30, LAYERS])
+@pytest.mark.parametrize(("done", "write_seconds"), [(1, 0.0), (LAYERS, 0.02)])
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_there(server: Server, done: int, write_seconds: float) -> None:
     server.run("ExtractOptions(rank=2)")
     before = files(server.target)
     process = server.start(JOBS["fixed rank"], write_seconds=write_seconds)
     server.wait_for(done)
-    if done < LAYERS or write_seconds:
-        assert server.stop(process, signal.SIGINT) == 1
-        assert files(server.target) == before
+    assert server.stop(process, signal.SIGINT) == 1
+    assert files(server.target) == before
 
 
 # In this process
@@ -358,9 +358,7 @@ def test_what_another_job_left_is_not_used(own_models: Models, tmp_path: Path, c
     assert told[:FEW] == list(range(1, FEW + 1))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"workers": 1}, {"workers": 5}, {"format": "kohya"}, {"biases_and_norms": True}]
-)
+@pytest.mark.parametrize("options", [{"workers": 5}, {"format": "kohya"}, {"biases_and_norms": True}])
 def test_what_the_same_job_left_is_used_whatever_does_not_touch_the_factors(
     models: Models, tmp_path: Path, decomposed: list[Any], options: dict[str, Any]
 ) -> None:
@@ -389,7 +387,7 @@ def test_a_budget_is_begun_anew_for_a_file_that_holds_something_else(
     assert target.read_bytes() == resumed
 
 
-@pytest.mark.parametrize("after", [1, FEW - 1, FEW + 1, FEW + 5])
+@pytest.mark.parametrize("after", [FEW - 1, FEW + 1])  # on either side of the second round's begin
 def test_any_round_of_a_budget_goes_on_where_it_was(
     models: Models, tmp_path: Path, decomposed: list[Any], monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
@@ -425,10 +423,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(models: Models, tmp_pa
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("error", [SigmascopeError("it does not converge."), RuntimeError("out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [SigmascopeError("it does not converge."), RuntimeError("out of memory"), KeyboardInterrupt("Ctrl-C")],
+)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_an_error_in_a_layer_leaves_what_was_there(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: Exception
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: BaseException
 ) -> None:
     target = tmp_path / "lora.safetensors"
     if earlier:

@@ -205,7 +205,7 @@ def test_a_quantised_base_is_dequantised_and_named(tmp_path: Path) -> None:
     base = {"a.weight": weight.to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(0.5)}
     paths = save_pair(tmp_path, base, {"a.weight": weight.bfloat16()})
     with open_pair(*paths) as pair:
-        assert torch.equal(pair.layer_change("a", CPU).delta, weight * 0.5)
+        assert torch.equal(pair.change("a.weight", CPU).delta, weight * 0.5)
         found = finding(pair, "dequantised")
     assert found.evidence["keys"] == "a.weight"
     assert "float8_e4m3fn scaled per tensor" in found.message
@@ -215,7 +215,7 @@ def test_8_bit_floats_are_compared_as_numbers(tmp_path: Path) -> None:
     weight = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     states = [{"a.weight": (weight * scale).to(torch.float8_e4m3fn)} for scale in (1, 3)]
     with open_pair(*save_pair(tmp_path, *states)) as pair:
-        assert torch.equal(pair.layer_change("a", CPU).delta, weight * 2)
+        assert torch.equal(pair.change("a.weight", CPU).delta, weight * 2)
 
 
 def test_damaged_weights_are_an_error_and_not_a_finding(make_model_pair: "MakePair") -> None:

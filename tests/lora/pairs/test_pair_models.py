@@ -192,7 +192,8 @@ def test_a_component_is_paired_with_the_same_component_of_a_folder(
         assert set(pair.layers) == {f"transformer.{path}" for path in modules_of("flux")}
         with open_pair(*pipelines) as whole:
             for layer in pair.layers:
-                assert torch.equal(pair.layer_change(layer, CPU).delta, whole.layer_change(layer, CPU).delta)
+                key = f"{layer}.weight"
+                assert torch.equal(pair.change(key, CPU).delta, whole.change(key, CPU).delta)
 
 
 def test_the_same_weights_under_other_prefixes_are_found(save: Save) -> None:
@@ -202,7 +203,7 @@ def test_the_same_weights_under_other_prefixes_are_found(save: Save) -> None:
     single = save("tuned", {f"model.diffusion_model.{key}": tensor for key, tensor in after.items()})
     with open_pair(bare, single) as pair:
         assert set(pair.layers) == set(modules_of("qwen_image"))
-        change = pair.layer_change("img_in", CPU)
+        change = pair.change("img_in.weight", CPU)
         assert torch.equal(change.delta, after["img_in.weight"] - base["img_in.weight"])
         assert pair.tuned.files == (single,)
 

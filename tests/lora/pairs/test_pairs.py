@@ -35,7 +35,7 @@ def test_biases_and_norms_are_kept_apart(make_model_pair: "MakePair") -> None:
 def test_the_change_is_tuned_minus_base(make_model_pair: "MakePair") -> None:
     files = make_model_pair(dtype=torch.bfloat16)
     with open_pair(files.base, files.tuned) as pair:
-        change = pair.layer_change("denoiser.conv_in", CPU)
+        change = pair.change("denoiser.conv_in.weight", CPU)
     expected = files.tuned_state[CONV_IN].float() - files.base_state[CONV_IN].float()
     assert torch.equal(change.delta, expected)
     assert change.delta_norm == pytest.approx(expected.double().norm().item(), rel=1e-12)
@@ -45,7 +45,7 @@ def test_the_change_is_tuned_minus_base(make_model_pair: "MakePair") -> None:
 def test_double_precision_files_are_subtracted_in_double_precision(make_model_pair: "MakePair") -> None:
     files = make_model_pair(dtype=torch.float64)
     with open_pair(files.base, files.tuned) as pair:
-        assert pair.layer_change("denoiser.conv_in", CPU).delta.dtype == torch.float64
+        assert pair.change("denoiser.conv_in.weight", CPU).delta.dtype == torch.float64
 
 
 def test_a_key_missing_from_the_tuned_file_is_named_with_the_file(make_model_pair: "MakePair") -> None:
@@ -86,7 +86,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_file(
         open_pair(files.base, files.tuned) as pair,
         pytest.raises(NonFiniteError, match=rf"{side}\.safetensors: {CONV_IN} holds"),
     ):
-        pair.layer_change("denoiser.conv_in", CPU)
+        pair.change("denoiser.conv_in.weight", CPU)
 
 
 def test_infinities_of_both_files_that_cancel_to_nan_are_found(make_model_pair: "MakePair") -> None:
@@ -95,7 +95,7 @@ def test_infinities_of_both_files_that_cancel_to_nan_are_found(make_model_pair: 
 
     files = make_model_pair(edit=damage)
     with open_pair(files.base, files.tuned) as pair, pytest.raises(NonFiniteError, match="1 Inf"):
-        pair.layer_change("denoiser.conv_in", CPU)
+        pair.change("denoiser.conv_in.weight", CPU)
 
 
 def test_quantised_weights_are_refused(make_model_pair: "MakePair") -> None:

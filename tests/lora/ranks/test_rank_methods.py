@@ -73,7 +73,7 @@ PARAMETERS = {name: 20.0 if name == "sv_ratio" else 0.3 for name in METHODS}
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_methods_agree_with_their_definitions_on_random_matrices(name: str, seed: int) -> None:
     matrix = torch.randn(30, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sigma = torch.linalg.svdvals(matrix @ torch.diag(torch.arange(50, dtype=torch.float64) + 1).inverse())
@@ -84,7 +84,7 @@ def test_methods_agree_with_their_definitions_on_random_matrices(name: str, seed
 falling = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=24).map(lambda x: sorted(x, reverse=True))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["energy", "error", "sv_ratio", "threshold", "quantile"])  # one of each rule
 @given(
     sigma=falling,
     parameter=st.floats(0.0, 1.0),

@@ -5,10 +5,10 @@ import torch
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.decompose import FormedChange, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
 from sigmascope.lora.resize import RankPlan, ResizedModule, Resizer
-from sigmascope.lora.truncation import FormedChange, truncatable
 from sigmascope.progress import no_progress
 
 MakeFactors = Callable[..., LoraFactors]

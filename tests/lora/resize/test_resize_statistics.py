@@ -14,8 +14,7 @@ from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.linalg import matrix_shape
-from sigmascope.lora.merge import CombineOptions, merge_loras
-from sigmascope.lora.merge_methods import MergeMethod
+from sigmascope.lora.merge import CombineOptions, MergeMethod, merge_loras
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora

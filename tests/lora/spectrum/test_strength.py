@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from sigmascope.lora.effect import bases_of, subspace_overlap
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import effective_rank, stable_rank
-from sigmascope.lora.overlap import bases_of, subspace_overlap
 
 
 def test_equal_values_use_all_their_directions() -> None:

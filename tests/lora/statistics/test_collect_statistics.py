@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.collect_statistics import collect_statistics
-from sigmascope.lora.statistics import ModelStatistics, Moments
+from sigmascope.lora.statistics import ModelStatistics, Moments, collect_statistics
 
 
 def full(moments: Moments) -> Tensor:

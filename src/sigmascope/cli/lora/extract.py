@@ -39,7 +39,7 @@ from sigmascope.cli.options import (
 from sigmascope.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.extraction_report import ExtractionReport
+    from sigmascope.lora.extract import ExtractionReport
     from sigmascope.lora.statistics import ModelStatistics
 
 EPILOG = """Examples:
@@ -68,6 +68,14 @@ class TargetCoverage(StrEnum):
     FULL = "full"
     ATTENTION = "attention"
     EXTENDED = "extended"
+
+
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
+    ),
+]
 
 
 @option_groups
@@ -133,12 +141,7 @@ def extract(
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
-        ),
-    ] = None,
+    workers: Workers = None,
     create_base_model: Annotated[
         bool,
         typer.Option("--create_base_model", help="Make the base model from its backbone when it is missing."),

@@ -47,8 +47,8 @@ from sigmascope.errors import ConfigError
 if TYPE_CHECKING:
     from sigmascope.lora.bake import BakeReport, MergedTensor
     from sigmascope.lora.convert import ConversionReport
-    from sigmascope.lora.merge_methods import InputLora, MergeMethod
-    from sigmascope.lora.resize import ReductionReport, ResizedModule
+    from sigmascope.lora.merge import MergeMethod
+    from sigmascope.lora.resize import InputLora, ReductionReport, ResizedModule
 
 
 _LEFT_OUT_WORDS = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
@@ -183,7 +183,7 @@ def _parse_weights(text: str | None) -> tuple[float, ...] | None:
 
 
 def _method(method: Method, density: float | None, seed: int | None) -> "MergeMethod":
-    from sigmascope.lora.merge_methods import MergeMethod
+    from sigmascope.lora.merge import MergeMethod
 
     if density is not None and method is Method.LINEAR:
         raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")

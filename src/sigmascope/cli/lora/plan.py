@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from sigmascope.cli.console import facts, layer, percent, plain, print_json, progress_bar, table, title
-from sigmascope.cli.lora.extract import TargetCoverage
+from sigmascope.cli.console import facts, layer, percent, print_json, progress_bar, say, table, title
+from sigmascope.cli.lora.extract import TargetCoverage, Workers
 from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, check_picture, run_images
 from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
 from sigmascope.errors import ConfigError
@@ -71,12 +70,7 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Draw error against size into this .svg file.")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
-        ),
-    ] = None,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what error a LoRA of two models has at which size.
@@ -188,7 +182,7 @@ def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport
     console.print(facts(rows))
     if tried:
         console.print(_pictures(tried))
-    console.print(Text("Next: ").append_text(plain(_command(found, found.knee, flags))), soft_wrap=True)
+    say(f"Next: {_command(found, found.knee, flags)}")
 
 
 def _layers(found: "LoraPlan") -> Table:

@@ -126,18 +126,15 @@ def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope
     )
 
 
-def test_layer_names_are_listed_beside_the_lora(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+def test_layer_names_are_listed_beside_the_lora_or_where_they_are_told(
+    make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
     sigmascope(*validate_arguments(files))
     listed = files.base.with_name("lora_layer_names.txt").read_text(encoding="utf-8").splitlines()
     assert sorted(listed) == sorted(files.layers)
     assert listed[0] == "denoiser.conv_in"
-
-
-def test_layer_names_go_where_they_are_told(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
-    files = make_model_pair()
-    sigmascope(*extract_arguments(files))
     names = files.base.with_name("names.txt")
     sigmascope(*validate_arguments(files, "--layer-names", names))
     assert len(names.read_text(encoding="utf-8").splitlines()) == 10

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from peft.utils import merge_utils
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.merge_methods import MergeMethod, dare, kth_largest, require_density, ties, trimmed
+from sigmascope.lora.merge import MergeMethod, dare, kth_largest, require_density, ties, trimmed
 
 
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.5, float("nan")])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.merge_methods import MergeMethod, require_weights
+from sigmascope.lora.merge import MergeMethod, require_weights
 
 
 def deltas() -> dict[int, torch.Tensor]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import subspace_angles
 
-from sigmascope.lora.overlap import overlap, principal_angles
+from sigmascope.lora.effect import overlap, principal_angles
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch
 
 

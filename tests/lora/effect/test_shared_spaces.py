@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.linalg import subspace_angles
 
+from sigmascope.lora.effect import shared_spaces
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.overlap import shared_spaces
 
 Randn = Callable[..., torch.Tensor]
 
