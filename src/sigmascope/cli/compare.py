@@ -1,8 +1,8 @@
-"""`sigmascope compare` and `sigmascope check`: two sets of saved runs beside each other, without a judgement or with one."""
+"""Saved runs: `sigmascope show` one, `compare` two sets of them, and `check` one set against the other."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
 
 import typer
 from rich.console import Console
@@ -11,9 +11,10 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import plain, print_json, table
-from sigmascope.cli.options import AsJson
-from sigmascope.errors import RecordError, SigmascopeError
+from sigmascope.cli.console import plain, print_json, say, table
+from sigmascope.cli.options import AsJson, Full
+from sigmascope.errors import ConfigError, RecordError, SigmascopeError
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
 
 if TYPE_CHECKING:
     from sigmascope.analysis.recipe import WhatChanged
@@ -43,6 +44,20 @@ CHECK_EPILOG = """Examples:
 sigmascope check today/*.json --baseline yesterday/*.json
 
 sigmascope check today --baseline yesterday --max_slowdown 5% --json
+"""
+
+
+SHOW_EPILOG = """Examples:
+
+sigmascope show run.json
+
+sigmascope show                the newest run of this folder
+
+sigmascope show run.json --full
+
+sigmascope show run.json --html report.html
+
+sigmascope show before.json after.json --html change.html
 """
 
 
@@ -358,6 +373,89 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     outcome = f"{count} figures regressed" if count != 1 else "1 figure regressed"
     console.print(
         Text(f"{outcome} ({after} runs against {before}).", style="bold red" if count else "bold green")
+    )
+
+
+def show(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files written by Run.save or sigmascope watch, or folders of them; "
+            "without one, the newest run of this folder.",
+            show_default=False,
+        ),
+    ] = None,
+    full: Full = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report that any browser opens; needs no network."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print it for an issue tracker, in 60 lines at most.")
+    ] = False,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="What --html and --markdown say of prompts: full, hash or none.")
+    ] = "hash",
+    as_json: AsJson = False,
+) -> None:
+    """Show where a saved run's time and memory went, what is wrong, and what to do.
+
+    The verdict comes first, then a bar for each part of the time, then at most
+    five findings, the gravest first. A report of several runs compares the first
+    with the others.
+    """
+    from sigmascope.reports import print_run
+
+    check_privacy(prompts)
+    loaded = load_runs(runs) if runs else [newest_run(Path())]
+    if html is not None:
+        from sigmascope.reports.html import write_html
+
+        write_html(loaded, html, prompts=cast(PromptPrivacy, prompts))
+        say(f"The report is in {html}", err=True)
+    if markdown:
+        from sigmascope.reports.markdown import to_markdown
+
+        typer.echo(to_markdown(loaded, prompts=cast(PromptPrivacy, prompts)), nl=False)
+    if as_json:
+        print_json([_as_dict(run) for run in loaded])
+    for run in () if as_json or markdown or html is not None else loaded:
+        print_run(run, full=full)
+
+
+def _as_dict(run: "Run") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from sigmascope.analysis.breakdown import findings_of, headline, time_breakdown
+
+    return {
+        "name": run.name,
+        "started_at": run.started_at,
+        "seconds": run.seconds,
+        "headline": headline(run),
+        "time": [{"label": row.label, **asdict(row)} for row in time_breakdown(run)],
+        "findings": [asdict(finding) for finding in findings_of(run)],
+    }
+
+
+def newest_run(folder: Path) -> "Run":
+    """The run that was written last among a folder's .json files; it is named on stderr, and what is passed over.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        try:
+            run = load_runs([path])[0]
+        except SigmascopeError as error:
+            say(f"Passed over: {error.message}", err=True)
+            continue
+        say(f"The newest run here is {path}", err=True)
+        return run
+    raise ConfigError(
+        "This folder holds no saved run.",
+        hint="Make one with sigmascope watch SCRIPT, or name the file: sigmascope show RUN.json",
     )
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, compare, compare_tensors, lbm, lora, show
+from sigmascope.cli import bench, compare, compare_tensors, lbm, lora
 from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, say
 from sigmascope.cli.lora.validate import print_validation
 from sigmascope.cli.options import AsJson, Full
@@ -52,7 +52,7 @@ app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.co
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("compare", cls=compare.ManyBaselines, epilog=compare.EPILOG)(compare.compare)
 app.command("check", cls=compare.ManyBaselines, epilog=compare.CHECK_EPILOG)(compare.check)
-app.command("show", epilog=show.EPILOG)(show.show)
+app.command("show", epilog=compare.SHOW_EPILOG)(compare.show)
 
 
 def _print_version(wanted: bool) -> bool:
