@@ -1,15 +1,25 @@
-"""Fill the pages of all commands, all names that the package offers and all its modules, when MkDocs builds the site."""
+"""Fill the pages of all commands, names and modules, and take a picture of a report, when MkDocs builds the site."""
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "src" / "sigmascope"
 FACE = PACKAGE / "__init__.pyi"
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "report.png"
+"""Made by each build that finds a browser; not kept in the repository."""
+
+
+def on_pre_build(config: Any) -> None:
+    """Take the picture before MkDocs looks which files there are (a hook of MkDocs)."""
+    if not report_picture(PICTURE):
+        sys.stderr.write("No Chromium was found: the page on reports has no picture of one.\n")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -18,6 +28,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{markdown}\n{commands()}"
     if page.file.src_uri == "reference.md":
         return markdown.replace("<!-- the face -->", "\n".join(face()))
+    if page.file.src_uri == "report.md" and PICTURE.exists():
+        return markdown.replace("<!-- the report -->", "![A report in a browser](images/report.png)")
     if page.file.src_uri == "architecture.md":
         return markdown.replace("<!-- the modules -->", "\n".join(modules()))
     return markdown
@@ -48,3 +60,30 @@ def modules() -> Iterator[str]:
             name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
             says = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
             yield f"| `{name}` | {says.replace('|', '&#124;')} |"
+
+
+def report_picture(path: Path) -> bool:
+    """Run the pocket model, write its report and show that to a browser without a window.
+
+    Returns:
+        Whether there is a browser; without one nothing is written.
+    """
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        return False
+    from PIL import Image
+
+    from sigmascope import Recorder, load_lbm, translate_image
+    from sigmascope.lbm.pocket import BASE_PATH
+    from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
+
+    model = load_lbm(BASE_PATH)
+    with Recorder(name="relight") as recorder:
+        translate_image(model, Image.fromarray(relighting_pair(7, COOL)[0]), num_inference_steps=8)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "report.html")
+        recorder.run().to_html(page)
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--user-data-dir={folder}/profile", "--window-size=1000,1250", f"--screenshot={path}"]
+        subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
+    return True

@@ -98,6 +98,19 @@ def test_other_work_on_the_processor_is_named() -> None:
     )
 
 
+def test_waiting_for_a_disk_is_named() -> None:
+    before = generated(major_page_faults=3, disk_read_bytes=4 << 20)
+    now = generated(step=2.0, major_page_faults=9_000, disk_read_bytes=400 << 20)
+    assert what_changed([now], [before]).recipe == {
+        "page faults from disk": ("3", "9,000"),
+        "read from disk": ("4 MB", "400 MB"),
+    }
+    assert "page faults from disk 3 → 9,000 and read from disk 4 MB → 400 MB may explain it" in headline(
+        now, before
+    )
+    assert what_changed([generated()], [before]).recipe == {}
+
+
 @pytest.mark.parametrize(("runs", "factor"), [(1, 1.15), (3, 1.08), (5, 1.02)])
 def test_a_small_change_is_noise_the_more_so_the_fewer_runs_there_are(runs: int, factor: float) -> None:
     now = [replace(generated(), seconds=6.0 * factor + index / 1000) for index in range(runs)]

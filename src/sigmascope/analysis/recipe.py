@@ -8,7 +8,7 @@ offloading, compiling, versions, the machine. `what_changed` sets what differs i
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import nan, prod
 from statistics import fmean, median
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from sigmascope import units
 from sigmascope.analysis.breakdown import TimeShare, time_breakdown
 from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.run_figures import p_of_higher
-from sigmascope.records.performance import BENCHMARK, others_of
+from sigmascope.records.performance import BENCHMARK, DISK_READ, PAGE_FAULTS, others_of
 from sigmascope.records.run import (
     RECIPE,
     AttentionFacts,
@@ -44,6 +44,8 @@ _CALL_FIELDS: Final = (
 )
 _BENCHMARK_FIELDS: Final = ("device", "seed", "threads")
 _NOTABLE_SHARE_APART: Final = 0.1  # of the processor, that other programs used
+_NOTABLE_FAULTS: Final = 100
+_NOTABLE_READ: Final = 16 << 20
 # How many runs on each side are tested, or at least must lie apart, and how large a change of theirs counts.
 _FEWEST_TO_TEST: Final = 5
 _FEWEST_TO_LIE_APART: Final = 3
@@ -60,7 +62,7 @@ _AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "hei
 _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
-    r"processor.*|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
+    r"processor.*|page faults from disk|read from disk|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?"
 )
 _BELONGS_TO: Final = {
@@ -341,7 +343,25 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     before, now = _used_by_others(baseline), _used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
         differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
+    if _are_apart(faults, _NOTABLE_FAULTS):
+        differences["page faults from disk"] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
+    read = [_median_fact(runs, DISK_READ) for runs in (baseline, new)]
+    if _are_apart(read, _NOTABLE_READ):
+        differences["read from disk"] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
     return differences
+
+
+def _median_fact(runs: Sequence[Run], name: str) -> float:
+    """The median of a number among the runs' facts; NaN where a run lacks it."""
+    values = [run.facts.get(name) for run in runs]
+    known = [value for value in values if isinstance(value, int | float)]
+    return float(median(known)) if len(known) == len(values) else nan
+
+
+def _are_apart(sides: Sequence[float], notable: float) -> bool:
+    """Whether two counts differ by more than chance: by much, and by half of the larger."""
+    return abs(sides[1] - sides[0]) > max(notable, max(sides) / 2)
 
 
 def _recipe(runs: Sequence[Run]) -> dict[str, str]:

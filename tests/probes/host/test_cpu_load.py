@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.host import CpuMoment, DiskMoment, cpu_moment, disk_moment, others_share
 
 
 def test_what_others_used_is_all_but_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +47,18 @@ def test_a_system_that_does_not_tell_gives_the_reason(monkeypatch: pytest.Monkey
     reading = cpu_moment()
     assert reading.value is None
     assert "/proc/stat" in (reading.reason or "")
+
+
+def test_what_is_read_from_a_disk_is_counted() -> None:
+    before = disk_moment()
+    if before.read_bytes is None or before.page_faults is None:
+        pytest.skip("this system does not say what a process read from disks")
+    assert before.read_bytes >= 0
+    assert disk_moment().read_bytes >= before.read_bytes  # type: ignore[operator]
+    assert disk_moment().page_faults >= before.page_faults  # type: ignore[operator]
+
+
+def test_a_system_that_does_not_tell_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sigmascope.probes.host._HAS_RESOURCE", False)
+    monkeypatch.setattr("psutil.Process.io_counters", lambda self: 1 / 0)
+    assert disk_moment() == DiskMoment(None, None)

@@ -38,9 +38,9 @@ from sigmascope.integrations.diffusers.hooks import (
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.monitor.scope import Mark
-from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.host import CpuMoment, DiskMoment, cpu_moment, disk_moment, others_share
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
-from sigmascope.records.performance import OTHERS
+from sigmascope.records.performance import DISK_READ, OTHERS, PAGE_FAULTS
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
@@ -94,11 +94,12 @@ class Session:
         self.left_open: deque[StageStack] = deque()
         self.open_calls = OpenCalls()
         self._load_before: CpuMoment | None = None
+        self._disk_before = DiskMoment()
 
     def open(self) -> None:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
-        self._load_before = cpu_moment().value
+        self._load_before, self._disk_before = cpu_moment().value, disk_moment()
         OPEN_SESSIONS.append(self)
         for observer in self.observers:
             self._safely(observer, observer.start)
@@ -138,10 +139,17 @@ class Session:
         self._known.clear()
 
     def _note_load(self) -> None:
-        """Note how much of the processor others used meanwhile: a run beside other work takes longer."""
+        """Note what makes a run longer that is no part of it: other programs on the processor, and waiting for disks."""
         before, now = self._load_before, cpu_moment().value
         if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
             self.recorder.fact(OTHERS, others_share(before, now))
+        earlier, disk = self._disk_before, disk_moment()
+        for name, was, count in (
+            (PAGE_FAULTS, earlier.page_faults, disk.page_faults),
+            (DISK_READ, earlier.read_bytes, disk.read_bytes),
+        ):
+            if was is not None and count is not None:
+                self.recorder.fact(name, count - was)
 
     def record(self) -> Run:
         """The run as it is now; findings once it is over."""
