@@ -146,6 +146,20 @@ def test_outputs_that_differ_on_one_side_alone_or_were_not_read_say_nothing() ->
     assert first_difference([generated()], [generated()]) is None
 
 
+def test_noise_that_nobody_seeded_accuses_nobody() -> None:
+    runs = []
+    for mean in (0.5, 0.6):
+        run = generated(means=(0.1, mean))
+        facts = {name: value for name, value in run.stages[0].facts.items() if name != "seeds"}
+        runs.append(replace(run, stages=(replace(run.stages[0], facts=facts),)))
+    assert headline(runs[1], runs[0]) == "Nothing differs beyond noise."
+
+
+def test_records_that_do_not_add_up_are_compared_all_the_same() -> None:
+    before = generated()
+    assert headline(replace(before, seconds=3.0), before).startswith("2.00 × as fast: 6.00 s → 3.00 s.")
+
+
 def test_a_recipe_that_differs_without_an_effect_is_told() -> None:
     hosts = [HostFacts(libraries={"torch": version}) for version in ("2.12", "2.13")]
     before, now = (replace(generated(), host=host) for host in hosts)

@@ -31,6 +31,7 @@ from sigmascope.records.run import (
 )
 
 _NONE: Final = "none"
+_NOT_SET: Final = "not set"
 _SWITCHES: Final = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
 _CALL_FIELDS: Final = (
     "num_inference_steps",
@@ -44,8 +45,8 @@ _CALL_FIELDS: Final = (
 )
 _BENCHMARK_FIELDS: Final = ("device", "seed", "threads")
 _NOTABLE_SHARE_APART: Final = 0.1  # of the processor, that other programs used
-_NOTABLE_FAULTS: Final = 100
-_NOTABLE_READ: Final = 16 << 20
+_NOTABLE_FAULTS: Final = 100.0
+_NOTABLE_READ: Final = 16.0 * units.MIB
 # How many runs on each side are tested, or at least must lie apart, and how large a change of theirs counts.
 _FEWEST_TO_TEST: Final = 5
 _FEWEST_TO_LIE_APART: Final = 3
@@ -124,7 +125,11 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
     recipe = recipe_differences(new, baseline)
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
-    sentences = [_time_sentence(new, baseline, rows, recipe), _output_sentence(output, recipe)]
+    is_seeded = _NOT_SET not in _recipe([*new, *baseline]).get("seed", _NOT_SET)
+    sentences = [
+        _time_sentence(new, baseline, rows, recipe),
+        _output_sentence(output, recipe, is_seeded=is_seeded),
+    ]
     told = " ".join(filter(None, sentences))
     if not sentences[0] and (told or recipe):
         sentences.insert(0, "Times are as before.")
@@ -186,9 +191,10 @@ def _time_sentence(
     amounts = " and ".join(_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe)
     if amounts and least / (1 + _EXPLAINED) <= now / before <= most * (1 + _EXPLAINED):
         return f"{change} {amounts} explains it."
-    row, was = next(
-        (row, was) for row, was in rows if (row.seconds > was) == (now > before)
-    )  # the largest such
+    same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
+    if not same_way:  # records that do not add up
+        return change
+    row, was = same_way[0]
     difference = (
         f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
     )
@@ -280,13 +286,16 @@ def _short(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
 
 
-def _output_sentence(output: str | None, recipe: Differences) -> str | None:
+def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool) -> str | None:
+    """Which output differs first, and why; None where none does, or noise of its own explains it that nobody seeded."""
     if output is None:
         return None
     stage, _, tensor = output.partition(": ")
     before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
     causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
+    if not causes and not is_seeded and stage != "text_encoding":
+        return None
     why = (
         ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
     )
@@ -396,7 +405,7 @@ def _of_case(case: Case) -> Iterator[tuple[str, object]]:
     yield from _of_prompts(facts.get("prompts"), is_known=isinstance(more, Mapping))
     seeds = facts.get("seeds")
     if isinstance(more, Mapping) or isinstance(seeds, list):
-        yield "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else "not set"
+        yield "seed", ", ".join(map(str, seeds)) if isinstance(seeds, list) else _NOT_SET
     else:
         yield "seed", case.call.seed
     yield from _of_call(case.call)
