@@ -15,7 +15,7 @@ the norm of the unchanged weight where magnitudes are per output, so it shows su
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, isfinite, prod, sqrt
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -299,16 +299,16 @@ class LohaChange(Adapter):
             return tucker_product(self.part(f"hada_t{side}", compute), left, right)
         return left @ right
 
-    def _factors(self, side: int) -> list[tuple[Tensor, Tensor]]:
-        """One side as up and down in float64, at each place of the kernel if it has cores."""
+    def _factors(self, side: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One side as up and down in float64, at each place of the kernel if it has cores: one at a time."""
         left, right = (self.part(f"hada_w{side}_{end}", torch.float64) for end in "ab")
         if f"hada_t{side}" not in self.parts:
-            return [(left, right)]
-        cores = self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0)
+            yield left, right
+            return
         # The core joins the factor that stays smaller, however a file shapes these.
-        if len(left) * right.shape[1] <= left.shape[1] * len(right):
-            return [(left.mT, core @ right) for core in cores]
-        return [(left.mT @ core, right) for core in cores]
+        joins_right = len(left) * right.shape[1] <= left.shape[1] * len(right)
+        for core in self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0):
+            yield (left.mT, core @ right) if joins_right else (left.mT @ core, right)
 
 
 def _energy_of_product(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> float:
