@@ -15,7 +15,7 @@ the norm of the unchanged weight where magnitudes are per output, so it shows su
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, isfinite, prod, sqrt
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -291,7 +291,14 @@ class LohaChange(Adapter):
         return self._side(1, compute) * self._side(2, compute)
 
     def _norm_of_product(self) -> float:
-        return sqrt(fsum(map(_energy_of_product, self._factors(1), self._factors(2))))
+        """Of an elementwise product of two products.
+
+        The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
+        of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed in float64 where
+        they are quicker than the rows of the product, a few at a time. The cores of a kernel lie between the same
+        factors at each of its places, so that two Gram matrices serve all of them.
+        """
+        return sqrt(max(_energy_of_product(self._factors(1), self._factors(2)), 0.0))
 
     def _side(self, side: int, compute: torch.dtype) -> Tensor:
         left, right = (self.part(f"hada_w{side}_{end}", compute) for end in "ab")
@@ -299,32 +306,92 @@ class LohaChange(Adapter):
             return tucker_product(self.part(f"hada_t{side}", compute), left, right)
         return left @ right
 
-    def _factors(self, side: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One side as up and down in float64, at each place of the kernel if it has cores: one at a time."""
+    def _factors(self, side: int) -> "_Factors":
+        """One side's factors in float64."""
         left, right = (self.part(f"hada_w{side}_{end}", torch.float64) for end in "ab")
         if f"hada_t{side}" not in self.parts:
-            yield left, right
-            return
-        # The core joins the factor that stays smaller, however a file shapes these.
-        joins_right = len(left) * right.shape[1] <= left.shape[1] * len(right)
-        for core in self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0):
-            yield (left.mT, core @ right) if joins_right else (left.mT @ core, right)
+            return _Factors(left, None, right)
+        return _Factors(left.mT, self.part(f"hada_t{side}", torch.float64).flatten(2).movedim(2, 0), right)
 
 
-def _energy_of_product(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> float:
-    """‖(one_up·one_down) ⊙ (two_up·two_down)‖².
+class _Factors(NamedTuple):
+    """up (out, m) · coreₖ (m, n) · down (n, in), at each place k of a kernel; without cores, up · down."""
 
-    The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
-    of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed where they are quicker
-    than the rows of the product, a few at a time.
+    up: Tensor
+    cores: Tensor | None
+    down: Tensor
+
+
+def _energy_of_product(one: _Factors, two: _Factors) -> float:
+    """‖one ⊙ two‖², over all places of the kernel."""
+    out, inner = one.up.shape[0], one.down.shape[1]
+    up_pairs, down_pairs = one.up.shape[1] * two.up.shape[1], one.down.shape[0] * two.down.shape[0]
+    ranks = one.down.shape[0] + two.down.shape[0]
+    places = 1 if one.cores is None else one.cores.shape[0]
+    by_grams = out * up_pairs**2 + inner * down_pairs**2
+    if one.cores is not None:
+        by_grams += 2 * places * up_pairs * down_pairs * (one.up.shape[1] + two.up.shape[1] + ranks)
+    if max(up_pairs, down_pairs) <= _LARGEST_GRAM and by_grams < 2 * places * out * inner * ranks:
+        ups = (one.up[:, :, None] * two.up[:, None, :]).flatten(1)
+        downs = (one.down[:, None, :] * two.down[None, :, :]).flatten(0, 1)
+        return _energy_between(ups.mT @ ups, downs @ downs.mT, one.cores, two.cores)
+    if one.cores is None or two.cores is None:
+        return _energy_by_rows(one.up, one.down, two.up, two.down)
+    return fsum(
+        _energy_by_rows(one.up, first @ one.down, two.up, second @ two.down)
+        for first, second in zip(one.cores, two.cores, strict=True)
+    )
+
+
+def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor | None) -> float:
+    """Σₖ tr(Cₖᵀ·ups·Cₖ·downs) with Cₖ = oneₖ ⊗ twoₖ, or ⟨ups, downs⟩ without cores.
+
+    Args:
+        ups: (a·b, a·b), symmetric.
+        downs: (c·d, c·d), symmetric.
+        one: (k, a, c).
+        two: (k, b, d).
     """
-    (one_up, one_down), (two_up, two_down) = one, two
+    if one is None or two is None:
+        return float((ups * downs).sum())
+    (_, a, c), (_, b, d) = one.shape, two.shape
+    ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
+    between = min(c * b, a * d) * max(a * b, c * d)
+    at_once = max(_ROWS_OF_A_PRODUCT // max(a * b * c * d, between), 1)
+    energies = []
+    for at in range(0, one.shape[0], at_once):
+        first, second = one[at : at + at_once], two[at : at + at_once]
+        left = _times_kronecker(ups, first, second)
+        right = _times_kronecker(downs, first.mT, second.mT).permute(0, 3, 4, 1, 2)
+        energies.append(float((left * right).sum()))
+    return fsum(energies)
+
+
+def _times_kronecker(gram: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """gram·(firstₖ ⊗ secondₖ), one factor at a time.
+
+    The factor that leaves less comes first. So what is formed between has at most √(rows³·columns) values of the whole
+    product's rows and columns, where the other order could have rows·columns² of them.
+
+    Args:
+        gram: (a, b, a, b).
+        first: (k, a, c).
+        second: (k, b, d).
+
+    Returns:
+        (k, a, b, c, d).
+    """
+    (a, b), c, d = gram.shape[:2], first.shape[2], second.shape[2]
+    if c * b < a * d:
+        between = torch.einsum("abef,kec->kabcf", gram, first)
+        return torch.einsum("kabcf,kfd->kabcd", between, second)
+    between = torch.einsum("abef,kfd->kabed", gram, second)
+    return torch.einsum("kabed,kec->kabcd", between, first)
+
+
+def _energy_by_rows(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
+    """‖(one_up·one_down) ⊙ (two_up·two_down)‖², a few rows at a time."""
     out, inner = one_up.shape[0], one_down.shape[1]
-    ranks, pairs = one_up.shape[1] + two_up.shape[1], one_up.shape[1] * two_up.shape[1]
-    if pairs <= _LARGEST_GRAM and (out + inner) * pairs**2 < 2 * out * inner * ranks:
-        ups = (one_up[:, :, None] * two_up[:, None, :]).flatten(1)
-        downs = (one_down[:, None, :] * two_down[None, :, :]).flatten(0, 1)
-        return max(float((ups.mT @ ups * (downs @ downs.mT)).sum()), 0.0)
     rows = max(_ROWS_OF_A_PRODUCT // inner, 1)
     return fsum(
         frobenius_norm((one_up[at : at + rows] @ one_down) * (two_up[at : at + rows] @ two_down)) ** 2
