@@ -15,7 +15,7 @@ from tests.lbm.training.small_run import SmallRun, write_small_run
 from torch import Tensor
 
 from sigmascope.lbm.training.checkpoints import read_state
-from sigmascope.lbm.training.train import train
+from sigmascope.lbm.training.train import TrainReport, train
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.convert import convert_lora
@@ -121,9 +121,9 @@ def _plan(rank: int) -> RankPlan:
     return RankPlan(RankRules(FixedRank(rank, rank)))
 
 
-def _train(small: SmallRun, keep: int) -> None:
+def _train(small: SmallRun, keep: int) -> TrainReport:
     keys = {"save_ckpt_path": "out", "max_steps": _STEPS, "save_interval": 1, "keep_checkpoints": keep}
-    train(small.settings(**keys, ema_decay=0.9))
+    return train(small.settings(**keys, ema_decay=0.9))
 
 
 def _run(folder: Path, steps: int) -> Run:

@@ -48,7 +48,7 @@ OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
 STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
 """The stacks of this context, of all watches, the innermost last."""
-_LEAST_TO_JUDGE_LOAD: Final = 0.5
+_LEAST_TO_JUDGE_LOAD: Final = 0.2
 """Seconds: the system counts what processors do in hundredths of one."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 NO_SCHEDULER = (
