@@ -563,16 +563,11 @@ class SchedulerObserver(Observer):
 
         return after
 
-    def _before_step(self, *_: object) -> After:
+    def _before_step(self, *_: object) -> After | None:
         stack = current_stack(self.session)
-        if stack is not None and stack.denoising is not None:
-            stack.denoising.scheduler_began()
-        return self._after_step
-
-    def _after_step(self, _result: object, _error: BaseException | None) -> None:
-        stack = current_stack(self.session)
-        if stack is not None and stack.denoising is not None:
-            stack.denoising.scheduler_stepped()
+        if stack is None or stack.denoising is None:
+            return None
+        return stack.denoising.scheduler_began()
 
 
 def schedule_facts(scheduler: object) -> dict[str, Any]:

@@ -501,12 +501,12 @@ class Denoising:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
         self.last_ns = self._clock()
 
-    def scheduler_began(self) -> None:
-        """Take the beginning of the scheduler's step: the hot path."""
-        if self._started is not None:
-            self._scheduler_began = self._clock()
+    def scheduler_began(self) -> Callable[[object, object], None]:
+        """Take the beginning of the scheduler's step; gives what takes its end: the hot path."""
+        self._scheduler_began = self._clock()
+        return self.scheduler_stepped
 
-    def scheduler_stepped(self) -> None:
+    def scheduler_stepped(self, _result: object = None, _error: object = None) -> None:
         """Take the end of the scheduler's step: the hot path.
 
         Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another
