@@ -76,6 +76,29 @@ def test_stages_side_by_side_leave_nothing_outside_that_they_cover() -> None:
     assert rows(run) == {"before the first stage": 1.0, "one": 5.0, "two": 5.0, "after the last stage": 2.0}
 
 
+@pytest.mark.parametrize(
+    ("own", "before", "between", "after"),
+    [((0.5, 0.25), 0.5, 1.75, 3.0), ((0.5, 2.5), 0.5, 0.0, 2.5), ((9.0, 9.0), 0.0, 0.0, 0.0)],
+)
+def test_what_the_watch_itself_took_is_told_apart(
+    own: tuple[float, float], before: float, between: float, after: float
+) -> None:
+    run = run_of(Stage("one", 1.0, 1.0), Stage("two", 4.0, 3.0), facts={"watch_seconds": list(own)})
+    expected = {
+        "the watch itself": 10.0 - 4.0 - before - between - after,
+        "before the first stage": before,
+        "between stages": between,
+        "after the last stage": after,
+    }
+    assert rows(run) == {"one": 1.0, "two": 3.0} | {name: value for name, value in expected.items() if value}
+
+
+@pytest.mark.parametrize("noted", [[0.5], "0.5", [float("nan"), -1.0], None])
+def test_a_damaged_note_of_the_watchs_own_time_is_passed_over(noted: Any) -> None:
+    run = run_of(Stage("one", 1.0, 9.0), facts={"watch_seconds": noted})
+    assert rows(run) == {"before the first stage": 1.0, "one": 9.0}
+
+
 def test_folded_generations_are_in_their_rows() -> None:
     sums = {
         "generation": FoldedStages(3, 30.0, 12.0),

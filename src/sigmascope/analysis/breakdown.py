@@ -15,6 +15,7 @@ from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
 from sigmascope.records.performance import PROCESS
 from sigmascope.records.run import (
+    OWN_SECONDS,
     SCHEDULER_SECONDS,
     STAGES,
     Finding,
@@ -26,6 +27,7 @@ from sigmascope.records.run import (
 )
 
 Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
+OWN: Final = "the watch itself"
 BEFORE: Final = "before the first stage"
 BETWEEN: Final = "between stages"
 AFTER: Final = "after the last stage"
@@ -78,8 +80,8 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
     shares = [share for stage in run.stages for share in _shares_of_stage(stage, "", callbacks)]
     if run.folded is not None:
         shares += _shares_of_folded(run.folded.stages)
-    before, *after = _outside_stages(run)
-    return tuple(row for row in _summed([before, *shares, *after]) if row.seconds > 0)
+    own, before, *later = _outside_stages(run)
+    return tuple(row for row in _summed([own, before, *shares, *later]) if row.seconds > 0)
 
 
 def large_rows(run: Run) -> tuple[list[TimeShare], float]:
@@ -162,8 +164,8 @@ def _shares_of_folded(stages: Mapping[str, FoldedStages]) -> Iterator[TimeShare]
             yield TimeShare(path, "steps", sums.step_seconds, sums.steps)
 
 
-def _outside_stages(run: Run) -> tuple[TimeShare, TimeShare, TimeShare]:
-    """Before, between and after the stages, on the host's clock."""
+def _outside_stages(run: Run) -> list[TimeShare]:
+    """Before, between and after the stages, on the host's clock, and the watch's own work of that."""
     spans = [(stage.started_seconds, stage.started_seconds + stage.seconds) for stage in run.stages]
     folded_seconds = 0.0
     if run.folded is not None:
@@ -176,12 +178,26 @@ def _outside_stages(run: Run) -> tuple[TimeShare, TimeShare, TimeShare]:
     for started, ended in spans:
         between += max(started - end, 0.0)
         end = max(end, ended)
-    after = run.seconds - end if spans else 0.0
-    return (
-        TimeShare(BEFORE, "outside stages", before),
-        TimeShare(BETWEEN, "outside stages", between),
-        TimeShare(AFTER, "outside stages", max(after, 0.0)),
-    )
+    after = max(run.seconds - end, 0.0) if spans else 0.0
+    own_before, own_later = _own_seconds(run)
+    own_before, own_later = min(own_before, before), min(own_later, between + after)
+    own_after = max(own_later - between, 0.0)
+    parts = {
+        OWN: own_before + own_later,
+        BEFORE: before - own_before,
+        BETWEEN: max(between - own_later, 0.0),
+        AFTER: after - own_after,
+    }
+    return [TimeShare(name, "outside stages", seconds) for name, seconds in parts.items()]
+
+
+def _own_seconds(run: Run) -> tuple[float, float]:
+    """What the watch took outside of stages, before the first of them and later; 0 where it is not on record."""
+    noted = run.facts.get(OWN_SECONDS)
+    if not isinstance(noted, list | tuple) or len(noted) != len((BEFORE, AFTER)):
+        return 0.0, 0.0
+    before, later = (value if isinstance(value, float) and is_duration(value) else 0.0 for value in noted)
+    return before, later
 
 
 def _summed(shares: Iterable[TimeShare]) -> Iterator[TimeShare]:
@@ -272,6 +288,8 @@ def _where(row: TimeShare) -> str:
     stage = row.name.rsplit("/", 1)[-1]
     each = units.seconds(row.seconds / max(row.count, 1))
     if row.part == "outside stages":
+        if row.name == OWN:
+            return "went into the watch itself, outside of what it watches"
         what = {BEFORE: "imports and loading", AFTER: "saving, and what else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":

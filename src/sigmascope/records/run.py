@@ -35,6 +35,8 @@ DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
 RECIPE: Final = "recipe"
 """The fact of a generation that holds what else it was made with: other arguments, LoRAs, threads."""
+OWN_SECONDS: Final = "watch_seconds"
+"""The fact of a run that holds what the watch itself took outside of stages: before the first of them, and later."""
 SCHEDULER_SECONDS: Final = "scheduler_seconds"
 """The fact of a denoising that holds what the scheduler's steps took together, on the host."""
 KEEP_GENERATIONS: Final = 100

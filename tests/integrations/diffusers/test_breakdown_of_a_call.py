@@ -90,6 +90,19 @@ def test_a_tokenizer_is_told_from_the_text_encoder(pipe: Any) -> None:
     assert row.seconds - row.in_models >= SLEEP
 
 
+def test_what_the_watch_itself_takes_is_no_part_of_the_script(pipe: Any) -> None:
+    with sigmascope.watch(pipe) as watching:
+        generate(pipe, "sd15", num_inference_steps=STEPS)
+        time.sleep(SLEEP)
+    run = watching.record()
+    before, later = run.facts["watch_seconds"]
+    assert before > 0
+    assert later > 0
+    rows = {row.label: row.seconds for row in time_breakdown(run)}
+    assert rows["the watch itself"] == pytest.approx(before + later)
+    assert rows["after the last stage"] >= SLEEP
+
+
 def test_the_rows_sum_to_the_whole(pipe: Any) -> None:
     with sigmascope.watch(pipe) as watching:
         generate(pipe, "sd15", num_inference_steps=STEPS)

@@ -274,7 +274,8 @@ class LoraObserver(Observer):
             return None
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
-        baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+        with self.session.own_work():
+            baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
         stage = stack.enter(LORA_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
@@ -282,7 +283,7 @@ class LoraObserver(Observer):
             stage.fact("method", method)
             if path is not None:
                 stage.fact("file", short_path(path))
-            with keeping_words(guard.keeps_words):
+            with self.session.own_work(), keeping_words(guard.keeps_words):
                 self._analyse(stage, target, baseline, error)
 
         return after

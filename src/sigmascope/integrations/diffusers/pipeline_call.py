@@ -82,11 +82,13 @@ class CallObserver(Observer):
             end_complete_denoising(own_stack)
             if own_stack.denoising is None:  # a subclass calls its base; a callback calls between steps
                 return None
-        facts, guard = session.watch(pipeline), session.guard
-        named, _ = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
-        arguments = named or {}
-        call, _ = guard.read("watch.call", lambda: call_facts(arguments))
-        prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
+        guard = session.guard
+        with session.own_work():
+            facts = session.watch(pipeline)
+            named, _ = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
+            arguments = named or {}
+            call, _ = guard.read("watch.call", lambda: call_facts(arguments))
+            prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
@@ -103,6 +105,10 @@ class CallObserver(Observer):
             finally:
                 leave_stacks(stack)
                 stack.pipeline = None
+            with session.own_work():
+                tell(result, error, denoising)
+
+        def tell(result: object, error: BaseException | None, denoising: Denoising | None) -> None:
             if error is None:
                 if denoising is not None:
                     guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +42,7 @@ from sigmascope.probes.host import CpuMoment, DiskMoment, cpu_moment, disk_momen
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
 from sigmascope.records.performance import DISK_READ, OTHERS, PAGE_FAULTS
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
+from sigmascope.records.run import KEEP_GENERATIONS, OWN_SECONDS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
@@ -95,17 +95,33 @@ class Session:
         self.open_calls = OpenCalls()
         self._load_before: CpuMoment | None = None
         self._disk_before = DiskMoment()
+        self.has_stages = False
+        self._own_ns = [0, 0]
 
     def open(self) -> None:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
         self._load_before, self._disk_before = cpu_moment().value, disk_moment()
         OPEN_SESSIONS.append(self)
-        for observer in self.observers:
-            self._safely(observer, observer.start)
-        named, self._named = self._named, ()
-        for pipeline in named:
-            self.watch(pipeline)
+        with self.own_work():
+            for observer in self.observers:
+                self._safely(observer, observer.start)
+            named, self._named = self._named, ()
+            for pipeline in named:
+                self.watch(pipeline)
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Count what is done meanwhile as the watch's own, unless a stage is open here, which has it in its time."""
+        stack = current_stack(self)
+        if stack is not None and stack.open:
+            yield
+            return
+        later, began = self.has_stages, self.recorder.clock()
+        try:
+            yield
+        finally:
+            self._own_ns[later] += self.recorder.clock() - began
 
     def close(self, error: BaseException | None) -> None:
         """Take everything off, close what is open, and end the record."""
@@ -143,6 +159,7 @@ class Session:
         before, now = self._load_before, cpu_moment().value
         if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
             self.recorder.fact(OTHERS, others_share(before, now))
+        self.recorder.fact(OWN_SECONDS, [nanoseconds / 1e9 for nanoseconds in self._own_ns])
         earlier, disk = self._disk_before, disk_moment()
         for name, was, count in (
             (PAGE_FAULTS, earlier.page_faults, disk.page_faults),
@@ -380,6 +397,7 @@ class StageStack:
         """Open a stage inside those that are open."""
         stage = self.session.recorder.stage(name)
         stage.__enter__()
+        self.session.has_stages = True
         self.open.append((name, stage))
         return stage
 
