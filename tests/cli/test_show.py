@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -75,6 +76,67 @@ def test_alone_it_shows_the_newest_run_and_says_what_it_passes_over(
     assert "new.json" in done.stderr
     assert "settings.json" in done.stderr
     assert "old.json" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_terminal", "opens"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("--no_browser",), True, False),
+        (("--full",), True, False),
+        (("run.json",), True, False),
+        (("run.json", "--browser"), False, True),
+    ],
+)
+def test_alone_in_a_terminal_it_opens_the_browser(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    is_terminal: bool,
+    opens: bool,
+) -> None:
+    saved(tmp_path / "run.json")
+    opened: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(
+        "sigmascope.cli.compare.sys", SimpleNamespace(platform="linux", stdout=Terminal(is_terminal))
+    )
+
+    def open_page(address: str) -> bool:
+        opened.append(address)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", open_page)
+    done = show(*arguments)
+    assert "80 % of 10.00 s went into denoising." in done.stdout
+    pages = list(tmp_path.glob("sigmascope-*/report.html"))
+    assert opened == [page.as_uri() for page in pages]
+    assert len(pages) == opens
+
+
+class Terminal:
+    """A stream that says whether it is one."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def test_without_a_screen_no_browser_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "run.json")
+    monkeypatch.chdir(tmp_path)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        "sigmascope.cli.compare.sys", SimpleNamespace(platform="linux", stdout=Terminal(True))
+    )
+    monkeypatch.setattr("webbrowser.open", lambda address: pytest.fail("a browser was opened"))
+    assert show().exit_code == 0
 
 
 def test_a_folder_without_a_run_is_an_error_that_says_how_to_make_one(

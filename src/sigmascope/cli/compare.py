@@ -1,5 +1,7 @@
 """Saved runs: `sigmascope show` one, `compare` two sets of them, and `check` one set against the other."""
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
@@ -393,6 +395,14 @@ def show(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print it for an issue tracker, in 60 lines at most.")
     ] = False,
+    browser: Annotated[
+        bool | None,
+        typer.Option(
+            "--browser/--no_browser",
+            help="Open the report in the browser; done by itself where no run is named and there is one.",
+            show_default=False,
+        ),
+    ] = None,
     prompts: Annotated[
         str, typer.Option("--prompts", help="What --html and --markdown say of prompts: full, hash or none.")
     ] = "hash",
@@ -413,6 +423,10 @@ def show(
 
         write_html(loaded, html, prompts=cast(PromptPrivacy, prompts))
         say(f"The report is in {html}", err=True)
+    if browser or (
+        browser is None and not runs and _has_browser() and not (full or html or markdown or as_json)
+    ):
+        _open_in_browser(loaded, cast(PromptPrivacy, prompts))
     if markdown:
         from sigmascope.reports.markdown import to_markdown
 
@@ -436,6 +450,29 @@ def _as_dict(run: "Run") -> dict[str, Any]:
         "time": [{"label": row.label, **asdict(row)} for row in time_breakdown(run)],
         "findings": [asdict(finding) for finding in findings_of(run)],
     }
+
+
+def _has_browser() -> bool:
+    """Whether somebody sits here before a screen with a browser, and not at the end of a pipe or of ssh."""
+    has_screen = (
+        sys.platform in ("win32", "darwin") or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    )
+    return has_screen and sys.stdout.isatty()
+
+
+def _open_in_browser(runs: "Sequence[Run]", prompts: PromptPrivacy) -> None:
+    """Write the report among the temporary files, for the browser alone, and open it there."""
+    import tempfile
+    import webbrowser
+
+    from sigmascope.reports.html import write_html
+
+    page = Path(tempfile.mkdtemp(prefix="sigmascope-"), "report.html")
+    write_html(runs, page, prompts=prompts)
+    if webbrowser.open(page.as_uri()):
+        say(f"Opened {page}", err=True)
+    else:
+        say(f"No browser could be opened; the report is in {page}", err=True)
 
 
 def newest_run(folder: Path) -> "Run":
