@@ -65,5 +65,8 @@ def test_it_has_all_that_the_commands_need(installed: Path, tmp_path: Path) -> N
     run(installed / "sigmascope", "watch", "--output", "run.json", "script.py", folder=tmp_path)
     read = "from sigmascope.records.serialization import load_run; print(len(load_run('run.json').stage('denoising').steps))"
     assert run(installed / "python", "-c", read, folder=tmp_path).strip() == "3"
+    run(installed / "sigmascope", "show", "run.json", "--html", "report.html", folder=tmp_path)
+    assert "3 steps" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "| denoising" in run(installed / "sigmascope", "show", "run.json", "--markdown", folder=tmp_path)
     run(installed / "sigmascope", "demo", folder=tmp_path)
     assert (tmp_path / "sigmascope-demo").is_dir()
