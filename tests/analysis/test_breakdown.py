@@ -48,6 +48,19 @@ def test_the_scheduler_has_its_part_of_the_steps() -> None:
     assert sum(row.seconds for row in time_breakdown(run)) == pytest.approx(run.seconds)
 
 
+def test_stages_of_one_name_in_others_are_told_apart() -> None:
+    stages = [
+        Stage(name, started, 4.0, children=(Stage("denoising", started, 4.0),))
+        for name, started in (("base", 0.0), ("tuned", 5.0))
+    ]
+    assert rows(run_of(*stages)) == {
+        "base: denoising": 4.0,
+        "tuned: denoising": 4.0,
+        "between stages": 1.0,
+        "after the last stage": 1.0,
+    }
+
+
 def test_what_a_text_encoder_took_is_in_its_stage_and_what_lies_outside_it_is_said() -> None:
     encoder = Stage("text_encoder", 0.5, 1.0, facts={"component": "text_encoder"})
     run = run_of(Stage("text_encoding", 0.0, 8.0, children=(encoder,)))

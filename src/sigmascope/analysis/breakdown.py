@@ -5,6 +5,7 @@ the steps, and what lies outside all stages. `headline` says what went wrong, or
 where the memory was highest.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -50,6 +51,7 @@ class TimeShare:
         count: How many stages, steps, or gaps between steps.
         callback: What the pipeline calls between the steps; None: nothing, or not known.
         in_models: Of a stage, the seconds of the models in it that have no row; None: it has none.
+        is_unique: Whether no stage inside another one has the same name.
     """
 
     name: str
@@ -58,11 +60,13 @@ class TimeShare:
     count: int = 1
     callback: str | None = None
     in_models: float | None = None
+    is_unique: bool = True
 
     @property
     def label(self) -> str:
         """The row's name for a table, such as "denoising, steps"."""
-        stage = self.name.rsplit("/", 1)[-1]
+        *around, stage = self.name.split("/")
+        stage = stage if self.is_unique or not around else f"{around[-1]}: {stage}"
         if self.part in ("stage", "outside stages"):
             return stage
         return f"{stage}, the rest" if self.part == "rest of stage" else f"{stage}, {self.part}"
@@ -81,7 +85,9 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
     if run.folded is not None:
         shares += _shares_of_folded(run.folded.stages)
     own, before, *later = _outside_stages(run)
-    return tuple(row for row in _summed([own, before, *shares, *later]) if row.seconds > 0)
+    rows = [row for row in _summed([own, before, *shares, *later]) if row.seconds > 0]
+    names = Counter((row.name.rsplit("/", 1)[-1], row.part) for row in rows)
+    return tuple(replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows)
 
 
 def large_rows(run: Run) -> tuple[list[TimeShare], float]:

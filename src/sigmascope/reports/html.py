@@ -29,6 +29,8 @@ from sigmascope.units import format_size, percent, seconds, statistic
 
 _MOST_BARS: Final = 400
 """Stages, and steps of each stage, that have a bar of their own."""
+_MOST_STEP_CHARTS: Final = 20
+_FEWEST_FOR_A_CHART: Final = 4
 _MOST_TENSORS: Final = 500
 _MOST_LAYERS: Final = 20
 _BINS: Final = 24
@@ -128,7 +130,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "damage": list(islice(impossible_times(run), 5)),
         "folded": None if run.folded is None else folded_in_words(run.folded),
         "timeline": _timeline(run),
-        "steps": [_steps_view(stage) for stage in run.walk() if len(stage.steps)],
+        "steps": list(islice(_steps(run.stages), _MOST_STEP_CHARTS)),
         "peaks": list(_peaks(run)),
         "loras": [
             _lora_view(analysis)
@@ -234,6 +236,14 @@ def _curves(run: Run) -> Iterator[dict[str, Any]]:
                 for at, nbytes in sorted(readings)
             ),
         }
+
+
+def _steps(stages: Sequence[Stage], around: str = "") -> Iterator[dict[str, Any]]:
+    """A chart for each stage with steps enough to see something in it."""
+    for stage in stages:
+        if len(stage.steps) >= _FEWEST_FOR_A_CHART:
+            yield {**_steps_view(stage), "around": around}
+        yield from _steps(stage.children, stage.name)
 
 
 def _steps_view(stage: Stage) -> dict[str, Any]:

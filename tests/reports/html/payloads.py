@@ -63,7 +63,7 @@ def run_that_holds(text: str) -> Run:
         },
         "unet_weight_changes": {"by_block": [{"name": text, "relative_change": 0.5}]},
     }
-    steps = Steps((0.0, 1.0), (0.5, 0.5))
+    steps = Steps((0.0, 0.5, 1.0, 1.5), (0.5, 0.5, 0.5, 0.5))
     inner = Stage(
         text, 1.0, 3.0, steps=steps, tensors={text: tensor}, findings=(finding,), facts={"component": text}
     )

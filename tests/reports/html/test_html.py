@@ -79,6 +79,19 @@ def test_the_figures_are_the_records() -> None:
     assert "What to do: Do less." in page.texts
 
 
+def test_stages_of_few_steps_have_no_chart_and_those_of_one_name_are_told_apart() -> None:
+    few = replace(DENOISING, steps=Steps((0.0, 2.0), (1.5, 1.5)))
+    for stages, expected in (
+        ((Stage("base", 0.0, 5.0, children=(few,)),), []),
+        (
+            tuple(Stage(name, 0.0, 5.0, children=(DENOISING,)) for name in ("base", "tuned")),
+            ["Steps of denoising in base", "Steps of denoising in tuned"],
+        ),
+    ):
+        page = Page(to_html(replace(RUN, stages=stages)))
+        assert [text for text in page.texts if text.startswith("Steps of")] == expected
+
+
 def test_the_record_is_in_it_whole() -> None:
     page = Page(to_html(RUN, prompts="full"))
     assert run_from_json(page.scripts[0]) == run_from_json(run_to_json(RUN))
