@@ -112,13 +112,15 @@ def _callbacks(run: Run) -> dict[int, str]:
 
 def _shares_of_stage(stage: Stage, around: str, callbacks: Mapping[int, str]) -> Iterator[TimeShare]:
     name = f"{around}/{stage.name}" if around else stage.name
-    rows = [child for child in stage.children if child.name in STAGES or stage.name not in STAGES]
+    is_usual = stage.name in STAGES
+    rows = [child for child in stage.children if child.name in STAGES or not is_usual]
+    others = [child for child in stage.children if is_usual and child.name not in STAGES]
     steps, between = seconds_in_steps(stage), seconds_between_steps(stage)
     inside = sum(_seconds(child) for child in rows)
     between = max(between - inside, 0.0)
     is_divided = bool(rows or len(stage.steps))
     rest = max(_seconds(stage) - inside - steps - between, 0.0)
-    models = [_seconds(child) for child in stage.children if child not in rows and "component" in child.facts]
+    models = [_seconds(child) for child in others if "component" in child.facts]
     yield TimeShare(
         name, "rest of stage" if is_divided else "stage", rest, in_models=sum(models) if models else None
     )
