@@ -367,7 +367,16 @@ class Sampler:
                 self._clients.append(client)
             client.open_scopes += 1
             if self._running is None:  # its first wait is as long as the clients ask
-                self._start()
+                try:
+                    self._start()
+                except BaseException as interruption:
+                    if not isinstance(
+                        interruption, Exception
+                    ):  # Ctrl-C: nobody will close what was not opened
+                        client.open_scopes -= 1
+                        if client.open_scopes == 0:
+                            self._clients.remove(client)
+                    raise
 
     def close(self, client: SamplerClient) -> None:
         """Count one open scope less; when it was the last of all, the thread has ended at return."""
