@@ -55,6 +55,20 @@ def test_no_thread_remains_when_a_stage_raises() -> None:
     assert sampler_threads() == []
 
 
+def test_ctrl_c_while_the_thread_begins_leaves_nothing_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    recorder = Recorder(sample_hz=10.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SAMPLER, "_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.stage("stopped").__enter__()
+    with recorder.stage("next"):
+        assert len(sampler_threads()) == 1
+    assert sampler_threads() == []
+
+
 @pytest.mark.parametrize("where", ["memory_snapshot", "reader.read", "SAMPLER.close"])
 def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     where: str, accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
