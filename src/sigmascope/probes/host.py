@@ -218,7 +218,9 @@ def process_rss() -> Reading[int]:
 def _rss_of_linux() -> int:
     process = os.getpid()
     if process not in _statm_files:
-        _statm_files[process] = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        if _statm_files.setdefault(process, opened) != opened:  # another thread was first
+            os.close(opened)
     return int(os.pread(_statm_files[process], 128, 0).split()[1]) * _PAGE_BYTES
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jinja2
 from markupsafe import Markup
@@ -23,7 +23,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.records.performance import PROCESS, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, without_prompts, without_words
-from sigmascope.records.run import Run, Stage, folded_in_words, impossible_times, is_duration
+from sigmascope.records.run import Run, Severity, Stage, folded_in_words, impossible_times, is_duration
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.units import format_size, percent, seconds, statistic
 
@@ -111,8 +111,21 @@ def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]
 def _private(run: Run, prompts: PromptPrivacy) -> Run:
     if prompts == "full":
         return run
-    clean = without_prompts(run, prompts)
-    cleaned: Run = run_from_dict(clean(run_to_dict(without_words(run))))
+    plain = run_to_dict(without_words(run))
+    return run_from_dict(_with_severities(without_prompts(run, prompts)(plain), plain))
+
+
+def _with_severities(cleaned: Any, plain: Any) -> Any:
+    """The cleaned values with the severities as they were: a prompt may be such a word, and nothing else may be there."""
+    if isinstance(plain, Mapping):
+        return {
+            key: value
+            if key == "severity" and value in get_args(Severity)
+            else _with_severities(cleaned[key], value)
+            for key, value in plain.items()
+        }
+    if isinstance(plain, list):
+        return [_with_severities(*pair) for pair in zip(cleaned, plain, strict=True)]
     return cleaned
 
 

@@ -152,12 +152,11 @@ def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
 
 @pytest.mark.parametrize("format", ["native", "kohya", "peft"])
 def test_a_size_is_used(tmp_path: Path, format: str) -> None:
-    size = 100 * 1024
-    models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"
-    rules = RankRules(FixedRank(1, 1), excluded=("up_blocks|down_blocks.[12]",))
-    options = ExtractOptions(format=format, rules=rules, budget=Budget(max_bytes=size))
+    size = 400 * 1024
+    models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"  # 133 layers
+    options = ExtractOptions(format=format, budget=Budget(max_bytes=size))
     report = extract_lora(*models, tmp_path / "lora.safetensors", options)
-    assert size - 4096 < report.lora.stat().st_size <= size
+    assert 0.99 * size < report.lora.stat().st_size <= size
 
 
 def test_more_bytes_never_lose_more(models: Models) -> None:

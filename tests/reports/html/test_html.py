@@ -126,6 +126,16 @@ def test_prompts_are_private_unless_asked_for(privacy: str, kept: bool) -> None:
     assert (PROMPT in to_html(run, prompts=privacy, only_verdict=True)) is kept  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("prompt", ["warning", "portrait", "denoising", "float32", "true", "1"])
+@pytest.mark.parametrize("privacy", ["hash", "none"])
+def test_a_prompt_that_is_a_word_of_the_record_breaks_no_report(prompt: str, privacy: str) -> None:
+    facts = {**CALL, "prompts": {"prompt": {"sha256": "ab" * 32, "text": prompt}}}
+    run = replace(RUN, stages=(replace(RUN.stages[0], facts=facts),))
+    html = to_html(run, prompts=privacy)  # type: ignore[arg-type]
+    assert '<div class="finding warning">' in html
+    assert f"<td>{prompt}</td>" not in html
+
+
 def test_several_runs_are_set_beside_the_first() -> None:
     slower = replace(
         RUN,
