@@ -2,11 +2,11 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.families.changes import slowed
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
@@ -25,22 +25,6 @@ def breakdown(pipe: Any, **call: Any) -> dict[str, TimeShare]:
     with sigmascope.watch(pipe) as watching:
         generate(pipe, "sd15", num_inference_steps=STEPS, **call)
     return {row.label: row for row in time_breakdown(watching.record())}
-
-
-@contextmanager
-def slowed(owner: type, name: str) -> Iterator[None]:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(SLEEP)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, slow)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def preview(_pipe: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -77,14 +61,14 @@ def test_a_callback_is_named_by_function_and_line(
 
 
 def test_the_scheduler_has_its_own_row(pipe: Any) -> None:
-    with slowed(type(pipe.scheduler), "step"):
+    with slowed(type(pipe.scheduler), "step", SLEEP):
         rows = breakdown(pipe)
     assert rows["denoising, scheduler"].seconds >= STEPS * SLEEP
     assert rows["denoising, scheduler"].count == STEPS
 
 
 def test_a_tokenizer_is_told_from_the_text_encoder(pipe: Any) -> None:
-    with slowed(type(pipe.tokenizer), "__call__"):
+    with slowed(type(pipe.tokenizer), "__call__", SLEEP):
         row = breakdown(pipe)["text_encoding"]
     assert row.in_models is not None
     assert row.seconds - row.in_models >= SLEEP
