@@ -64,8 +64,8 @@ def test_a_larger_picture_explains_up_to_the_square_of_its_pixels() -> None:
         for step, size in ((1.0, sizes[0]), (4.0, sizes[1]), (16.0, sizes[1]), (40.0, sizes[1]))
     )
     for now in (proportional, square):
-        assert headline(now, before).endswith("height 64 → 128 and width 64 → 128 explains it.")
-    assert headline(more, before).endswith("height 64 → 128 and width 64 → 128 explains a part.")
+        assert headline(now, before).endswith("height 64 → 128 and width 64 → 128 explain it.")
+    assert headline(more, before).endswith("height 64 → 128 and width 64 → 128 explain a part.")
 
 
 def test_what_no_amount_explains_is_placed_and_the_recipe_asked() -> None:

@@ -188,9 +188,10 @@ def _time_sentence(
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how}: {units.seconds(before)} → {units.seconds(now)}."
     least, most = sorted(_foretold(rows, recipe))
-    amounts = " and ".join(_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe)
+    changed = [_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe]
+    amounts = f"{' and '.join(changed)} {'explains' if len(changed) == 1 else 'explain'}" if changed else ""
     if amounts and least / (1 + _EXPLAINED) <= now / before <= most * (1 + _EXPLAINED):
-        return f"{change} {amounts} explains it."
+        return f"{change} {amounts} it."
     same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
     if not same_way:  # records that do not add up
         return change
@@ -198,7 +199,7 @@ def _time_sentence(
     difference = (
         f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
     )
-    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} explains a part." if amounts else "")
+    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} a part." if amounts else "")
 
 
 def _is_certain(ratio: float, new: Sequence[Run], baseline: Sequence[Run]) -> bool:

@@ -21,7 +21,7 @@ from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
-from sigmascope.records.performance import PROCESS, readable_curves
+from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, without_prompts, without_words
 from sigmascope.records.run import Run, Severity, Stage, folded_in_words, impossible_times, is_duration
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
@@ -40,6 +40,7 @@ _TICKS: Final = 6
 _LAST_TICK: Final = 0.93
 """Of the axis: beyond it there is no room for a label."""
 _COLOURS: Final = 6
+_PLACES: Final = {PROCESS: "process (RAM)", SYSTEM: "whole machine (RAM)"}
 _SCRIPT_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 """What could end the script element that the record lies in."""
 
@@ -242,7 +243,7 @@ def _curves(run: Run) -> Iterator[dict[str, Any]]:
         if most <= 0:
             continue
         yield {
-            "name": "process (RAM)" if where == PROCESS else where,
+            "name": _PLACES.get(where, where),
             "most": format_size(most),
             "points": " ".join(
                 f"{1000 * at / run.seconds:.2f},{100 - 95 * nbytes / most:.2f}"
@@ -311,7 +312,7 @@ def _histogram(timed: Sequence[float]) -> list[dict[str, Any]]:
 def _peaks(run: Run) -> Iterator[dict[str, str]]:
     for owner in peak_owners(run):
         yield {
-            "where": "process (RAM)" if owner.where == PROCESS else owner.where,
+            "where": _PLACES.get(owner.where, owner.where),
             "size": format_size(owner.bytes),
             "stage": owner.stage,
             "component": owner.component or "",
