@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.analysis.breakdown import TimeShare, time_breakdown
+from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.run_figures import p_of_higher
 from sigmascope.records.performance import (
@@ -255,7 +255,7 @@ def _ratio(before: str, now: str) -> float:
 def _where(row: TimeShare) -> str:
     stage = row.name.rsplit("/", 1)[-1]
     if row.part == "outside stages":
-        return row.name
+        return f"in {OWN}" if row.name == OWN else row.name
     if row.part == "scheduler":
         return f"in the scheduler's steps of {stage}"
     if row.part == "between steps":

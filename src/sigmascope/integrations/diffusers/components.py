@@ -36,7 +36,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     end_complete_denoising,
     is_final_decode,
 )
-from sigmascope.integrations.diffusers.recipe import adapters_in
+from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
     Session,
@@ -286,9 +286,9 @@ class LoraObserver(Observer):
             if path is not None:
                 stage.fact("file", short_path(path))
             with self.session.own_work(), keeping_words(guard.keeps_words):
-                if path is not None and error is None:
-                    files = self.session.lora_files
-                    guard.read("watch.lora", lambda: files.loaded(path, adapters or {}, target))
+                if method.startswith("load_") and error is None:
+                    asked = kwargs.get("adapter_name")
+                    guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
                 self._analyse(stage, target, baseline, error)
 
         return after

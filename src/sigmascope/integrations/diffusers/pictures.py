@@ -161,11 +161,10 @@ def _picture_in(tensor: Tensor | None) -> NDArray[Any] | None:
     """The first picture of a batch, or frame of a video, (height, width, 3); None for latents and the like."""
     if tensor is None or tensor.dim() < 3 or not tensor.is_floating_point():
         return None
-    while tensor.dim() > 4:
-        tensor = tensor[0]
-    # Frames of a video come before or after their channels.
-    picture = tensor[0] if tensor.dim() == 4 and tensor.shape[-3] in _BANDS else tensor
-    picture = picture[:, 0] if picture.dim() == 4 and picture.shape[0] in _BANDS else picture
+    is_video = tensor.dim() == 5
+    picture = tensor[0] if tensor.dim() > 3 else tensor
+    if is_video:  # its frames come before or after its channels
+        picture = picture[0] if picture.shape[1] in _BANDS else picture[:, 0]
     if picture.dim() != 3 or picture.shape[0] not in _BANDS:
         return None
     taken: NDArray[Any] = picture.detach().float().cpu().movedim(0, -1).numpy()

@@ -148,7 +148,7 @@ class CallObserver(Observer):
     def _tell_recipe(self, stage: LiveStage, pipeline: object, arguments: dict[str, Any]) -> None:
         full = self.session.options.prompts == "full"
         others, _ = self.guard.read("watch.recipe", lambda: other_arguments(arguments, texts=full))
-        loras, _ = self.guard.read("watch.recipe", lambda: loras_of(pipeline, self.session.lora_files))
+        loras, _ = self.guard.read("watch.recipe", lambda: loras_of(pipeline))
         readings, _ = self.guard.read("watch.recipe", lambda: models_of(pipeline))
         models = {name: reading.value for name, reading in (readings or {}).items()}
         threads = torch.get_num_threads()

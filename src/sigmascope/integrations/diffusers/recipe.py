@@ -32,30 +32,42 @@ def models_of(pipeline: object) -> dict[str, Reading[str]]:
 
 
 class LoraFiles:
-    """From which file each adapter of each model came, as far as a watch has seen it."""
+    """From which file each adapter of each model came, as far as any watch of this process has seen it."""
 
     def __init__(self) -> None:
         self._by_model: ByIdentity[dict[str, dict[str, str | None]]] = ByIdentity()
 
-    def loaded(self, path: str, before: Mapping[str, frozenset[str]], target: object) -> None:
-        """Take that a file was loaded.
+    def loaded(
+        self,
+        path: str | None,
+        before: Mapping[str, frozenset[str]],
+        target: object,
+        adapter: object = None,
+    ) -> None:
+        """Take that something was loaded.
 
         Args:
-            path: The file.
+            path: The file; None: it was none, or is not known.
             before: What `adapters_in` gave before.
             target: The pipeline or model that it was loaded into.
+            adapter: The name that was asked for, where an adapter of that name may have been there before.
         """
-        now = adapters_in(target)
-        came = {name: adapters - before.get(name, frozenset()) for name, adapters in now.items()}
-        sha256 = attempt(lambda: _sha256(path)).value
+        sha256 = None if path is None else attempt(lambda: _sha256(path)).value
         for name, part in models_in(target).items():
-            known = self._by_model.get(part) or {}
-            known |= {adapter: {"file": Path(path).name, "sha256": sha256} for adapter in came.get(name, ())}
+            now = adapters_in(part)["denoiser"]
+            known = dict(self._by_model.get(part) or {})
+            for came in (now - before.get(name, frozenset())) | (now & {adapter}):
+                known.pop(came, None)
+                if path is not None:
+                    known[came] = {"file": Path(path).name, "sha256": sha256}
             self._by_model.put(part, known)
 
     def of(self, model: nn.Module, adapter: str) -> dict[str, str | None]:
         """`file`, its name, and `sha256` of its content (None: it could not be read); nothing where nobody knows."""
         return (self._by_model.get(model) or {}).get(adapter, {})
+
+
+LORA_FILES: Final = LoraFiles()
 
 
 def _sha256(path: str) -> str | None:
@@ -87,12 +99,11 @@ def models_in(target: object) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
-def loras_of(pipeline: object, files: LoraFiles | None = None) -> dict[str, dict[str, Any]]:
+def loras_of(pipeline: object) -> dict[str, dict[str, Any]]:
     """The LoRAs that PEFT runs in a pipeline, by component and adapter, "unet.style", and those that `attach_lora` put on.
 
     Args:
         pipeline: What is made of components.
-        files: Where adapters came from.
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
@@ -109,7 +120,7 @@ def loras_of(pipeline: object, files: LoraFiles | None = None) -> dict[str, dict
                 lora = found.get(f"{name}.{adapter}")
                 if lora is not None:
                     lora |= _content(adapter_fingerprint(module, adapter))
-                    lora |= {} if files is None else files.of(module, adapter)
+                    lora |= LORA_FILES.of(module, adapter)
         found |= _attached(name, module)
     return found
 

@@ -35,7 +35,6 @@ from sigmascope.integrations.diffusers.hooks import (
     HookSet,
     reference_to,
 )
-from sigmascope.integrations.diffusers.recipe import LoraFiles
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
@@ -105,7 +104,6 @@ class Session:
         self.left_open: deque[StageStack] = deque()
         self.open_calls = OpenCalls()
         self.arrivals = Arrivals()
-        self.lora_files = LoraFiles()
         self._load_before: CpuMoment | None = None
         self._disk_before = DiskMoment()
         self._runtime_before = RuntimeMoment()
