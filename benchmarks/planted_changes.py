@@ -174,7 +174,7 @@ def headlines(pipe: Any, before: list[Run]) -> Iterator[tuple[str, str, str]]:
     yield "compiled again", "graphs compiled 0 →", what_changed(cold, warm).headline
     with tempfile.TemporaryDirectory() as folder:
         sides = [with_file(lora_file(Path(folder, str(seed)), seed)) for seed in (1, 2)]
-    yield "LoRA file", "LoRA unet.style file style.safetensors", what_changed(sides[1], sides[0]).headline
+    yield "LoRA file", "LoRA unet.style file sha256", what_changed(sides[1], sides[0]).headline
     lora = fresh()
     with_lora(lora)
     strong = [watched(lora) for _ in range(RUNS)]

@@ -98,7 +98,7 @@ def collect_inside(pipe: Any) -> None:
     """Let a part of the denoiser have all garbage looked for, beside a heap of many objects."""
     pipe.heap = [[] for _ in range(50_000)]
 
-    def collect(*_: object) -> None:
+    def collect(*_call: object) -> None:
         for _ in range(4):
             gc.collect()
 

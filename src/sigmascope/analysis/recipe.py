@@ -39,6 +39,7 @@ from sigmascope.records.run import (
 )
 
 _NONE: Final = "none"
+_OTHERS: Final = "processor used by others"
 _NOT_SET: Final = "not set"
 _SWITCHES: Final = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
 _CALL_FIELDS: Final = (
@@ -82,7 +83,7 @@ _BELONGS_TO: Final = {
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
     "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
-        r"scheduler.*|seed|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"scheduler.*|seed|generator state|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
         r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|graphs compiled|"
         + "|".join(_AMOUNTS)
     ),
@@ -93,7 +94,7 @@ _BELONGS_TO: Final = {
 _DIGITS: Final = 12
 """Of a prompt's hash, where that alone is known."""
 _COSTLESS: Final = re.compile(
-    r"seed|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
+    r"seed|generator state|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
 )
 """What another value of takes no more time."""
 _LONGEST: Final = 60
@@ -143,9 +144,10 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
         _output_sentence(output, recipe, is_seeded=is_seeded),
     ]
     told = " ".join(filter(None, sentences))
-    if not sentences[0] and (told or recipe):
+    # How busy others are is no change of the run's own: without a change of time it is in the table alone.
+    changes = [_in_words(name, sides) for name, sides in recipe.items() if name != _OTHERS or sentences[0]]
+    if not sentences[0] and (told or changes):
         sentences.insert(0, "Times are as before.")
-    changes = [_in_words(name, sides) for name, sides in recipe.items()]
     callback = recipe.get("callback", ("", ""))[1]
     is_told = any(change in told for change in changes) or (callback != "" and callback in told)
     if changes and not is_told:
@@ -386,7 +388,7 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         del differences[name]
     before, now = _used_by_others(baseline), _used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
-        differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+        differences[_OTHERS] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
     faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
     if _are_apart(faults, _NOTABLE_FAULTS):
         differences["page faults from disk"] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
@@ -404,8 +406,11 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
 
 
 def _told_otherwise(differences: Differences) -> list[str]:
-    """Fingerprints that differ since a type does, which rounds every value, or of a LoRA whose file says more."""
-    otherwise = []
+    """What differs since something else does.
+
+    A fingerprint with a type, which rounds every value; a LoRA's content with its file; a generator's state with its seed.
+    """
+    otherwise = ["generator state"] if {"generator state", "seed"} <= differences.keys() else []
     for name in differences:
         part, _, what = name.rpartition(" ")
         component = part.removeprefix("LoRA ").split(".")[0]
@@ -497,11 +502,14 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
                 yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
                 yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
                 if lora.get("sha256"):
-                    yield f"LoRA {name} file", f"{lora.get('file')} sha256 {str(lora['sha256'])[:_DIGITS]}"
+                    yield f"LoRA {name} file", f"sha256 {str(lora['sha256'])[:_DIGITS]} {lora.get('file')}"
                 yield f"LoRA {name} content", lora.get("content")
     arguments = more.get("arguments")
     if isinstance(arguments, Mapping):
         yield from arguments.items()
+    states = more.get("generator_states")
+    if isinstance(states, list) and states:
+        yield "generator state", ", ".join(map(str, states))
     yield "threads", more.get("threads")
 
 

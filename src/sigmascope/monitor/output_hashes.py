@@ -57,11 +57,12 @@ def copy_to_host(tensor: Tensor) -> tuple[Tensor, HasArrived]:
     """Copy what is on an accelerator; from a CUDA device without waiting."""
     if tensor.device.type != "cuda":
         return tensor.detach().cpu(), lambda: True
-    copy = tensor.detach().to(
-        "cpu", non_blocking=True
-    )  # into pinned memory, which PyTorch keeps to use again
+    stream = torch.cuda.current_stream(tensor.device)
+    # Into pinned memory, which PyTorch keeps to use again.
+    copy = tensor.detach().to("cpu", non_blocking=True)
+    tensor.record_stream(stream)  # it may have been made on another, and be freed at once
     passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    passed.record(torch.cuda.current_stream(tensor.device))
+    passed.record(stream)
     return copy, passed.query
 
 

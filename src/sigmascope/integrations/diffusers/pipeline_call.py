@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of, told_apart
@@ -32,6 +33,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     leave_stacks,
     pipelines_in,
 )
+from sigmascope.monitor.output_hashes import FAILED
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.prompts import stored_prompts
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
@@ -40,6 +42,7 @@ GENERATION = "generation"
 RUNS_LATER = (
     "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
 )
+INSIDE: Final = "the call lies in another one, whose recipe has it"
 _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
 _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
@@ -78,6 +81,7 @@ class CallObserver(Observer):
             arguments = named or {}
             call, _ = guard.read("watch.call", lambda: call_facts(arguments))
             prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
+            states, _ = guard.read("watch.call", lambda: states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
@@ -100,9 +104,11 @@ class CallObserver(Observer):
         def tell(result: object, error: BaseException | None, denoising: Denoising | None) -> None:
             if error is None and denoising is not None:
                 guard.read("watch.outcome", lambda: _tell_outcome(stack, denoising.stage, result))
-            guard.read("watch.outputs", lambda: self._settle_outputs(stack, error))
+            around = current_stack(session)
+            call_around = around if around is not None and around.pipeline_id is not None else None
+            guard.read("watch.outputs", lambda: self._settle_outputs(stack, call_around, error))
             if error is None:
-                if session.options.thumbnails:
+                if session.options.thumbnails and call_around is None:
                     self._tell_thumbnail(stage, result)
                 seen, _ = guard.read("watch.pictures", lambda: pictures_of(result))
                 if seen is not None:
@@ -114,7 +120,8 @@ class CallObserver(Observer):
             stage.fact("call", finished or known)
             if facts is not None:
                 stage.fact("pipeline", facts)
-            self._tell_recipe(stage, pipeline, arguments)
+            why_not = FAILED if error is not None else INSIDE if call_around is not None else None
+            self._tell_recipe(stage, pipeline, arguments, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
@@ -127,13 +134,14 @@ class CallObserver(Observer):
         stacks = (stack for stack in reversed(STACKS.get()) if stack.session is self.session)
         return next((stack for stack in stacks if stack.pipeline_id == id(pipeline)), None)
 
-    def _settle_outputs(self, stack: StageStack, error: BaseException | None) -> None:
+    def _settle_outputs(
+        self, stack: StageStack, call_around: StageStack | None, error: BaseException | None
+    ) -> None:
         """Hash what the call's stages made and is not hashed yet; a call around this one does so when it is over."""
-        around = current_stack(self.session)
         if error is not None:
             stack.outputs.drop()
-        elif around is not None and around.pipeline_id is not None:
-            stack.outputs.hand_on(around.outputs)
+        elif call_around is not None:
+            stack.outputs.hand_on(call_around.outputs)
         else:
             self.session.arrivals.look()
             stack.outputs.settle(self.session.arrivals)
@@ -145,15 +153,36 @@ class CallObserver(Observer):
         else:
             stage.fact(THUMBNAIL, small.value)
 
-    def _tell_recipe(self, stage: LiveStage, pipeline: object, arguments: dict[str, Any]) -> None:
-        full = self.session.options.prompts == "full"
-        others, _ = self.guard.read("watch.recipe", lambda: other_arguments(arguments, texts=full))
-        loras, _ = self.guard.read("watch.recipe", lambda: loras_of(pipeline))
-        readings, _ = self.guard.read("watch.recipe", lambda: models_of(pipeline))
-        models = {name: reading.value for name, reading in (readings or {}).items()}
-        threads = torch.get_num_threads()
-        stage.fact(RECIPE, {"arguments": others, "models": models, "loras": loras, "threads": threads})
-        for name, reading in (readings or {}).items():
+    def _tell_recipe(
+        self,
+        stage: LiveStage,
+        pipeline: object,
+        arguments: dict[str, Any],
+        states: list[str],
+        why_not: str | None,
+    ) -> None:
+        """Put the recipe on the call's stage.
+
+        Args:
+            stage: Of the call, which is over.
+            pipeline: What was called.
+            arguments: By name.
+            states: Of the generators, before the call.
+            why_not: Why no weights are read; None: they are.
+        """
+        read, full = self.guard.read, self.session.options.prompts == "full"
+        others, _ = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
+        loras, _ = read("watch.recipe", lambda: loras_of(pipeline, why_not))
+        models, _ = read("watch.recipe", lambda: models_of(pipeline, why_not))
+        fingerprints = {name: reading.value for name, reading in (models or {}).items()}
+        recipe = {
+            "arguments": others,
+            "models": fingerprints,
+            "loras": loras,
+            "threads": torch.get_num_threads(),
+        }
+        stage.fact(RECIPE, recipe | ({"generator_states": states} if states else {}))
+        for name, reading in (models or {}).items():
             if reading.value is None:
                 stage.missing(f"{RECIPE}.models.{name}", reading.reason)
 
@@ -328,9 +357,20 @@ def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
     """The seeds of the call's generators, one for each."""
-    generator = arguments.get("generator")
-    generators = generator if isinstance(generator, list | tuple) else [generator]
-    return [generator.initial_seed() for generator in generators if isinstance(generator, torch.Generator)]
+    return [generator.initial_seed() for generator in _generators(arguments)]
+
+
+def states_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The hash of each generator's state: one that has drawn before gives other noise than its seed says."""
+    return [
+        xxh3_64_hexdigest(generator.get_state().numpy().tobytes()) for generator in _generators(arguments)
+    ]
+
+
+def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 _DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")

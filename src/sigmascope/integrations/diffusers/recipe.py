@@ -26,9 +26,17 @@ _MOST_FILE_BYTES: Final = 2**30
 """Hashing so much takes half a second."""
 
 
-def models_of(pipeline: object) -> dict[str, Reading[str]]:
-    """The fingerprint of each component with weights, without LoRAs, or why there is none."""
-    return {name: model_fingerprint(module) for name, module in models_in(pipeline).items()}
+def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Reading[str]]:
+    """The fingerprint of each component with weights, without LoRAs, or why there is none.
+
+    Args:
+        pipeline: What is made of components, or a model alone.
+        why_not: Why no weights are to be read; None: they are.
+    """
+    return {
+        name: model_fingerprint(module) if why_not is None else Reading(None, why_not)
+        for name, module in models_in(pipeline).items()
+    }
 
 
 class LoraFiles:
@@ -99,11 +107,12 @@ def models_in(target: object) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
-def loras_of(pipeline: object) -> dict[str, dict[str, Any]]:
+def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str, Any]]:
     """The LoRAs that PEFT runs in a pipeline, by component and adapter, "unet.style", and those that `attach_lora` put on.
 
     Args:
         pipeline: What is made of components.
+        why_not: Why no weights are to be read; None: they are.
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
@@ -119,7 +128,9 @@ def loras_of(pipeline: object) -> dict[str, dict[str, Any]]:
             for adapter in adapters_in(module)["denoiser"]:
                 lora = found.get(f"{name}.{adapter}")
                 if lora is not None:
-                    lora |= _content(adapter_fingerprint(module, adapter))
+                    lora |= _content(
+                        adapter_fingerprint(module, adapter) if why_not is None else Reading(None, why_not)
+                    )
                     lora |= LORA_FILES.of(module, adapter)
         found |= _attached(name, module)
     return found

@@ -53,7 +53,7 @@ def test_a_lora_is_known_by_its_files_hash_also_in_a_later_watch(tmp_path: Path)
 def test_another_file_of_the_same_name_is_named(tmp_path: Path) -> None:
     before, now = (watched(loaded(lora_file(tmp_path / str(seed), seed))) for seed in (1, 2))
     changed = what_changed([now], [before])
-    assert "LoRA unet.style file style.safetensors sha256 " in changed.headline
+    assert "LoRA unet.style file sha256 " in changed.headline
     assert "LoRA unet.style content" not in changed.recipe
     assert changed.output == "denoising: latent"
 
@@ -107,6 +107,24 @@ def test_an_attached_lora_is_in_the_recipe(tmp_path: Path) -> None:
     assert "LoRAs none → unet.style" in what_changed([runs["first"]], [before]).headline
     assert "LoRA unet.style content" in what_changed([runs["second"]], [runs["first"]]).headline
     assert loras(watched(pipeline)) == {}
+
+
+def test_a_generator_that_has_drawn_before_is_named() -> None:
+    pipeline, generator = make_pipeline("sd15"), torch.Generator().manual_seed(0)
+    runs = []
+    for _ in range(2):
+        with sigmascope.watch(pipeline) as watching:
+            pipeline("a fox", num_inference_steps=1, height=32, width=32, generator=generator)
+        runs.append(watching.record())
+    changed = what_changed([runs[1]], [runs[0]])
+    assert "seed" not in changed.recipe
+    assert "The outputs differ from the latent of denoising on: generator state " in changed.headline
+
+
+def test_another_seed_is_no_difference_of_state_too(pipeline: Any) -> None:
+    recipe = what_changed([watched(pipeline, seed=4)], [watched(pipeline)]).recipe
+    assert recipe["seed"] == ("0", "4")
+    assert "generator state" not in recipe
 
 
 def test_each_model_has_a_fingerprint_or_a_reason(pipeline: Any) -> None:
