@@ -24,6 +24,7 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.grid_cells import CellStore, GridSubject, PipelineRows, StoredCell, key_of
 from sigmascope.pipeline.measure import ImageChange, compare_images, image_of
 from sigmascope.probes.model_fingerprints import combined_fingerprint
+from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BenchCase
 from sigmascope.records.run import Finding
@@ -299,6 +300,11 @@ def _subject(
                 hint="Give prompts, steps, guidance, size and call with a diffusers pipeline alone.",
             )
         return subject
+    if not components_of(subject):
+        raise ConfigError(
+            f"A {type(subject).__name__} is neither a diffusers pipeline nor a GridSubject.",
+            hint="Give the whole pipeline; of an LBM sigmascope.lbm.infer.PictureRows(model, pictures).",
+        )
     for prompt in texts:
         if texts.count(prompt) > 1:
             raise ConfigError(f"--prompt {prompt!r} is given twice.", hint="Give each prompt once.")
