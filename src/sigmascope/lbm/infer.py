@@ -168,7 +168,9 @@ class PictureRows:
 
     def summary(self) -> str:
         """Steps, and the size if one was asked for."""
-        size = self.picture_size if isinstance(self.picture_size, str) else "×".join(map(str, self.picture_size))
+        size = (
+            self.picture_size if isinstance(self.picture_size, str) else "×".join(map(str, self.picture_size))
+        )
         steps = f"{self.num_inference_steps} step{'s' if self.num_inference_steps > 1 else ''}"
         return steps if size == "bucket" else f"{steps}, size {size}"
 

@@ -32,7 +32,6 @@ from sigmascope.reports.html import template
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
 SEEDS: Final = 2**63
@@ -234,9 +233,19 @@ def lora_grid(
     rows = _subject(subject, prompts, num_inference_steps, guidance_scale, size, call)
     known = tuple(_examined(rows.model, path, label) for path, label in _labelled(paths))
     painted = list(_painted(rows, known, strengths, seed, CellStore(folder), progress))
-    shown = [f"{rows.kind} {number}" for number in range(1, len(rows.rows) + 1)] if hide_prompts else rows.rows
+    shown = (
+        [f"{rows.kind} {number}" for number in range(1, len(rows.rows) + 1)] if hide_prompts else rows.rows
+    )
     grid = LoraGrid(
-        rows.name, rows.kind, tuple(shown), known, strengths, seed, rows.summary(), tuple(_compared(painted)), folder
+        rows.name,
+        rows.kind,
+        tuple(shown),
+        known,
+        strengths,
+        seed,
+        rows.summary(),
+        tuple(_compared(painted)),
+        folder,
     )
     save_sheet(grid, sheet)
     save_page(grid, page)
@@ -310,7 +319,9 @@ def _subject(
             raise ConfigError(f"--prompt {prompt!r} is given twice.", hint="Give each prompt once.")
     width, height = size or (None, None)
     case = BenchCase(width, height, steps=steps)
-    return PipelineRows(subject, texts, case, arguments, type(subject).__name__)
+    loaded_from = getattr(getattr(subject, "config", None), "_name_or_path", None)
+    name = Path(loaded_from).name if isinstance(loaded_from, str) and loaded_from else type(subject).__name__
+    return PipelineRows(subject, texts, case, arguments, name)
 
 
 def _labelled(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
@@ -384,7 +395,7 @@ def _painted(
                             attached = stack.enter_context(_same_lora(subject.model, lora))
                         cell = _paint(subject, row, seed, attached, scale, partial(store.keep, key))
                     done += 1
-                    what = NO_LORA if lora is None else f"{lora.label} × {scale:g}"
+                    what = NO_LORA if lora is None else f"{lora.label} at {scale:g}"
                     progress(done, total, f"{what}, {subject.kind} {row + 1}")
                     yield _Painted(row, index, scale, cell, reused)
 
@@ -533,7 +544,7 @@ def columns_of(grid: LoraGrid) -> tuple[tuple[str, ...], bool]:
     """
     if len(grid.scales) == 1:
         return tuple(lora.label for lora in grid.loras), False
-    return tuple(f"× {scale:g}" for scale in grid.scales), True
+    return tuple(f"at {scale:g}" for scale in grid.scales), True
 
 
 def lines_of(grid: LoraGrid, row: int) -> list[tuple[str, list[GridCell]]]:
@@ -602,7 +613,7 @@ class _Layout:
     @property
     def width(self) -> int:
         """Of the sheet."""
-        return max(2 * _MARGIN + self.columns * (self.cell_width + _GAP) - _GAP, 560)
+        return max(2 * _MARGIN + self.columns * (self.cell_width + _GAP) - _GAP, 640)
 
     @property
     def line_height(self) -> int:
@@ -610,18 +621,32 @@ class _Layout:
         return self.cell_height + 2 * _LINE + _GAP
 
     def height(self, grid: LoraGrid) -> int:
-        heading = _MARGIN + 2 * _LINE + 6 + _LINE * len(_said(grid))
+        heading = _MARGIN + 6 + _LINE * (1 + len(self.heading(grid)))
         rows = range(len(grid.rows))
-        prompts = sum(_LINE * len(self.prompt(grid, row)) + 2 * _GAP for row in rows)
+        prompts = sum(_LINE * len(self.prompt(grid, row)) + 2 * _GAP + 4 for row in rows)
         return heading + prompts + self.line_height * sum(len(lines_of(grid, row)) for row in rows) + _MARGIN
+
+    def heading(self, grid: LoraGrid) -> list[tuple[str, str]]:
+        """The lines below the title, with their colours."""
+        room, font = self.width - 2 * _MARGIN, _font(_FIGURES)
+        said = [
+            (_caption(grid), _FAINT_INK),
+            *((found.message, _BAD) for found in grid.findings()[:_MOST_FINDINGS]),
+        ]
+        return [(line, colour) for text, colour in said for line in wrapped(text, font, room)]
 
     def prompt(self, grid: LoraGrid, row: int) -> list[str]:
         """What a row is called, in lines that the sheet has room for."""
         return wrapped(f"{row + 1}. {grid.rows[row]}", _font(_LABEL), self.width - 2 * _MARGIN)
 
 
-def _said(grid: LoraGrid) -> list[str]:
-    return [found.message for found in grid.findings()][:_MOST_FINDINGS]
+def _caption(grid: LoraGrid) -> str:
+    settings = f", {grid.settings}" if grid.settings else ""
+    scale = f", LoRAs at {grid.scales[0]:g}" if len(grid.scales) == 1 else ""
+    return (
+        f"Seed {grid.seed}{settings}{scale}. Below each picture: "
+        "how far its values are from those without a LoRA on average, and PSNR."
+    )
 
 
 def _font(size: int) -> "FreeTypeFont | ImageFont":
@@ -672,12 +697,8 @@ class _Pen:
         room = self._layout.width - 2 * _MARGIN
         self._text(_MARGIN, f"LoRA grid: {grid.name}", _TITLE, room)
         self._y += _LINE + 6
-        settings = f", {grid.settings}" if grid.settings else ""
-        caption = f"Seed {grid.seed}{settings}. Below each picture: mean difference from the one without a LoRA, and PSNR."
-        self._text(_MARGIN, caption, _FIGURES, room, _FAINT_INK)
-        self._y += _LINE
-        for message in _said(grid):
-            self._text(_MARGIN, message, _LABEL, room, _BAD)
+        for line, colour in self._layout.heading(grid):
+            self._text(_MARGIN, line, _FIGURES, room, colour)
             self._y += _LINE
         for row in range(len(grid.rows)):
             self._row(grid, row)
@@ -689,6 +710,7 @@ class _Pen:
         for line in self._layout.prompt(grid, row):
             self._text(_MARGIN, line, _LABEL, self._layout.width)
             self._y += _LINE
+        self._y += 4
         headings, _ = columns_of(grid)
         for label, cells in lines_of(grid, row):
             self._cell(0, NO_LORA, grid.cell(row))
@@ -715,7 +737,8 @@ class _Pen:
 
     def _text(self, x: int, text: str, size: int, room: int, colour: str = _INK) -> None:
         font = _font(size)
-        self._draw.text((x, self._y), fitted(text, font, room), fill=colour, font=font)
+        # Pillow's own font has no sign for "times".
+        self._draw.text((x, self._y), fitted(text.replace("×", "x"), font, room), fill=colour, font=font)
 
 
 def _shown(image: "Image", box: tuple[int, int]) -> "Image":
@@ -753,18 +776,25 @@ def grid_html(grid: LoraGrid) -> str:
             "title": grid.rows[row],
             "bare": _cell_view(grid, grid.cell(row), most),
             "lines": [
-                (label, [_cell_view(grid, cell, most) for cell in cells]) for label, cells in lines_of(grid, row)
+                (label, [_cell_view(grid, cell, most) for cell in cells])
+                for label, cells in lines_of(grid, row)
             ],
         }
         for row in range(len(grid.rows))
     ]
     return template("lora_grid.html.jinja").render(
-        grid=grid, headings=headings, rows=rows, findings=grid.findings(), no_lora=NO_LORA, version=__version__
+        grid=grid,
+        caption=_caption(grid),
+        headings=headings,
+        rows=rows,
+        findings=grid.findings(),
+        no_lora=NO_LORA,
+        version=__version__,
     )
 
 
 def _cell_view(grid: LoraGrid, cell: GridCell, most: float) -> dict[str, Any]:
-    name = NO_LORA if cell.lora is None else f"{grid.loras[cell.lora].label} × {cell.scale:g}"
+    name = NO_LORA if cell.lora is None else f"{grid.loras[cell.lora].label} at {cell.scale:g}"
     return {
         "name": name,
         "id": f"cell{cell.row}-{cell.lora}-{cell.scale}".replace(".", "_"),

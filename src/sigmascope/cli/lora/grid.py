@@ -105,9 +105,7 @@ class GridRequest:
     ] = None
     config_path: Annotated[
         Path | None,
-        typer.Option(
-            "--config_path", help="The model's YAML; else that beside it.", rich_help_panel=_LBM
-        ),
+        typer.Option("--config_path", help="The model's YAML; else that beside it.", rich_help_panel=_LBM),
     ] = None
     seed: Annotated[int, typer.Option("--seed", help="The same in every cell.", rich_help_panel=_RUN)] = 0
     steps: Annotated[
@@ -247,12 +245,18 @@ def _pictures(paths: Sequence[Path]) -> "dict[str, Image]":
     if not paths:
         raise ConfigError("There is no picture to translate.", hint="Give --images PICTURE or FOLDER.")
     files = [file for path in paths for file in (find_images(path)[0] if path.is_dir() else [path])]
-    return {file.name if [f.name for f in files].count(file.name) == 1 else str(file): load_image(file) for file in files}
+    return {
+        file.name if [f.name for f in files].count(file.name) == 1 else str(file): load_image(file)
+        for file in files
+    }
 
 
 def _refuse_inputs(targets: Sequence[Path], inputs: Sequence[Path | None]) -> None:
     for target in targets:
-        if any(path is not None and path.exists() and target.exists() and target.samefile(path) for path in inputs):
+        if any(
+            path is not None and path.exists() and target.exists() and target.samefile(path)
+            for path in inputs
+        ):
             raise ConfigError(f"--output {target} is an input.", hint="Give the name of a new file.")
 
 
