@@ -8,12 +8,12 @@ from PIL import Image
 
 from sigmascope import extract_lora, load_lbm, lora_grid, translate_image
 from sigmascope.errors import ConfigError
+from sigmascope.lbm.images import load_image
 from sigmascope.lbm.infer import PictureRows
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.layer_extraction import ExtractOptions
-from sigmascope.lora.ranks import FixedRank, RankRules
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def model() -> LbmModel:
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lora") / "cool.safetensors"
-    extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank_rules=RankRules(FixedRank(2, 2))))
+    extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank=2, conv_rank=2))
     return path
 
 
@@ -42,7 +42,7 @@ def test_rows_are_pictures_each_at_its_own_size(
     shown = {**pictures, "tall": pictures["scene4"].resize((24, 56))}
     made = lora_grid(PictureRows(model, shown), lora, output=tmp_path / "grid.png", scales=1.0)
     assert made.rows == ("scene4", "scene5", "tall")
-    bare = Image.open(made.cell(2).picture)
+    bare = load_image(made.cell(2).picture)
     assert bare.size == (24, 56)
     alone = translate_image(model, shown["tall"], seed=0)
     assert np.array_equal(np.asarray(bare), np.asarray(alone))

@@ -8,6 +8,8 @@ from tests.cli.lora.conftest import Run
 from tests.families import make_pipeline
 from tests.families.loras import lora_state
 
+from sigmascope.lbm.images import load_image
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -15,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipeline")
     pipeline = make_pipeline("sd15")
     pipeline.save_pretrained(path / "tiny-sd")
-    state = lora_state(pipeline, ["unet"], size=0.3, only="attn")
+    state = lora_state(pipeline, ["unet"], size=0.6)
     save_file(state, path / "style.safetensors")
     save_file({name: value * ("lora_A" in name) for name, value in state.items()}, path / "fresh.safetensors")
     return path
@@ -36,7 +38,7 @@ def test_a_pipeline_paints_a_picture_and_a_page(sigmascope: Run, folder: Path, t
     assert [cell["scale"] for cell in found["cells"]] == [None, -1.0, 2.0] * 2
     assert [cell["psnr_db"] is None for cell in found["cells"]] == [True, False, False] * 2
     assert (found["model"], found["settings"]) == ("tiny-sd", "32×32, 1 steps, guidance_scale 2.0")
-    assert Image.open(found["picture"]).width >= 640
+    assert load_image(found["picture"]).width >= 640
     assert Path(found["page"]).read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "grid.cells",
@@ -82,7 +84,7 @@ def test_an_lbm_translates_pictures_in_place_of_prompts(sigmascope: Run, tmp_pat
     )
     found = json.loads(out)
     assert (code, found["rows"], len(found["cells"])) == (0, ["sea.png"], 3)
-    assert Image.open(found["cells"][2]["picture"]).size == (32, 24)
+    assert load_image(found["cells"][2]["picture"]).size == (32, 24)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.families.loras import lora_state
 
 from sigmascope import lora_grid
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError
-from sigmascope.lbm.images import psnr
+from sigmascope.lbm.images import load_image, psnr
 from sigmascope.pipeline.grid_cells import picture_of, told_apart
 
 PROMPTS = ("a red fox", "the lazy dog <b>&")
@@ -33,9 +33,9 @@ def pipeline() -> Any:
 def loras(pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A LoRA that acts, one whose up factors are zero, and one for a layer that the model has not."""
     folder = tmp_path_factory.mktemp("loras")
-    state = lora_state(pipeline, ["unet"], size=0.3, only="attn")
+    state = lora_state(pipeline, ["unet"], size=0.6)
     fresh = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in state.items()}
-    other = {name.replace("attn", "other"): value for name, value in state.items()}
+    other = {name.replace("conv_in", "conv_other"): value for name, value in state.items()}
     paths = {name: folder / f"{name}.safetensors" for name in ("style", "fresh", "other")}
     for name, made in zip(paths, (state, fresh, other), strict=True):
         save_file(made, paths[name])
@@ -70,7 +70,7 @@ def test_each_cell_is_as_far_from_no_lora_as_its_pictures_say(
         if cell.lora is None:
             assert (cell.change, cell.mean_difference, cell.figures) == (None, None, "")
             continue
-        this, bare = (Image.open(one.picture) for one in (cell, made.cell(cell.row)))
+        this, bare = (load_image(one.picture) for one in (cell, made.cell(cell.row)))
         apart = np.asarray(this, np.float64) - np.asarray(bare, np.float64)
         assert apart.any()
         assert cell.mean_difference == pytest.approx(np.abs(apart).mean() / 255)
@@ -87,7 +87,7 @@ def test_the_picture_is_what_the_pipeline_paints_by_itself_and_no_hook_stays(
     alone = pipeline(
         PROMPTS[0], num_inference_steps=1, width=32, height=32, generator=torch.Generator().manual_seed(5)
     ).images[0]
-    assert np.array_equal(np.asarray(Image.open(made.cell(0).picture)), np.asarray(alone))
+    assert np.array_equal(np.asarray(load_image(made.cell(0).picture)), np.asarray(alone))
     assert not any(module._forward_hooks for module in pipeline.unet.modules())
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_cell_is_painted_again(
     cell.write_bytes(cell.read_bytes()[:-30] if damage is None else damage)
     again = lora_grid(pipeline, loras["style"], PROMPTS[0], **arguments)
     assert [cell.reused for cell in again.cells] == [False, True]
-    assert Image.open(again.cells[0].picture).size == (32, 32)
+    assert load_image(again.cells[0].picture).size == (32, 32)
 
 
 class Page(HTMLParser):
@@ -227,12 +227,12 @@ def test_prompts_can_be_kept_off_what_is_shown(pipeline: Any, loras: dict[str, P
 def test_the_sheet_grows_with_rows_and_columns(pipeline: Any, loras: dict[str, Path], tmp_path: Path) -> None:
     def size(prompts: tuple[str, ...], scales: tuple[float, ...]) -> tuple[int, int]:
         lora_grid(pipeline, loras["style"], prompts, output=tmp_path / "grid.png", scales=scales, **SETTINGS)
-        return Image.open(tmp_path / "grid.png").size
+        return load_image(tmp_path / "grid.png").size
 
     small, wide, tall = (
-        size(PROMPTS[:1], (1.0, 2.0, 3.0)),
-        size(PROMPTS[:1], (1.0, 2.0, 3.0, 4.0)),
-        size(PROMPTS, (1.0, 2.0, 3.0)),
+        size(PROMPTS[:1], (0.1, 0.2, 0.3)),
+        size(PROMPTS[:1], (0.1, 0.2, 0.3, 0.4)),
+        size(PROMPTS, (0.1, 0.2, 0.3)),
     )
     assert (wide[0] - small[0], wide[1]) == (192 + 8, small[1])
     assert (tall[0], tall[1] > small[1] + 192) == (small[0], True)
