@@ -690,7 +690,7 @@ class _Pen:
         from PIL import ImageDraw
 
         self._sheet, self._layout = sheet, layout
-        self._draw: ImageDraw = ImageDraw.Draw(sheet)
+        self._draw = ImageDraw.Draw(sheet)
         self._y = _MARGIN
 
     def draw(self, grid: LoraGrid) -> None:
