@@ -784,7 +784,7 @@ def _layers(modules: Sequence[ModuleError]) -> Iterator[svg.Shape]:
     """
     errors = sorted(module.relative_error or 0.0 for module in modules if module.status == "applied")
     usual = errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else 1.0
-    most = max(_FAR * usual, 1.0)
+    most = _FAR * usual or math.inf
     axis = svg.Axis.of([min(error, most) for error in errors], _TOP, _FOOT)
     above = sum(error > axis.ticks[-1] for error in errors)
     more = f"; {counted(above, 'layer')} beyond the axis" if above else ""

@@ -360,7 +360,7 @@ class BlockRow:
 
     @property
     def figures(self) -> str:
-        """What stands behind the bar; Pillow's own font has no sign for a norm."""
+        """What shows under the mouse."""
         parts = ["not measured without the model"]
         if self.norm is not None and self.share is not None:
             parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
@@ -369,17 +369,17 @@ class BlockRow:
         lost = self.modules - (self.modules if self.matched is None else self.matched)
         if lost:
             parts.append(f"{lost} of {self.modules} do not match")
-        return "  ".join(parts)
+        return ", ".join(parts)
 
     @property
     def short(self) -> str:
-        """As much of it as fits beside the bar."""
+        """What stands behind the bar; Pillow's own font has no sign for a norm."""
         if self.norm is None or self.share is None:
             return "not measured"
         if self.matched is not None and self.matched < self.modules:
             return f"{self.matched} of {self.modules} match"
-        relative = "" if self.relative is None else f"  {100 * self.relative:.2g} % of W"
-        return f"{self.norm:.3g}  {100 * self.share:.1f} %{relative}"
+        relative = "" if self.relative is None else f", {100 * self.relative:.2g} % of W"
+        return f"{self.norm:.3g}, {100 * self.share:.1f} %{relative}"
 
     @property
     def colour(self) -> str:
