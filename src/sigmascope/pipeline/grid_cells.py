@@ -116,6 +116,7 @@ class PipelineRows:
         return {
             "pipeline": type(self.pipeline).__name__,
             "weights": told_apart_models(self.pipeline),
+            "runs_on": getattr(getattr(self.pipeline, "_execution_device", None), "type", None),
             "scheduler": [type(scheduler).__name__, told_apart(dict(getattr(scheduler, "config", {})))],
             "case": self.case.as_dict(),
             "arguments": told_apart(dict(self.arguments)),
