@@ -15,10 +15,10 @@ from sigmascope.pipeline.grid_cells import GridSubject
 
 
 def one_layer() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
-    nn.init.constant_(model[0].weight, 0.2)
-    nn.init.zeros_(model[0].bias)
-    return model
+    layer = nn.Linear(2, 3)
+    nn.init.constant_(layer.weight, 0.2)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(layer, nn.Linear(2, 3))
 
 
 @dataclass
