@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_input
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import NonFiniteError
@@ -109,7 +110,7 @@ class _StreamedLayer:
 
     def forward(self, input: Tensor) -> Tensor:
         """What the layer gives."""
-        result: Tensor = _Product.apply(input, self)
+        result: Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
         return result
 
     def product(self, given: Tensor) -> Tensor:
@@ -118,7 +119,8 @@ class _StreamedLayer:
         if isinstance(module, nn.Linear):
             return functional.linear(given, weight, module.bias)
         assert isinstance(module, nn.Conv2d)
-        return module._conv_forward(given, weight, module.bias)
+        result: Tensor = module._conv_forward(given, weight, module.bias)
+        return result
 
     def gradient(self, shape: torch.Size, gradient: Tensor) -> Tensor:
         """Of an input of this shape, from that of the output."""
@@ -127,9 +129,10 @@ class _StreamedLayer:
             return gradient @ weight
         assert isinstance(module, nn.Conv2d)
         assert not isinstance(module.padding, str)
-        return nn.grad.conv2d_input(
+        result: Tensor = conv2d_input(  # type: ignore[no-untyped-call]
             shape, weight, gradient, module.stride, module.padding, module.dilation, module.groups
         )
+        return result
 
 
 class _Product(torch.autograd.Function):
@@ -141,5 +144,5 @@ class _Product(torch.autograd.Function):
         return layer.product(given)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override] # one output
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return context.layer.gradient(context.shape, gradient), None
