@@ -14,7 +14,7 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
-from sigmascope.records.performance import PROCESS
+from sigmascope.records.performance import OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
 from sigmascope.records.run import (
     OWN_SECONDS,
     SCHEDULER_SECONDS,
@@ -35,6 +35,10 @@ AFTER: Final = "after the last stage"
 _WASTE_SHARE: Final = 0.25
 """Of the run's time: a finding that could save as much is the headline."""
 _SMALL_SHARE: Final = 0.005
+_PLACE_SHARE: Final = 0.25
+"""Of the longest row's time: a place in the program's own code with as much is named."""
+_MOST_PLACES: Final = 3
+"""Of one row are shown."""
 _HAS_ROW: Final = "time.callback_takes_long"
 _FAULTS: Final = ("critical", "error")
 
@@ -52,6 +56,8 @@ class TimeShare:
         callback: What the pipeline calls between the steps; None: nothing, or not known.
         in_models: Of a stage, the seconds of the models in it that have no row; None: it has none.
         is_unique: Whether no stage inside another one has the same name.
+        places: Where in the program's own code it passed, the longest first, if its stacks were sampled and nothing else
+            explains the row. Together they are no longer than the row.
     """
 
     name: str
@@ -61,6 +67,7 @@ class TimeShare:
     callback: str | None = None
     in_models: float | None = None
     is_unique: bool = True
+    places: tuple[HostPlace, ...] = ()
 
     @property
     def label(self) -> str:
@@ -87,7 +94,27 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
     own, before, *later = _outside_stages(run)
     rows = [row for row in _summed([own, before, *shares, *later]) if row.seconds > 0]
     names = Counter((row.name.rsplit("/", 1)[-1], row.part) for row in rows)
-    return tuple(replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows)
+    rows = [replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows]
+    stacks = host_stacks(run)
+    return tuple(rows if stacks is None else (_with_places(row, stacks.places) for row in rows))
+
+
+def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
+    """The row with what was seen in it; a usual stage without steps or stages inside explains itself."""
+    if row.part in ("steps", "scheduler") or (row.part == "stage" and row.name.rsplit("/", 1)[-1] in STAGES):
+        return row
+    part = "stage" if row.part == "rest of stage" else row.part
+    seen = [place for place in places if (place.stage, place.part) == (row.name, part)]
+    seen = [place for place in seen if is_duration(place.seconds) and place.seconds > 0]
+    total = sum(place.seconds for place in seen)
+    most = min(1.0, row.seconds / total) if total else 1.0
+    shown = [replace(place, seconds=place.seconds * most) for place in seen]
+    return replace(row, places=tuple(sorted(shown, key=lambda place: -place.seconds)))
+
+
+def large_places(row: TimeShare, run: Run) -> list[HostPlace]:
+    """The places of a row to show: at most three, none below half a per cent of the time."""
+    return [place for place in row.places[:_MOST_PLACES] if place.seconds >= _SMALL_SHARE * run.seconds]
 
 
 def large_rows(run: Run) -> tuple[list[TimeShare], float]:
@@ -287,15 +314,41 @@ def _longest(run: Run) -> str | None:
     if not run.stages or not rows:
         return "Nothing was recorded: no stage was opened." if not run.stages else None
     longest = max(rows, key=lambda row: row.seconds)
+    place, seconds = _longest_place(rows)
+    if place is not None and longest.seconds < seconds <= run.seconds:
+        return (
+            f"{units.percent(seconds, run.seconds)} of {units.seconds(run.seconds)} went into {place.label}, "
+            "outside of what the rows explain."
+        )
     if longest.seconds > run.seconds:  # of several threads or tasks
         return f"{units.seconds(longest.seconds)}, side by side in {units.seconds(run.seconds)}, {_where(longest)}."
     return f"{units.percent(longest.seconds, run.seconds)} of {units.seconds(run.seconds)} {_where(longest)}."
 
 
+def _longest_place(rows: Iterable[TimeShare]) -> tuple[HostPlace | None, float]:
+    """The function with the most time in all rows together."""
+    sums: Counter[tuple[str, str]] = Counter()
+    places: dict[tuple[str, str], HostPlace] = {}
+    for place in sorted((place for row in rows for place in row.places), key=lambda place: -place.seconds):
+        sums[place.function, place.file] += place.seconds  # type: ignore[assignment]
+        places.setdefault((place.function, place.file), place)
+    if not sums:
+        return None, 0.0
+    (key, seconds) = sums.most_common(1)[0]
+    return places[key], seconds
+
+
 def _where(row: TimeShare) -> str:
+    first = row.places[0] if row.places else None
+    if first is None or first.seconds < _PLACE_SHARE * row.seconds:
+        return _what_passed(row)
+    return f"{_what_passed(row)}; {units.seconds(first.seconds)} of it in {first.label}"
+
+
+def _what_passed(row: TimeShare) -> str:
     stage = row.name.rsplit("/", 1)[-1]
     each = units.seconds(row.seconds / max(row.count, 1))
-    if row.part == "outside stages":
+    if row.part == OUTSIDE_STAGES:
         if row.name == OWN:
             return "went into the watch itself, outside of what it watches"
         what = {BEFORE: "imports and loading", AFTER: "saving, and what else the script does"}.get(row.name)

@@ -127,6 +127,7 @@ class Settings(NamedTuple):
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.
         thumbnails: "1": each generation keeps its first picture, small.
+        stacks: "1": a thread looks where the program's own code is while no step runs.
     """
 
     output: str | None = None
@@ -140,6 +141,7 @@ class Settings(NamedTuple):
     launched: str | None = None
     keep_generations: str | None = None
     thumbnails: str | None = None
+    stacks: str | None = None
 
     def is_on(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""

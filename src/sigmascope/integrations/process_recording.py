@@ -65,6 +65,7 @@ class Recording:
             step_memory=settings.step_memory is None or settings.is_on("step_memory"),
             keep_generations=kept,
             thumbnails=settings.is_on("thumbnails"),
+            stacks=settings.is_on("stacks"),
         )
         self._watch.__enter__()
         try:

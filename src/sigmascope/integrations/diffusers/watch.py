@@ -142,6 +142,7 @@ def watch(
     step_memory: bool = True,
     keep_generations: int | None = KEEP_GENERATIONS,
     thumbnails: bool = False,
+    stacks: bool = False,
     on_run: Callable[[Run], object] | None = None,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
@@ -165,6 +166,8 @@ def watch(
             (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
             as long as the watch lasts.
         thumbnails: Whether each generation keeps its first picture, at most 96 pixels wide and high, for reports to show.
+        stacks: Whether a thread looks, some fifty times a second, where your own code is while no step runs: between the
+            steps, in the rest of stages, outside of them. Reports name function and line.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
@@ -182,7 +185,7 @@ def watch(
                 f"{pipeline.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails)
+    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails, stacks)
     return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
 
 
