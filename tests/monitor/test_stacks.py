@@ -15,7 +15,7 @@ import pytest
 from tests.monitor.conftest import FakeClock
 
 from sigmascope.monitor import Recorder, stacks
-from sigmascope.monitor.stacks import KINDS, StackSampler
+from sigmascope.monitor.stacks import FileKinds, StackSampler
 from sigmascope.records.performance import HostPlace, host_stacks
 from sigmascope.records.run import Run
 
@@ -141,7 +141,7 @@ def test_time_outside_stages_goes_to_function_and_line(looked: Looked, program: 
         looked.look(10)
     (place,) = looked.places()
     assert told(place) == ("before the first stage", "outside stages", "read_image (script.py:5)")
-    assert place.seconds == pytest.approx(10 * 0.02)
+    assert place.seconds == pytest.approx(10 * 0.05)
     assert place.samples == 10
 
 
@@ -242,8 +242,8 @@ def test_looks_that_cost_more_are_taken_less_often(looked: Looked, program: dict
     with waiting(program["read_image"]) as thread:
         looked.sampler._home = thread.ident
         looked.look(10)
-        looked.sampler.pay(10 * 50_000)  # 50 µs each: a quarter of a per cent of 20 ms
-        assert looked.sampler.period_seconds == 0.02
+        looked.sampler.pay(10 * 50_000)  # 50 µs each: a tenth of a per cent of 50 ms
+        assert looked.sampler.period_seconds == 0.05
         looked.sampler.pay(10 * 2_000_000)
     assert looked.sampler.period_seconds == pytest.approx(0.4)
     seen = host_stacks(looked.recorder.run())
@@ -264,8 +264,14 @@ def test_looks_that_cost_more_are_taken_less_often(looked: Looked, program: dict
         (stacks.__file__, "watch"),
     ],
 )
-def test_whose_code_a_file_is(file: str, kind: str) -> None:
-    assert KINDS.of(file) == kind
+def test_whose_code_a_file_is(file: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    assert FileKinds().of(file) == kind
+
+
+def test_code_of_the_command_line_is_the_program_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert FileKinds().of("<string>") == "own"
 
 
 def threads() -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a watched program's own Python code is while no step runs: its stacks, looked at some fifty times a second.
+"""Where a watched program's own Python code is while no step runs: its stacks, looked at some twenty times a second.
 
 `StackSampler` is a thread of ours that reads the stack of each watched thread and folds it at once into seconds by
 place: the innermost function of the program's own code, with its line, or else the outermost of a library's. No frame
@@ -26,7 +26,9 @@ from sigmascope.records.performance import OUTSIDE_STAGES, HostPlace, HostStacks
 
 STACKS: Final = "stacks"
 """The instrument's name, under which a failure is noted."""
-_PERIOD_SECONDS: Final = 0.02
+_PERIOD_SECONDS: Final = 0.05
+"""Each look takes the interpreter from the program, which costs a loop of Python more than the look itself: 0.3 % of its
+time at 20 looks a second, over 1 % at 40 (`benchmarks/watch_overhead.py`)."""
 _LONGEST_SECONDS: Final = 1.0
 _COST_SHARE: Final = 0.005
 """Of the time, half of what a look may take: the other half is for threads that are woken for it."""

@@ -166,7 +166,7 @@ def watch(
             (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
             as long as the watch lasts.
         thumbnails: Whether each generation keeps its first picture, at most 96 pixels wide and high, for reports to show.
-        stacks: Whether a thread looks, some fifty times a second, where your own code is while no step runs: between the
+        stacks: Whether a thread looks, some twenty times a second, where your own code is while no step runs: between the
             steps, in the rest of stages, outside of them. Reports name function and line.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
