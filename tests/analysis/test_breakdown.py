@@ -302,3 +302,46 @@ def test_small_places_are_not_shown() -> None:
     assert [place.function for place in large_places(row, run)] == ["a", "b", "c"]
     few = run_of(Stage("denoising", 5.0, 5.0), facts=stacks((*OUTSIDE, "a", 0.04)))
     assert large_places(time_breakdown(few)[0], few) == []
+
+
+PACKAGES = {"torch": 3.0, "diffusers": 2.0, "mine": 0.5, "numpy": 0.25}
+
+
+def test_imports_have_a_row_and_the_script_s_own_loading_another() -> None:
+    facts = {"imports": PACKAGES, "watch_seconds": [0.25, 0.0]}
+    run = run_of(Stage("denoising", 8.0, 2.0), facts=facts)
+    assert rows(run) == {
+        "the watch itself": 0.25,
+        "imports": 5.75,
+        "before the first stage": 2.0,
+        "denoising": 2.0,
+    }
+    assert headline(run) == "58 % of 10.00 s went into imports: torch 3.00 s, diffusers 2.00 s, mine 500 ms."
+
+
+def test_loading_is_the_script_s_own_where_imports_are_known() -> None:
+    run = run_of(Stage("denoising", 8.0, 2.0), facts={"imports": {"torch": 1.0}})
+    assert headline(run) == "70 % of 10.00 s passed before the first stage: the script's own loading."
+
+
+def test_imports_take_no_longer_than_what_was_before_the_first_stage() -> None:
+    run = run_of(Stage("denoising", 1.0, 9.0), facts={"imports": PACKAGES})
+    assert rows(run) == {"imports": 1.0, "denoising": 9.0}
+
+
+@pytest.mark.parametrize("noted", ["torch", [1.0], {"torch": "3"}, {"torch": float("nan")}, {"torch": -1.0}])
+def test_a_damaged_note_of_imports_is_passed_over(noted: Any) -> None:
+    assert rows(run_of(Stage("one", 1.0, 9.0), facts={"imports": noted})) == {
+        "before the first stage": 1.0,
+        "one": 9.0,
+    }
+
+
+def test_a_place_that_imports_is_in_the_row_of_imports() -> None:
+    seen = stacks((*OUTSIDE, "import", 1.0), (*OUTSIDE, "read", 0.5))
+    stage = Stage("denoising", 2.0, 8.0)
+    both = [("import (script.py:12)", 1.0), ("read (script.py:12)", 0.5)]
+    assert places_of(run_of(stage, facts=seen)) == {"before the first stage": both}
+    assert places_of(run_of(stage, facts={**seen, "imports": {"torch": 1.0}})) == {
+        "before the first stage": both[1:]
+    }

@@ -14,8 +14,9 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
-from sigmascope.records.performance import OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
+from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
 from sigmascope.records.run import (
+    IMPORTS,
     OWN_SECONDS,
     SCHEDULER_SECONDS,
     STAGES,
@@ -29,6 +30,7 @@ from sigmascope.records.run import (
 
 Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
 OWN: Final = "the watch itself"
+IMPORTING: Final = "imports"
 BEFORE: Final = "before the first stage"
 BETWEEN: Final = "between stages"
 AFTER: Final = "after the last stage"
@@ -39,6 +41,7 @@ _PLACE_SHARE: Final = 0.25
 """Of the longest row's time: a place in the program's own code with as much is named."""
 _MOST_PLACES: Final = 3
 """Of one row are shown."""
+_MOST_PACKAGES: Final = 3
 _HAS_ROW: Final = "time.callback_takes_long"
 _FAULTS: Final = ("critical", "error")
 
@@ -58,6 +61,8 @@ class TimeShare:
         is_unique: Whether no stage inside another one has the same name.
         places: Where in the program's own code it passed, the longest first, if its stacks were sampled and nothing else
             explains the row. Together they are no longer than the row.
+        packages: Of imports: those that took longest, with their seconds.
+        is_without_imports: Of time before the first stage: whether imports have a row of their own.
     """
 
     name: str
@@ -68,6 +73,8 @@ class TimeShare:
     in_models: float | None = None
     is_unique: bool = True
     places: tuple[HostPlace, ...] = ()
+    packages: tuple[tuple[str, float], ...] = ()
+    is_without_imports: bool = False
 
     @property
     def label(self) -> str:
@@ -91,12 +98,17 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
     shares = [share for stage in run.stages for share in _shares_of_stage(stage, "", callbacks)]
     if run.folded is not None:
         shares += _shares_of_folded(run.folded.stages)
-    own, before, *later = _outside_stages(run)
-    rows = [row for row in _summed([own, before, *shares, *later]) if row.seconds > 0]
+    own, imports, before, *later = _outside_stages(run)
+    rows = [row for row in _summed([own, imports, before, *shares, *later]) if row.seconds > 0]
     names = Counter((row.name.rsplit("/", 1)[-1], row.part) for row in rows)
     rows = [replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows]
     stacks = host_stacks(run)
-    return tuple(rows if stacks is None else (_with_places(row, stacks.places) for row in rows))
+    if stacks is None:
+        return tuple(rows)
+    places = stacks.places
+    if any(row.name == IMPORTING for row in rows):
+        places = tuple(place for place in places if (place.stage, place.function) != (BEFORE, IMPORT))
+    return tuple(_with_places(row, places) for row in rows)
 
 
 def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
@@ -217,13 +229,36 @@ def _outside_stages(run: Run) -> list[TimeShare]:
     own_before, own_later = _own_seconds(run)
     own_before, own_later = min(own_before, before), min(own_later, between + after)
     own_after = max(own_later - between, 0.0)
+    packages = _imports(run)
+    importing = min(sum(packages.values(), 0.0), before - own_before)
     parts = {
         OWN: own_before + own_later,
-        BEFORE: before - own_before,
+        IMPORTING: importing,
+        BEFORE: before - own_before - importing,
         BETWEEN: max(between - own_later, 0.0),
         AFTER: after - own_after,
     }
-    return [TimeShare(name, "outside stages", seconds) for name, seconds in parts.items()]
+    longest = sorted(packages.items(), key=lambda item: -item[1])[:_MOST_PACKAGES]
+    return [
+        TimeShare(
+            name,
+            OUTSIDE_STAGES,
+            seconds,
+            packages=tuple(longest) if name == IMPORTING else (),
+            is_without_imports=name == BEFORE and importing > 0,
+        )
+        for name, seconds in parts.items()
+    ]
+
+
+def _imports(run: Run) -> dict[str, float]:
+    """What each package's import took before the first stage; empty where it is not on record."""
+    noted = run.facts.get(IMPORTS)
+    if not isinstance(noted, Mapping):
+        return {}
+    return {
+        str(name): value for name, value in noted.items() if isinstance(value, float) and is_duration(value)
+    }
 
 
 def _own_seconds(run: Run) -> tuple[float, float]:
@@ -351,7 +386,10 @@ def _what_passed(row: TimeShare) -> str:
     if row.part == OUTSIDE_STAGES:
         if row.name == OWN:
             return "went into the watch itself, outside of what it watches"
-        what = {BEFORE: "imports and loading", AFTER: "saving, and what else the script does"}.get(row.name)
+        if row.name == IMPORTING:
+            return f"went into imports: {in_words(row.packages)}"
+        loading = "the script's own loading" if row.is_without_imports else "imports and loading"
+        what = {BEFORE: loading, AFTER: "saving, and what else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":
         return f"went into {stage}: {row.count:,} steps of {each}"
@@ -365,6 +403,11 @@ def _what_passed(row: TimeShare) -> str:
         return f"went by in {stage}, but in none of its stages or steps"
     times = f", {row.count:,} times {each}" if row.count > 1 else ""
     return f"went into {stage}{times}{_outside_models(row)}"
+
+
+def in_words(packages: Iterable[tuple[str, float]]) -> str:
+    """Such as "torch 3.10 s, diffusers 2.00 s"."""
+    return ", ".join(f"{units.printable(name)} {units.seconds(taken)}" for name, taken in packages)
 
 
 def _outside_models(row: TimeShare) -> str:

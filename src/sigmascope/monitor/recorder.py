@@ -91,6 +91,7 @@ class Recorder:
 
     Attributes:
         spare: How many more than `keep` stay until `take_older` takes them.
+        first_stage_ns: When the first stage was opened; None: none was.
 
     Examples:
         >>> recorder = Recorder(name="portrait")
@@ -130,6 +131,11 @@ class Recorder:
         self._folded = None if keep is None else FoldedScopes(keep)
         self._stacks = StackSampler(self._instruments.guard, clock) if stacks else None
         self.spare = 0
+        self.first_stage_ns: int | None = None
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Let the run begin earlier than what is recorded first, at this moment of the clock."""
+        self._extent.begin_at(moment_ns)
 
     def stage(self, name: str) -> "LiveStage":
         """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
@@ -295,6 +301,8 @@ class Recorder:
             scope.close(interruption)
             self._extent.end(interruption)
             raise
+        if self.first_stage_ns is None:
+            self.first_stage_ns = scope.started_ns
         frame = Frame(self, scope, CURRENT.get(), around)
         CURRENT.set(frame)
         if self._stacks is not None:
@@ -740,6 +748,11 @@ class RunExtent:
             if self._started_ns is None:
                 self._started_ns = self._clock()
             self.open_frames += 1
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Know that it began then already."""
+        with peaks.LOCK:
+            self._started_ns = moment_ns if self._started_ns is None else min(self._started_ns, moment_ns)
 
     def end(self, error: BaseException | None) -> None:
         """Count one less.

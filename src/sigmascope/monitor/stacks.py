@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 from sigmascope.analysis.breakdown import AFTER, BEFORE, BETWEEN
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.monitor.scope import Clock, Scope
-from sigmascope.records.performance import OUTSIDE_STAGES, HostPlace, HostStacks
+from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, HostPlace, HostStacks
 
 STACKS: Final = "stacks"
 """The instrument's name, under which a failure is noted."""
@@ -304,10 +304,13 @@ def _line_of(leaf: FrameType) -> Line | None:
     """
     frame: FrameType | None = leaf
     outermost: FrameType | None = None
+    is_importing = False
     while frame is not None:
         kind = KINDS.of(frame.f_code.co_filename)
+        is_importing = is_importing or frame.f_code.co_name == "_find_and_load"
         if kind == "own":
-            return _place_in(frame)
+            function, file, line = _place_in(frame)
+            return IMPORT if is_importing else function, file, line
         if kind == "watch":
             return None
         if kind == "door":

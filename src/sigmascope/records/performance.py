@@ -574,6 +574,8 @@ def readable_curves(stage: Stage) -> dict[str, MemoryCurve]:
 
 HOST_STACKS: Final = "host_stacks"
 """The fact of a run under which its `HostStacks` lie."""
+IMPORT: Final = "import"
+"""Stands for a function where a line imports."""
 OUTSIDE_STAGES: Final = "outside stages"
 """The part of the time in which no stage is open."""
 

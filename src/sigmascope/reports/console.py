@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_places, large_rows
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
@@ -135,6 +135,8 @@ def _stacks(run: Run) -> Iterator[RenderableType]:
 def _row_note(row: TimeShare) -> str:
     if row.callback is not None:
         return row.callback
+    if row.packages:
+        return in_words(row.packages)
     return f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
 
 

@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from sigmascope.__about__ import __version__
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_places, large_rows
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
@@ -211,7 +211,7 @@ def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
 
 def _note(row: TimeShare) -> str:
     each = f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
-    return ", ".join(filter(None, (row.callback, each)))
+    return ", ".join(filter(None, (row.callback, in_words(row.packages), each)))
 
 
 def _timeline(run: Run) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from sigmascope.integrations.diffusers.watch_session import Observer, Session, W
 from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
-from sigmascope.records.run import KEEP_GENERATIONS, Run
+from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run
 
 _log = logging.getLogger(__name__)
 _BASES: Final = (
@@ -80,6 +80,22 @@ class Watch:
     def take_older(self, least: int = 1) -> Run | None:
         """Fold the generations before those to keep, and return them as a run by itself; None: fewer than `least`."""
         return self._sessions[-1].recorder.take_older(least) if self._sessions else None
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Let the record begin earlier, at a moment of `time.perf_counter_ns`."""
+        for session in self._sessions:
+            session.recorder.begin_at(moment_ns)
+
+    def has_stages(self) -> bool:
+        """Whether a stage has been opened, or none will be."""
+        return not self._sessions or self._sessions[-1].recorder.first_stage_ns is not None
+
+    def note_imports(self, seconds_before: Callable[[int], dict[str, float]]) -> None:
+        """Note what imports took before the first stage, by package."""
+        for session in self._sessions:
+            first_ns = session.recorder.first_stage_ns
+            if first_ns is not None:
+                session.recorder.fact(IMPORTS, seconds_before(first_ns))
 
     def __enter__(self) -> "Watch":
         self._process_id = os.getpid()
