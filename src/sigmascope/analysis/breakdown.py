@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.memory import PeakOwner, peak_owners
+from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
 from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
 from sigmascope.records.run import (
@@ -422,7 +422,10 @@ def _peak(run: Run) -> str | None:
     """Of the device whose memory was highest; of the process where none was watched."""
     owners = peak_owners(run)
     highest = max(owners, key=lambda owner: (owner.where != PROCESS, owner.bytes), default=None)
-    return None if highest is None else f"Peak of {_memory(highest)}."
+    if highest is None:
+        return None
+    advice = tiling_advice(run, highest)
+    return f"Peak of {_memory(highest)}{f': {advice}' if advice else ''}."
 
 
 def _memory(owner: PeakOwner) -> str:
