@@ -590,13 +590,14 @@ def _finished(
     sums: "Mapping[str, LayerSums | None]", calls: int, facts: Mapping[str, Any], fingerprint: str
 ) -> ModelStatistics:
     layers: dict[str, LayerStatistics] = {}
+    finished: dict[LayerSums, LayerStatistics] = {}  # a shared layer has several names
     unmet: list[str] = []
     for name, layer in sums.items():
-        if layer is None or not layer.is_met:
+        if layer is None or not (layer in finished or layer.is_met):
             unmet.append(name)
             continue
         try:
-            statistics = layer.result(calls)
+            statistics = finished[layer] = finished.get(layer) or layer.result(calls)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"{name}: {error.message}",
@@ -665,16 +666,16 @@ class LayerSums:
             self._handle = None
 
     def result(self, calls: int) -> LayerStatistics:
-        """The moments.
+        """The moments; the sums are let go.
 
         Raises:
             NonFiniteError: NaN or Inf was among them.
         """
-        assert self._inputs is not None
-        assert self._outputs is not None
-        return LayerStatistics(
-            self._inputs.result(calls), self._outputs.result(self._outputs.rows), self._inputs.rows // calls
-        )
+        inputs, outputs = self._inputs, self._outputs
+        assert inputs is not None
+        assert outputs is not None
+        self._inputs = self._outputs = None  # those of all layers take more memory than the results
+        return LayerStatistics(inputs.result(calls), outputs.result(outputs.rows), inputs.rows // calls)
 
     def _called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
