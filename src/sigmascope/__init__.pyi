@@ -63,8 +63,9 @@ from .lora.writer import save_lora as save_lora
 from .lora.file import LoraFile as LoraFile
 from .lora.factors import LoraFactors as LoraFactors
 
-# Apply LoRAs: on a live model, attached or merged; merged into a checkpoint
+# Apply LoRAs: on a live model, attached or merged; merged into a checkpoint; side by side as pictures
 from .lora.apply import attach_lora as attach_lora, merge_lora as merge_lora
+from .pipeline.lora_grid import LoraGrid as LoraGrid, lora_grid as lora_grid
 from .lora.bake import bake_loras as bake_loras
 
 # Latent Bridge Matching

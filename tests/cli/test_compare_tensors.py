@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope import TensorDumps, save_tensors
@@ -96,6 +97,21 @@ def test_an_svg_shows_each_token_that_differs(
     tree = ElementTree.parse(tmp_path / "e.svg")
     tips = [text for title in tree.iter("{http://www.w3.org/2000/svg}title") if (text := title.text)]
     assert [tip.split(":")[0] for tip in tips] == ["token 12"]
+
+
+def test_a_bar_is_as_tall_as_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = torch.ones(1, 4, 8)
+    b = a * torch.tensor([1.01, 1.02, 1.04, 1.0]).view(1, 4, 1)
+    for name, tensor in (("a", a), ("b", b)):
+        save_file({"cond": tensor}, tmp_path / f"{name}.safetensors")
+    picture = tmp_path / "e.svg"
+    run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--picture", picture, monkeypatch=monkeypatch)
+    tall = [
+        float(rect.attrib["height"])
+        for rect in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}rect")
+        if len(rect)
+    ]
+    assert tall == pytest.approx([tall[0], 2 * tall[0], 4 * tall[0]], abs=0.2)
 
 
 def test_a_png_is_a_picture_that_pillow_opens(

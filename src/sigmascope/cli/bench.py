@@ -197,7 +197,7 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
 
     started = time.perf_counter()
     device = resolve_device(request.device)
-    dtype = _dtype(request.dtype, device)
+    dtype = dtype_of(request.dtype, device)
     if request.pipeline == POCKET:
         _refuse_for_pocket(request)
         pocket = PocketSubject.load(dtype=dtype, device=device)
@@ -213,7 +213,12 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
     return subject, time.perf_counter() - started
 
 
-def _dtype(name: str, device: "torch.device") -> "torch.dtype":
+def dtype_of(name: str, device: "torch.device") -> "torch.dtype":
+    """The dtype that `--dtype` names.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
     import torch
 
     from sigmascope.lbm.devices import resolve_dtype

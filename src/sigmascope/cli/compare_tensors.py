@@ -3,10 +3,8 @@
 `print_comparison` shows the result in the terminal, `save_token_picture` draws the errors by token.
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -16,10 +14,6 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from sigmascope.cli.console import (
-    Bar,
-    Label,
-    Line,
-    Shape,
     facts,
     listed,
     number,
@@ -33,6 +27,7 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
+from sigmascope.svg import FAINT, PICTURES, Axis, Bar, Label, Line, Shape
 
 if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
@@ -50,7 +45,6 @@ BEYOND_TOLERANCE = 1
 TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a difference, as with `diff`."""
 
-_PICTURES = (".svg", ".png")
 _VERDICT_STYLE = {"identical": "green", "rounding": "green", "close": "cyan", "different": "bold red"}
 _MOST_DETAILS = 10
 _MOST_TOKENS = 5
@@ -59,16 +53,16 @@ _MOST_TOKENS = 5
 _WIDTH: Final = 960
 _LEFT: Final = 90
 _RIGHT: Final = 930
-_TOP: Final = 60  # of the first panel
-_PANEL: Final = 230
+_TOP: Final = 72  # of the first panel
+_PANEL: Final = 250
 _BARS: Final = 150.0  # height of the bars' field in a panel
 _MOST_PANELS: Final = 12
 _LONGEST: Final = 150  # characters of a line of text
+_CAPTION: Final = "A bar is a token: how far B is from A there. Red: farther than rounding explains. Look for single tall bars."
 _GRID: Final = "#e0e0e0"
 _WITHIN: Final = "#0277bd"
 _BEYOND: Final = "#c62828"
 _LIMIT: Final = "#e68a00"
-_DECADES: Final = 8  # shown below the largest error
 
 
 def compare_tensors(
@@ -142,7 +136,7 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
     from sigmascope.checkpoints.checkpoint import is_existing
     from sigmascope.files import require_writable
 
-    if path.suffix.lower() not in _PICTURES:
+    if path.suffix.lower() not in PICTURES:
         raise ConfigError(
             f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
         )
@@ -339,8 +333,7 @@ def _conclusion(comparison: "DumpComparison | RunComparison") -> Text:
 
 
 def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison", heading: str) -> None:
-    """Draw the relative error of each token, on a logarithmic axis, for the first 12 tensors that
-    have tokens and differ.
+    """Draw the relative error of each token, for the first 12 tensors that have tokens and differ.
 
     Args:
         path: An `.svg` or `.png` file, replaced if it is there.
@@ -356,7 +349,10 @@ def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison",
         for name, tensor in named_comparisons(comparison)
         if tensor.errors is not None and tensor.errors.tokens is not None and tensor.errors.unequal
     ]
-    shapes: list[Shape] = [Label(16, 30, _cut(f"Error by token: {heading}")[:100], size=18)]
+    shapes: list[Shape] = [
+        Label(16, 30, _cut(f"Error by token: {heading}")[:100], size=18),
+        Label(16, 52, _CAPTION, size=13, colour=FAINT),
+    ]
     if not panels:
         shapes.append(Label(16, _TOP, "No tensor with tokens differs."))
     for index, (name, tensor, tokens) in enumerate(panels[:_MOST_PANELS]):
@@ -375,61 +371,33 @@ def _cut(text: str) -> str:
 
 def _panel(top: int, name: str, tensor: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
     limit = tensor.tolerance.computed
-    axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
-    yield Label(16, top + 14, _cut(f"{name}: {tensor.verdict}"), size=14)
-    yield Label(16, top + 32, _cut(tensor.reason), size=11)
-    yield from axis.lines()
+    axis = Axis.of(tokens.relative_l2, top + 52, top + 52 + _BARS)
+    yield Label(16, top + 14, _cut(f"{name}: {tensor.verdict}"), size=15)
+    explained = f" Rounding explains {100 * limit:.2g} %." if limit else ""
+    scale = " The axis is logarithmic." if axis.is_logarithmic else ""
+    yield Label(16, top + 34, _cut(f"{tensor.reason}{explained}{scale}"))
+    yield from axis.lines(_LEFT, _RIGHT, _GRID)
     step = (_RIGHT - _LEFT) / len(tokens)
     for token, error in enumerate(tokens.relative_l2):
         if not tokens.unequal[token]:
             continue
         beyond = error > limit or tensor.first_token == token
-        tall = max(axis.height(error), 2.0)
+        tall = max(axis.foot - axis.place(error), 2.0)
         tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
         width = step * 0.8 if step > 3 else step
         colour = _BEYOND if beyond else _WITHIN
         yield Bar(_LEFT + step * token, axis.foot - tall, width, tall, colour, tip)
-    if limit:
-        y = axis.foot - axis.height(limit)
+    y = axis.place(limit)
+    if axis.top < y < axis.foot - 4:
         yield Line((_LEFT, y), (_RIGHT, y), _LIMIT)
-        yield Label(_RIGHT, y - 4, "rounding explains up to here", size=10, anchor="end")
     yield from _ticks(axis.foot, len(tokens), step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The logarithmic axis of relative errors, from 10^lowest to 10^highest."""
-
-    foot: float
-    lowest: int
-    highest: int
-
-    @classmethod
-    def of(cls, foot: float, errors: Iterable[float], limit: float) -> "_Axis":
-        shown = [error for error in (*errors, limit) if 0 < error < math.inf] or [1.0]
-        highest = math.ceil(math.log10(max(shown)))
-        lowest = max(math.floor(math.log10(min(shown))), highest - _DECADES)
-        return cls(foot, min(lowest, highest - 1), highest)
-
-    def height(self, error: float) -> float:
-        """Pixels above the foot."""
-        if not math.isfinite(error):
-            return _BARS
-        share = (math.log10(error) - self.lowest) / (self.highest - self.lowest) if error > 0 else 0.0
-        return _BARS * min(1.0, max(0.0, share))
-
-    def lines(self) -> Iterator[Shape]:
-        for power in range(self.lowest, self.highest + 1):
-            y = self.foot - self.height(10.0**power)
-            yield Line((_LEFT, y), (_RIGHT, y), _GRID)
-            yield Label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", size=10, anchor="end")
-
-
-def _ticks(foot: float, tokens: int, step: float) -> Iterator[Shape]:
+def _ticks(foot: int | float, tokens: int, step: float) -> Iterator[Shape]:
     """Numbers of some tokens under the bars."""
     apart = next((interval for interval in _round_steps() if interval * step >= 36), tokens)
     for token in range(0, tokens, max(1, apart)):
-        yield Label(_LEFT + step * (token + 0.5), foot + 14, str(token), size=10, anchor="middle")
+        yield Label(_LEFT + step * (token + 0.5), foot + 16, str(token), anchor="middle")
 
 
 def _round_steps() -> Iterator[int]:

@@ -5,6 +5,8 @@
 Each part is a stage of the current recorder (`latent_encoding`, `denoising` with a step for each call of the
 denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
 
+`PictureRows` does it for the rows of a `lora_grid`.
+
 `lbm_statistics` translates a few pictures and watches the layers, for extractions that keep the picture. What the
 pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lbm.bridge import sample_bridge
+from sigmascope.lbm.bridge import bridge_sigmas, sample_bridge
 from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import (
     Size,
@@ -40,6 +42,7 @@ from sigmascope.lbm.streamed import streamed_lbm
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
 from sigmascope.monitor import stage, step
+from sigmascope.pipeline.grid_cells import told_apart, told_apart_models
 from sigmascope.progress import Progress, no_progress
 
 MINIMUM_TILE = 4
@@ -137,6 +140,83 @@ def _translated_latent(
     z_source, extra = _encode(model, picture, frame, tile_size, conditioning)
     z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
     return z_target, frame
+
+
+@dataclass(frozen=True, eq=False)
+class PictureRows:
+    """Pictures that an LBM translates, as the rows of a `lora_grid`. What is None or left out is as of `translate_image`.
+
+    Attributes:
+        lbm: The model.
+        pictures: By the name that their row gets, at least one.
+        name: What the model is called in the heading.
+
+    Raises:
+        ConfigError: There is no picture, the model takes others beside the source, or a setting is out of range.
+    """
+
+    lbm: LbmModel
+    pictures: Mapping[str, Image.Image]
+    num_inference_steps: int = 1
+    picture_size: str | Size = "bucket"
+    resolution: int | None = None
+    tile_size: int | None = None
+    name: str = "LBM"
+    kind: str = "picture"
+
+    def __post_init__(self) -> None:
+        if not self.pictures:
+            raise ConfigError("there is no picture to translate.", hint="Give at least one with --images.")
+        if asked := self.lbm.config.conditioning_keys:
+            raise ConfigError(
+                f"the model takes {', '.join(asked)} beside the source.",
+                hint="Write a class as sigmascope.pipeline.grid_cells.GridSubject is, with your pictures for them.",
+            )
+        bridge_sigmas(self.num_inference_steps)
+        check_resolution(self.resolution, self.picture_size)
+        check_tile_size(self.tile_size, self.lbm)
+
+    @property
+    def model(self) -> object:
+        """The LBM."""
+        return self.lbm
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The pictures' names."""
+        return tuple(self.pictures)
+
+    def settings(self, row: int) -> dict[str, object]:
+        """The model's weights and config, the picture, and how it is translated."""
+        return {
+            "weights": told_apart_models(self.lbm),
+            "config": repr(self.lbm.config),
+            "picture": told_apart(self.pictures[self.rows[row]]),
+            "steps": self.num_inference_steps,
+            "size": told_apart(self.picture_size),
+            "resolution": self.resolution,
+            "tile_size": self.tile_size,
+        }
+
+    def summary(self) -> str:
+        """Steps, and the size if one was asked for."""
+        size = (
+            self.picture_size if isinstance(self.picture_size, str) else "×".join(map(str, self.picture_size))
+        )
+        steps = f"{self.num_inference_steps} step{'s' if self.num_inference_steps > 1 else ''}"
+        return steps if size == "bucket" else f"{steps}, size {size}"
+
+    def paint(self, row: int, seed: int) -> Image.Image:
+        """Translate a picture."""
+        return translate_image(
+            self.lbm,
+            self.pictures[self.rows[row]],
+            num_inference_steps=self.num_inference_steps,
+            seed=seed,
+            size=self.picture_size,
+            resolution=self.resolution,
+            tile_size=self.tile_size,
+        )
 
 
 def checked_rgb(image: Image.Image, what: str) -> Image.Image:

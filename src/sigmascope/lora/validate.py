@@ -79,15 +79,19 @@ _COLOURS: Final[dict[Band, str]] = {
 _NO_BAND: Final = "#757575"
 _GRID: Final = "#e0e0e0"
 _WIDTH: Final = 960
-_LEFT: Final = 190
-_RIGHT: Final = 900
-_TOP: Final = 110  # of the layers' panel
+_LEFT: Final = 200
+_RIGHT: Final = 930
+_TOP: Final = 118  # of the layers' panel
 _FOOT: Final = 400
-_BLOCKS_TOP: Final = 500
-_ROW: Final = 18
-_LABEL_GAP: Final = 13  # between block names, which are as high as that
-_LONGEST: Final = 26  # characters of a block's name that fit before its bar
-_FLOOR: Final = 1e-4  # relative error at the foot of the axis; smaller ones lie on it
+_BLOCKS_TOP: Final = 460
+_ROW: Final = 20
+_BARS_END: Final = 420
+_STRIP: Final = 490  # where a block's layers begin
+_NUMBER_GAP: Final = 16  # that a block's number takes
+_LONGEST: Final = 24  # characters of a block's name that fit before its bar
+_FAR: Final = 4.0  # times what nine of ten layers stay below
+_HEAT: Final = ((0.0, "#f7f2ea"), (0.5, "#f0b452"), (1.0, "#c62828"), (2.0, "#5c0a0a"))
+_KEY: Final = ((0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %"), (None, "not applied"))
 
 Change = LoraFactors | WeightChange
 
@@ -726,75 +730,77 @@ def save_validation_picture(path: str | PathLike[str], report: ValidationReport)
     """Write the picture whole or not at all.
 
     Args:
-        path: An `.svg` file, replaced if it is there.
+        path: An `.svg` or `.png` file, replaced if it is there.
         report: What to draw.
 
     Raises:
         WriteError: The file cannot be written.
+        ConfigError: A PNG is wanted and Pillow is not installed.
     """
+    content = svg.drawn(Path(path).suffix, _size_of(report), list(_shapes(report)))
     with atomic_path(path) as temporary:
-        temporary.write_text(validation_svg(report), encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def validation_svg(report: ValidationReport) -> str:
     """Draw a report as an SVG document, 960 pixels in width."""
-    blocks = report.blocks
-    height = _BLOCKS_TOP + _ROW * len(blocks) + 24
-    return svg.document(_WIDTH, height, [*_heading(report), *_layers(report.modules), *_block_bars(blocks)])
+    return svg.drawn(".svg", _size_of(report), list(_shapes(report))).decode()
 
 
-def _heading(report: ValidationReport) -> Iterator[str]:
-    yield svg.label(16, 30, f"LoRA validation: {report.lora.name}", size=18)
-    yield svg.label(
-        16,
-        54,
-        f"Error overall {_percent(report.relative_error)}, average {_percent(report.average_error)}. "
-        f"{report.applied} of {len(report.modules)} modules applied ({report.success_rate:.1f} %).",
+def _size_of(report: ValidationReport) -> tuple[int, int]:
+    return _WIDTH, _BLOCKS_TOP + _ROW * len(report.blocks) + 24
+
+
+def _shapes(report: ValidationReport) -> Iterator[svg.Shape]:
+    yield from _heading(report)
+    yield from _layers(report.modules)
+    yield from _block_rows(report)
+
+
+def _heading(report: ValidationReport) -> Iterator[svg.Shape]:
+    yield svg.Label(16, 30, f"LoRA validation: {report.lora.name}", size=18)
+    caption = (
+        f"Lower is better: at 0 % a layer is the tuned model's, at 100 % no better than without the LoRA. "
+        f"Overall {_percent(report.relative_error)}, average {_percent(report.average_error)}."
     )
+    yield svg.Label(16, 52, caption, size=13, colour=svg.FAINT)
     for index, (band, count) in enumerate(report.bands.items()):
         x = 16 + 190 * index
-        yield svg.dot(x + 5, 74, 5, _COLOURS[band])
-        yield svg.label(x + 16, 78, f"{band} ({BANDS[band]}): {count}")
+        yield svg.Dot(x + 5, 74, 5, _COLOURS[band])
+        yield svg.Label(x + 16, 78, f"{band} ({BANDS[band]}): {count}")
     if report.failures:
-        yield svg.cross(781, 74, 4, _COLOURS["noise"])
-        yield svg.label(792, 78, f"not applied: {len(report.failures)}")
+        yield svg.Dot(781, 74, 4, _COLOURS["noise"], is_cross=True)
+        yield svg.Label(792, 78, f"not applied: {len(report.failures)}")
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.3g} %"
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The logarithmic axis of relative errors."""
+def _layers(modules: Sequence[ModuleError]) -> Iterator[svg.Shape]:
+    """One point a layer, in the order in which a latent passes them; what is not applied is a cross.
 
-    largest: float
-
-    def height(self, error: float) -> float:
-        share = math.log(max(error, _FLOOR) / _FLOOR) / math.log(self.largest / _FLOOR)
-        return _FOOT - (_FOOT - _TOP) * share
-
-    def lines(self) -> Iterator[str]:
-        for power in range(round(math.log10(_FLOOR)), math.floor(math.log10(self.largest)) + 1):
-            y = self.height(10.0**power)
-            yield svg.line((_LEFT, y), (_RIGHT, y), _GRID)
-            yield svg.label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", anchor="end")
-
-
-def _layers(modules: Sequence[ModuleError]) -> Iterator[str]:
-    """One point a layer, in the order in which a latent passes them; what is not applied is a cross."""
-    axis = _Axis(2 * max(1.0, *(module.relative_error or 0.0 for module in modules)))
-    yield svg.label(16, _TOP + 12, "Error by layer")
-    yield from axis.lines()
+    Few layers far above the others, as those of noise, would press these together: they lie on the upper edge.
+    """
+    errors = sorted(module.relative_error or 0.0 for module in modules if module.status == "applied")
+    usual = errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else 1.0
+    most = _FAR * usual or math.inf
+    axis = svg.Axis.of([min(error, most) for error in errors], _TOP, _FOOT)
+    above = sum(error > axis.ticks[-1] for error in errors)
+    more = f"; {counted(above, 'layer')} beyond the axis" if above else ""
+    scale = ", on a logarithmic axis" if axis.is_logarithmic else ""
+    yield svg.Label(16, _TOP - 10, f"Error by layer{scale}{more}", size=13)
+    yield from axis.lines(_LEFT, _RIGHT, _GRID)
     step = (_RIGHT - _LEFT) / max(len(modules), 1)
     ordered = sorted(modules, key=lambda module: block_position(module.block))
     x, free = _LEFT + step / 2, 0.0
-    for block, members in groupby(ordered, lambda module: module.block):
+    for number, (_, members) in enumerate(groupby(ordered, lambda module: module.block), start=1):
         group, edge = list(members), x - step / 2
-        yield svg.line((edge, _TOP), (edge, _FOOT + 5), _GRID)
-        if edge >= free and len(group) * step > _LABEL_GAP / 2:
-            yield svg.label(edge + 2, _FOOT + 14, _shortened(block), size=11, turned=35)
-            free = edge + _LABEL_GAP
+        yield svg.Line((edge, _TOP), (edge, _FOOT + 5), _GRID)
+        middle = edge + len(group) * step / 2
+        if middle - _NUMBER_GAP / 2 >= free:
+            yield svg.Label(middle, _FOOT + 18, str(number), anchor="middle")
+            free = middle + _NUMBER_GAP / 2
         for module in group:
             yield _mark(x, axis, module)
             x += step
@@ -804,26 +810,43 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
 
 
-def _mark(x: float, axis: _Axis, module: ModuleError) -> str:
+def _mark(x: float, axis: svg.Axis, module: ModuleError) -> svg.Shape:
     colour = _NO_BAND if module.band is None else _COLOURS[module.band]
     if module.status != "applied":
-        tip = f"{module.name}: {module.status.replace('_', ' ')}"
-        return svg.cross(x, axis.height(1.0), 3, _COLOURS["noise"], tip)
+        return svg.Dot(x, axis.place(1.0), 3, _COLOURS["noise"], _tip(module), is_cross=True)
+    return svg.Dot(x, axis.place(module.relative_error or 0.0), 2.6, colour, _tip(module))
+
+
+def _tip(module: ModuleError) -> str:
+    if module.status != "applied":
+        return f"{module.name}: {module.status.replace('_', ' ')}"
     rank = "" if module.rank is None else f", rank {module.rank}"
-    tip = f"{module.name}: {_percent(module.relative_error)}{rank}"
-    return svg.dot(x, axis.height(module.relative_error or 0.0), 2.2, colour, tip)
+    return f"{module.name}: {_percent(module.relative_error)}{rank}"
 
 
-def _block_bars(blocks: Sequence[BlockError]) -> Iterator[str]:
-    """One bar a block, of the error of its layers together."""
-    largest = max((block.relative_error or 0.0 for block in blocks), default=0.0) or 1.0
-    yield svg.label(16, _BLOCKS_TOP - 10, "Error by block")
-    for index, block in enumerate(blocks):
+def _block_rows(report: ValidationReport) -> Iterator[svg.Shape]:
+    """A row a block, numbered as above: a bar for the error of its layers together, and a cell for each layer."""
+    largest = max((block.relative_error or 0.0 for block in report.blocks), default=0.0) or 1.0
+    yield svg.Label(16, _BLOCKS_TOP - 10, "Error by block", size=13)
+    yield svg.Label(_STRIP, _BLOCKS_TOP - 10, "Its layers")
+    for index, (share, words) in enumerate(_KEY):
+        x = _STRIP + 100 + 92 * index
+        yield svg.Bar(x, _BLOCKS_TOP - 20, 11, 11, svg.mixed(share, _HEAT) if share is not None else _NO_BAND)
+        yield svg.Label(x + 16, _BLOCKS_TOP - 10, words)
+    for index, block in enumerate(report.blocks):
         y = _BLOCKS_TOP + _ROW * index
         error = block.relative_error or 0.0
         colour = _NO_BAND if block.band is None else _COLOURS[block.band]
-        length = (_RIGHT - _LEFT - 60) * error / largest
+        length = (_BARS_END - _LEFT) * error / largest
         tip = f"{block.name}: {block.applied} of {block.modules} modules applied"
-        yield svg.label(_LEFT - 8, y + 12, _shortened(block.name), anchor="end")
-        yield svg.bar(_LEFT, y + 2, (length, _ROW - 5), colour, tip)
-        yield svg.label(_LEFT + length + 6, y + 12, _percent(block.relative_error))
+        yield svg.Label(_LEFT - 8, y + 14, f"{index + 1}  {_shortened(block.name)}", anchor="end")
+        yield svg.Bar(_LEFT, y + 3, length, _ROW - 6, colour, tip)
+        yield svg.Label(_LEFT + length + 6, y + 14, _percent(block.relative_error))
+        cells = [(_heat(module), "") for module in report.modules if module.block == block.name]
+        yield from svg.strip(_STRIP, y + 3, (_RIGHT - _STRIP, _ROW - 6), cells)
+
+
+def _heat(module: ModuleError) -> str:
+    if module.status != "applied" or module.relative_error is None:
+        return _NO_BAND
+    return svg.mixed(module.relative_error, _HEAT)

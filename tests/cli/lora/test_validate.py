@@ -70,7 +70,7 @@ def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> No
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("errors.png", "not named as SVG"), ("lora.safetensors/errors.svg", "cannot be reached")],
+    [("errors.gif", "not named as SVG or PNG"), ("lora.safetensors/errors.svg", "cannot be reached")],
 )
 def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
     place: str, message: str, files: "ModelPair", call: Validate

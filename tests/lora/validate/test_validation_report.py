@@ -46,10 +46,48 @@ def test_a_larger_error_is_higher_up() -> None:
     assert len(set(heights)) == 3
 
 
-def test_a_factor_of_ten_is_the_same_distance_anywhere() -> None:
-    points = tips(drawn(module("a", 0.001), module("b", 0.01), module("c", 0.1)), "circle")
+def test_errors_of_one_size_are_on_a_linear_axis() -> None:
+    points = tips(drawn(module("a", 0.1), module("b", 0.2), module("c", 0.4)), "circle")
     first, second, third = (float(point.attrib["cy"]) for point in points.values())
+    assert second - third == pytest.approx(2 * (first - second), abs=0.2)
+
+
+def test_on_errors_of_many_sizes_a_factor_is_the_same_distance_anywhere() -> None:
+    picture = drawn(module("a", 0.0001), module("b", 0.01), module("c", 1.0))
+    first, second, third = (float(point.attrib["cy"]) for point in tips(picture, "circle").values())
     assert first - second == pytest.approx(second - third, abs=0.2)
+    assert "Error by layer, on a logarithmic axis" in [text.text for text in picture.iter(f"{SVG}text")]
+
+
+def test_one_layer_of_noise_does_not_press_the_others_together() -> None:
+    picture = drawn(*(module(f"a{i}", 0.02 * i) for i in range(1, 20)), module("noise", 500.0))
+    heights = {
+        tip.partition(":")[0]: float(point.attrib["cy"]) for tip, point in tips(picture, "circle").items()
+    }
+    assert heights["a1"] - heights["a19"] > 50
+    assert min(heights, key=lambda name: heights[name]) == "noise"
+    assert "Error by layer; 1 layer beyond the axis" in [text.text for text in picture.iter(f"{SVG}text")]
+
+
+def test_a_block_has_a_cell_for_each_layer_the_darker_the_worse() -> None:
+    layers = [module(f"denoiser.up_blocks.0.conv{i}", error) for i, error in enumerate((0.0, 0.5, 1.0))]
+    gone = module("denoiser.up_blocks.0.gone", 1.0, "missing")
+    cells = [
+        rect.attrib
+        for rect in drawn(*layers, gone).iter(f"{SVG}rect")
+        if float(rect.attrib["x"]) >= 490 and float(rect.attrib["y"]) >= 460
+    ]
+    assert [cell["fill"] for cell in cells] == ["#f7f2ea", "#f0b452", "#c62828", "#757575"]
+    assert len({cell["width"] for cell in cells}) == 1
+
+
+def test_a_png_is_drawn_in_twice_the_pixels(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    save_validation_picture(tmp_path / "p.PNG", report(module("a", 0.1), module("b", 1.0, "missing")))
+    svg = drawn(module("a", 0.1), module("b", 1.0, "missing"))
+    with pillow.open(tmp_path / "p.PNG") as image:
+        assert image.size == (2 * int(svg.attrib["width"]), 2 * int(svg.attrib["height"]))
+        assert {(2, 119, 189), (198, 40, 40)} <= {colour for _, colour in image.getcolors(1 << 20)}
 
 
 @pytest.mark.parametrize(

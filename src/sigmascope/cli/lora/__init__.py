@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lora import extract, inspect, merge, plan, statistics, validate
+from sigmascope.cli.lora import extract, grid, inspect, merge, plan, statistics, validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -13,6 +13,7 @@ app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("statistics", epilog=statistics.EPILOG)(statistics.statistics)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
+app.command("grid", epilog=grid.EPILOG)(grid.grid)
 app.command("convert", epilog=merge.CONVERT_EPILOG)(merge.convert)
 app.command("resize", epilog=merge.RESIZE_EPILOG)(merge.resize)
 app.command("merge", epilog=merge.EPILOG)(merge.merge)

@@ -16,10 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.console import (
-    Bar,
-    Label,
-    Line,
-    Shape,
     counts,
     facts,
     findings,
@@ -38,6 +34,7 @@ from sigmascope.cli.console import (
 from sigmascope.cli.lora.validate import check_picture
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.svg import FAINT, PICTURES, Bar, Label, Line, Shape, mixed, strip
 
 if TYPE_CHECKING:
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
@@ -55,11 +52,15 @@ _MOST_UNMATCHED = 5
 # The picture: sizes in pixels, and colours.
 _WIDTH: Final = 960
 _LEFT: Final = 230
-_RIGHT: Final = 690  # of the longest bar; the figures come behind it
-_TOP: Final = 92
-_ROW: Final = 20
+_RIGHT: Final = 480  # of the longest bar; the figures come behind it
+_STRIP: Final = 630  # where a block's modules begin
+_END: Final = 944
+_TOP: Final = 104
+_ROW: Final = 24
 _LONGEST: Final = 32
 _ACTS, _PARTLY, _NOTHING, _GRID = "#0277bd", "#e68a00", "#c62828", "#e0e0e0"
+_HEAT: Final = ((0.0, "#e9f1f7"), (0.5, "#4f9fd0"), (1.0, "#08375c"))
+_UNKNOWN: Final = "#bdbdbd"
 
 
 def inspect(
@@ -106,7 +107,7 @@ def inspect(
         raise ConfigError("--relative_strength has no model.", hint="Give the checkpoint with --model.")
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
-        check_picture(picture, dict.fromkeys(inputs, "is an input"), (".svg", ".png"))
+        check_picture(picture, dict.fromkeys(inputs, "is an input"), PICTURES)
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
     on_model = None if model is None else judge(lora, model, relative=relative_strength)
@@ -333,7 +334,8 @@ def save_inspection_picture(path: Path, report: "LoraInspection", on_model: "OnM
     """
     rows = rows_of(report, on_model)
     size = (_WIDTH, _TOP + _ROW * len(rows) + 24)
-    save_picture(path, size, [*_picture_heading(report, on_model), *_picture_bars(rows)])
+    shapes = [*_picture_heading(report, on_model), *_picture_bars(rows), *_picture_strips(report, on_model)]
+    save_picture(path, size, shapes)
 
 
 @dataclass(frozen=True)
@@ -358,7 +360,7 @@ class BlockRow:
 
     @property
     def figures(self) -> str:
-        """What stands behind the bar; Pillow's own font has no sign for a norm."""
+        """What shows under the mouse."""
         parts = ["not measured without the model"]
         if self.norm is not None and self.share is not None:
             parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
@@ -367,7 +369,17 @@ class BlockRow:
         lost = self.modules - (self.modules if self.matched is None else self.matched)
         if lost:
             parts.append(f"{lost} of {self.modules} do not match")
-        return "  ".join(parts)
+        return ", ".join(parts)
+
+    @property
+    def short(self) -> str:
+        """What stands behind the bar; Pillow's own font has no sign for a norm."""
+        if self.norm is None or self.share is None:
+            return "not measured"
+        if self.matched is not None and self.matched < self.modules:
+            return f"{self.matched} of {self.modules} match"
+        relative = "" if self.relative is None else f", {100 * self.relative:.2g} % of W"
+        return f"{self.norm:.3g}, {100 * self.share:.1f} %{relative}"
 
     @property
     def colour(self) -> str:
@@ -399,16 +411,17 @@ def rows_of(report: "LoraInspection", on_model: "OnModel | None") -> list[BlockR
 
 def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
     yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
-    if on_model is None:
-        yield Label(16, 54, f"{len(report.modules)} modules in {report.format} format.")
-    else:
+    strongest = max(report.blocks, key=lambda block: block.norm or 0.0, default=None)
+    parts = [f"{len(report.modules)} modules in {report.format} format."]
+    if strongest is not None and strongest.norm and strongest.share is not None:
+        parts.append(f"{strongest.name} is strongest: {100 * strongest.share:.0f} % of the LoRA.")
+    if on_model is not None:
         verdict = on_model.verdict
-        yield Label(
-            16,
-            54,
-            f"{len(verdict.matched)} of {len(verdict.modules)} modules match {on_model.model.name}.",
-        )
-    yield Label(16, _TOP - 14, "Strength (norm of the change) by block, and its share of the LoRA's squared")
+        parts[0] = f"{len(verdict.matched)} of {len(verdict.modules)} modules match {on_model.model.name}."
+        parts += ["Red matches nothing."] if verdict.unmatched else []
+    yield Label(16, 54, " ".join(parts), size=13, colour=FAINT)
+    yield Label(_LEFT, _TOP - 14, "Strength of a block, and its share")
+    yield Label(_STRIP, _TOP - 14, "Its modules: the darker, the stronger")
 
 
 def _picture_bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
@@ -417,9 +430,25 @@ def _picture_bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
     for index, row in enumerate(rows):
         y = _TOP + _ROW * index
         length = max(1.0, (_RIGHT - _LEFT) * (row.norm or 0.0) / largest)
-        yield Label(_LEFT - 8, y + 13, _shortened(row.name), anchor="end")
-        yield Bar(_LEFT, y + 2, length, _ROW - 6, row.colour, f"{row.name}: {row.modules} modules")
-        yield Label(_LEFT + length + 6, y + 13, row.figures)
+        yield Label(_LEFT - 8, y + 15, _shortened(row.name), anchor="end")
+        yield Bar(
+            _LEFT, y + 3, length, _ROW - 7, row.colour, f"{row.name}: {row.modules} modules, {row.figures}"
+        )
+        yield Label(_LEFT + length + 6, y + 15, row.short)
+
+
+def _picture_strips(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
+    """A cell for each module of a block; red is what matches nothing in the model."""
+    largest = max((module.norm or 0.0 for module in report.modules), default=0.0) or 1.0
+    matched = None if on_model is None else {module.name for module in on_model.verdict.matched}
+    for index, block in enumerate(report.blocks):
+        cells = []
+        for module in report.modules:
+            if module.block == block.name:
+                known = _UNKNOWN if module.norm is None else mixed(module.norm / largest, _HEAT)
+                colour = _NOTHING if matched is not None and module.name not in matched else known
+                cells.append((colour, f"module {module.name}: {number(module.norm)}"))
+        yield from strip(_STRIP, _TOP + _ROW * index + 3, (_END - _STRIP, _ROW - 7), cells)
 
 
 def _shortened(name: str) -> str:

@@ -30,6 +30,7 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
+from sigmascope.svg import PICTURES
 from sigmascope.units import printable
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def validate(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", help="Draw the errors of layers and blocks into this .svg file."),
+        typer.Option("--picture", help="Draw the errors of layers and blocks into this .svg or .png."),
     ] = None,
     min_success_rate: Annotated[
         float,
@@ -134,9 +135,8 @@ def validate(
 
     inputs = (base_model_path, tuned_model_path, lora_path)
     names_path = _names_path(layer_names, lora_path, inputs)
-    check_picture(
-        picture, {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
-    )
+    uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
+    check_picture(picture, uses, PICTURES)
     models = {"base": base_model_path, "tuned": tuned_model_path}
     check_image_flags(images, models)
     options = pairing.options()
