@@ -177,7 +177,9 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", choices=["lbm", *KINDS], default=["lbm", *KINDS])
     parser.add_argument("--inputs", type=int, default=16, help="scored scenes; half as many prompts")
-    parser.add_argument("--calibration", type=int, default=8, help="inputs of the statistics")
+    parser.add_argument(
+        "--calibration", type=int, default=8, help="scenes of the statistics; twice as many prompts"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of calibration")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--json", action="store_true", help="rows in place of tables")
@@ -195,7 +197,7 @@ def main() -> int:
             if model == "lbm":
                 pair: Pair = LbmPair(asked.inputs, asked.calibration)
             else:
-                pair = PipelinePair(model, Path(folder), max(1, asked.inputs // 2), asked.calibration)
+                pair = PipelinePair(model, Path(folder), max(1, asked.inputs // 2), 2 * asked.calibration)
             found = measure(pair, Path(folder), asked.seeds, asked.ranks)
         rows += [{"model": model, **row} for row in found]
         if not asked.json:

@@ -1,6 +1,6 @@
 """What `sigmascope.watch` costs a step of a pipeline: its hook on the denoiser and its tap on the scheduler.
 
-    python benchmarks/watch_overhead.py [--steps 1000] [--repeats 25]
+    python benchmarks/watch_overhead.py [--steps 1000] [--repeats 25] [--only_stacks]
 
 Seven small real pipelines each make one image or video, whose first step is then made again and again with the same
 arguments while its denoiser and scheduler do nothing, so that the difference is the watch's own. CPU time of the
@@ -8,17 +8,25 @@ thread; bare, watched and hooked steps in turn, the least of all repeats of each
 programs. Nothing is subtracted but the bare step. Beside it stands what no watch with hooks can go below: PyTorch's own
 time for a module with one hook that does nothing. `step_memory=False` leaves out the process's resident bytes at the end
 of each step.
+
+Then what `stacks=True` costs where it looks, and where a thread of ours takes the most from the host's: a loop of Python
+alone in a stage without steps, 30 calls deep. CPU time of the process, that thread's included, for the same loop with and
+without, in turn, both beside the thread that reads memory; the least of all repeats, their ratio, and the share that
+the record itself states.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
 
 import sigmascope
+from sigmascope.records.performance import host_stacks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -68,6 +76,50 @@ def measured(step: FamilyStep, steps: int, repeats: int) -> list[float]:
     return [min(of_way) for of_way in zip(*rounds, strict=True)]
 
 
+_LOOP: int = 20_000_000
+_DEPTH: int = 30
+
+
+def looped(depth: int = _DEPTH) -> int:
+    """Work of Python alone, so many calls deep: half a second."""
+    if depth:
+        return looped(depth - 1)
+    total = 0
+    for number in range(_LOOP):
+        total += number
+    return total
+
+
+def loop_seconds(*, stacks: bool) -> tuple[float, float]:
+    """CPU seconds of the process for the loop in a watched stage, and the share that the record says the looks cost.
+
+    Raises:
+        RuntimeError: The loop was not seen.
+    """
+    with sigmascope.watch(nn.Identity(), stacks=stacks) as watching, sigmascope.stage("loop"):
+        began = time.process_time()
+        looped()
+        seconds = time.process_time() - began
+    seen = host_stacks(watching.record())
+    if stacks and (seen is None or not any(place.function == "looped" for place in seen.places)):
+        raise RuntimeError("the loop was not seen")
+    return seconds, 0.0 if seen is None else seen.cost_share
+
+
+def print_stacks(repeats: int) -> None:
+    """Measure and print what looking at stacks costs."""
+    without, with_stacks, shares = [], [], []
+    for _ in range(repeats):
+        without.append(loop_seconds(stacks=False)[0])
+        seconds, share = loop_seconds(stacks=True)
+        with_stacks.append(seconds)
+        shares.append(share)
+    print(
+        f"stacks=True: {min(with_stacks):.4f} CPU s for {min(without):.4f}, × {min(with_stacks) / min(without):.4f}; "
+        f"the record says {100 * median(shares):.2f} %\n"
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -76,8 +128,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--only_stacks", action="store_true", help="Measure stacks=True alone.")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    print_stacks(given.repeats)
+    if given.only_stacks:
+        return
     print(f"{'µs of a step':12} calls   bare  empty hook  watch  × empty hook  step_memory=False")
     for family in given.families:
         step = FamilyStep(family)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.breakdown import findings_of, headline, time_breakdown
+from sigmascope.analysis.breakdown import findings_of, headline, large_places, time_breakdown
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
 from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 
@@ -207,3 +207,141 @@ def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> 
 
 def test_a_run_without_stages_says_so() -> None:
     assert headline(run_of()) == "Nothing was recorded: no stage was opened."
+
+
+def stacks(*places: tuple[str, str, str, float]) -> dict[str, Any]:
+    kept = [
+        {
+            "stage": stage,
+            "part": part,
+            "function": function,
+            "file": "script.py",
+            "line": 12,
+            "seconds": seconds,
+            "samples": 9,
+        }
+        for stage, part, function, seconds in places
+    ]
+    return {"host_stacks": {"samples": 99, "cost_seconds": 0.01, "cost_share": 0.001, "places": kept}}
+
+
+OUTSIDE = ("before the first stage", "outside stages")
+
+
+def places_of(run: Run) -> dict[str, list[tuple[str, Any]]]:
+    return {
+        row.label: [(place.label, pytest.approx(place.seconds)) for place in row.places]
+        for row in time_breakdown(run)
+        if row.places
+    }
+
+
+def test_places_lie_under_the_rows_that_nothing_else_explains() -> None:
+    seen = stacks(
+        (*OUTSIDE, "main", 0.5),
+        (*OUTSIDE, "read_image", 1.0),
+        ("generation", "stage", "convert", 0.25),
+        (
+            "generation/text_encoding",
+            "stage",
+            "tokenize",
+            0.75,
+        ),  # it has a row of its own that says what it is
+        ("generation/denoising", "between steps", "preview", 1.5),
+        ("generation/denoising", "stage", "", 0.25),
+        ("gone", "stage", "nowhere", 1.0),
+    )
+    assert places_of(generation(Stage("denoising", 3.0, 4.5, steps=TWO_STEPS), facts=seen)) == {
+        "before the first stage": [("read_image (script.py:12)", 1.0), ("main (script.py:12)", 0.5)],
+        "generation, the rest": [("convert (script.py:12)", 0.25)],
+        "denoising, between steps": [("preview (script.py:12)", 1.5)],
+        "denoising, the rest": [("script.py:12", 0.25)],
+    }
+
+
+def test_places_take_no_longer_than_their_row() -> None:
+    run = run_of(Stage("denoising", 2.0, 8.0), facts=stacks((*OUTSIDE, "a", 3.0), (*OUTSIDE, "b", 1.0)))
+    assert places_of(run) == {
+        "before the first stage": [("a (script.py:12)", 1.5), ("b (script.py:12)", 0.5)]
+    }
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, 0.0])
+def test_a_place_without_a_time_is_left_out(seconds: float) -> None:
+    assert places_of(run_of(Stage("denoising", 2.0, 8.0), facts=stacks((*OUTSIDE, "a", seconds)))) == {}
+
+
+def test_a_stage_that_somebody_named_has_places_too() -> None:
+    run = run_of(Stage("upload", 0.0, 10.0), facts=stacks(("upload", "stage", "send", 8.0)))
+    assert headline(run) == "100 % of 10.00 s went into upload; 8.00 s of it in send (script.py:12)."
+
+
+def test_the_headline_names_a_place_with_a_quarter_of_the_longest_row() -> None:
+    stage = Stage("denoising", 8.0, 2.0)
+    said = "80 % of 10.00 s passed before the first stage: imports and loading"
+    assert headline(run_of(stage, facts=stacks((*OUTSIDE, "read", 1.9)))) == f"{said}."
+    assert headline(run_of(stage, facts=stacks((*OUTSIDE, "read", 2.1)))) == (
+        f"{said}; 2.10 s of it in read (script.py:12)."
+    )
+
+
+def test_a_place_that_is_longer_than_each_row_is_the_headline() -> None:
+    seen = stacks((*OUTSIDE, "read", 2.9), ("after the last stage", "outside stages", "read", 2.9))
+    run = run_of(Stage("denoising", 3.0, 4.0), facts=seen)
+    assert headline(run) == (
+        "58 % of 10.00 s went into read (script.py:12), outside of what the rows explain."
+    )
+
+
+def test_small_places_are_not_shown() -> None:
+    seen = stacks(
+        *[(*OUTSIDE, name, seconds) for name, seconds in zip("abcd", (1.0, 0.9, 0.8, 0.7), strict=True)]
+    )
+    run = run_of(Stage("denoising", 5.0, 5.0), facts=seen)
+    (row,) = [row for row in time_breakdown(run) if row.places]
+    assert [place.function for place in large_places(row, run)] == ["a", "b", "c"]
+    few = run_of(Stage("denoising", 5.0, 5.0), facts=stacks((*OUTSIDE, "a", 0.04)))
+    assert large_places(time_breakdown(few)[0], few) == []
+
+
+PACKAGES = {"torch": 3.0, "diffusers": 2.0, "mine": 0.5, "numpy": 0.25}
+
+
+def test_imports_have_a_row_and_the_script_s_own_loading_another() -> None:
+    facts = {"imports": PACKAGES, "watch_seconds": [0.25, 0.0]}
+    run = run_of(Stage("denoising", 8.0, 2.0), facts=facts)
+    assert rows(run) == {
+        "the watch itself": 0.25,
+        "imports": 5.75,
+        "before the first stage": 2.0,
+        "denoising": 2.0,
+    }
+    assert headline(run) == "58 % of 10.00 s went into imports: torch 3.00 s, diffusers 2.00 s, mine 500 ms."
+
+
+def test_loading_is_the_script_s_own_where_imports_are_known() -> None:
+    run = run_of(Stage("denoising", 8.0, 2.0), facts={"imports": {"torch": 1.0}})
+    assert headline(run) == "70 % of 10.00 s passed before the first stage: the script's own loading."
+
+
+def test_imports_take_no_longer_than_what_was_before_the_first_stage() -> None:
+    run = run_of(Stage("denoising", 1.0, 9.0), facts={"imports": PACKAGES})
+    assert rows(run) == {"imports": 1.0, "denoising": 9.0}
+
+
+@pytest.mark.parametrize("noted", ["torch", [1.0], {"torch": "3"}, {"torch": float("nan")}, {"torch": -1.0}])
+def test_a_damaged_note_of_imports_is_passed_over(noted: Any) -> None:
+    assert rows(run_of(Stage("one", 1.0, 9.0), facts={"imports": noted})) == {
+        "before the first stage": 1.0,
+        "one": 9.0,
+    }
+
+
+def test_a_place_that_imports_is_in_the_row_of_imports() -> None:
+    seen = stacks((*OUTSIDE, "import", 1.0), (*OUTSIDE, "read", 0.5))
+    stage = Stage("denoising", 2.0, 8.0)
+    both = [("import (script.py:12)", 1.0), ("read (script.py:12)", 0.5)]
+    assert places_of(run_of(stage, facts=seen)) == {"before the first stage": both}
+    assert places_of(run_of(stage, facts={**seen, "imports": {"torch": 1.0}})) == {
+        "before the first stage": both[1:]
+    }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
-from tests.reports.html.test_html import PROMPT, RUN
+from tests.reports.html.test_html import PLACE, PROMPT, RUN, SAMPLED
 
 from sigmascope.records.run import Finding, HostFacts
 from sigmascope.reports.markdown import to_markdown
@@ -25,6 +25,19 @@ def test_a_long_record_makes_sixty_lines_at_most() -> None:
     for text in (to_markdown(before), to_markdown([before, now])):
         assert len(text.splitlines()) <= 60
         assert "and 45 more findings" in text
+
+
+def test_places_in_the_script_lie_under_their_row() -> None:
+    lines = to_markdown(SAMPLED).splitlines()
+    row = lines.index("| before the first stage | 1.00 s | 8 % |")
+    assert lines[row + 1] == "| &emsp;read\\_image (script.py:12) | 750 ms | 6 % |"
+
+
+def test_five_places_are_shown_at_most() -> None:
+    places = [{**PLACE, "stage": stage, "function": name, "seconds": 0.2}
+              for stage in ("before the first stage", "after the last stage") for name in "abcd"]  # fmt: skip
+    run = replace(SAMPLED, facts={"host_stacks": {**SAMPLED.facts["host_stacks"], "places": places}})
+    assert to_markdown(run).count("(script.py:12)") == 5
 
 
 def test_prompts_are_private_unless_asked_for() -> None:

@@ -12,10 +12,11 @@ from typing import Final, Literal
 
 from sigmascope import units
 from sigmascope.analysis.generations import cases
-from sigmascope.analysis.memory import PeakOwner, peak_owners
+from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
-from sigmascope.records.performance import PROCESS
+from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
 from sigmascope.records.run import (
+    IMPORTS,
     OWN_SECONDS,
     SCHEDULER_SECONDS,
     STAGES,
@@ -29,12 +30,18 @@ from sigmascope.records.run import (
 
 Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
 OWN: Final = "the watch itself"
+IMPORTING: Final = "imports"
 BEFORE: Final = "before the first stage"
 BETWEEN: Final = "between stages"
 AFTER: Final = "after the last stage"
 _WASTE_SHARE: Final = 0.25
 """Of the run's time: a finding that could save as much is the headline."""
 _SMALL_SHARE: Final = 0.005
+_PLACE_SHARE: Final = 0.25
+"""Of the longest row's time: a place in the program's own code with as much is named."""
+_MOST_PLACES: Final = 3
+"""Of one row are shown."""
+_MOST_PACKAGES: Final = 3
 _HAS_ROW: Final = "time.callback_takes_long"
 _FAULTS: Final = ("critical", "error")
 
@@ -52,6 +59,10 @@ class TimeShare:
         callback: What the pipeline calls between the steps; None: nothing, or not known.
         in_models: Of a stage, the seconds of the models in it that have no row; None: it has none.
         is_unique: Whether no stage inside another one has the same name.
+        places: Where in the program's own code it passed, the longest first, if its stacks were sampled and nothing else
+            explains the row. Together they are no longer than the row.
+        packages: Of imports: those that took longest, with their seconds.
+        is_without_imports: Of time before the first stage: whether imports have a row of their own.
     """
 
     name: str
@@ -61,6 +72,9 @@ class TimeShare:
     callback: str | None = None
     in_models: float | None = None
     is_unique: bool = True
+    places: tuple[HostPlace, ...] = ()
+    packages: tuple[tuple[str, float], ...] = ()
+    is_without_imports: bool = False
 
     @property
     def label(self) -> str:
@@ -84,10 +98,35 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
     shares = [share for stage in run.stages for share in _shares_of_stage(stage, "", callbacks)]
     if run.folded is not None:
         shares += _shares_of_folded(run.folded.stages)
-    own, before, *later = _outside_stages(run)
-    rows = [row for row in _summed([own, before, *shares, *later]) if row.seconds > 0]
+    own, imports, before, *later = _outside_stages(run)
+    rows = [row for row in _summed([own, imports, before, *shares, *later]) if row.seconds > 0]
     names = Counter((row.name.rsplit("/", 1)[-1], row.part) for row in rows)
-    return tuple(replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows)
+    rows = [replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows]
+    stacks = host_stacks(run)
+    if stacks is None:
+        return tuple(rows)
+    places = stacks.places
+    if any(row.name == IMPORTING for row in rows):
+        places = tuple(place for place in places if (place.stage, place.function) != (BEFORE, IMPORT))
+    return tuple(_with_places(row, places) for row in rows)
+
+
+def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
+    """The row with what was seen in it; a usual stage without steps or stages inside explains itself."""
+    if row.part in ("steps", "scheduler") or (row.part == "stage" and row.name.rsplit("/", 1)[-1] in STAGES):
+        return row
+    part = "stage" if row.part == "rest of stage" else row.part
+    seen = [place for place in places if (place.stage, place.part) == (row.name, part)]
+    seen = [place for place in seen if is_duration(place.seconds) and place.seconds > 0]
+    total = sum(place.seconds for place in seen)
+    most = min(1.0, row.seconds / total) if total else 1.0
+    shown = [replace(place, seconds=place.seconds * most) for place in seen]
+    return replace(row, places=tuple(sorted(shown, key=lambda place: -place.seconds)))
+
+
+def large_places(row: TimeShare, run: Run) -> list[HostPlace]:
+    """The places of a row to show: at most three, none below half a per cent of the time."""
+    return [place for place in row.places[:_MOST_PLACES] if place.seconds >= _SMALL_SHARE * run.seconds]
 
 
 def large_rows(run: Run) -> tuple[list[TimeShare], float]:
@@ -190,13 +229,36 @@ def _outside_stages(run: Run) -> list[TimeShare]:
     own_before, own_later = _own_seconds(run)
     own_before, own_later = min(own_before, before), min(own_later, between + after)
     own_after = max(own_later - between, 0.0)
+    packages = _imports(run)
+    importing = min(sum(packages.values(), 0.0), before - own_before)
     parts = {
         OWN: own_before + own_later,
-        BEFORE: before - own_before,
+        IMPORTING: importing,
+        BEFORE: before - own_before - importing,
         BETWEEN: max(between - own_later, 0.0),
         AFTER: after - own_after,
     }
-    return [TimeShare(name, "outside stages", seconds) for name, seconds in parts.items()]
+    longest = sorted(packages.items(), key=lambda item: -item[1])[:_MOST_PACKAGES]
+    return [
+        TimeShare(
+            name,
+            OUTSIDE_STAGES,
+            seconds,
+            packages=tuple(longest) if name == IMPORTING else (),
+            is_without_imports=name == BEFORE and importing > 0,
+        )
+        for name, seconds in parts.items()
+    ]
+
+
+def _imports(run: Run) -> dict[str, float]:
+    """What each package's import took before the first stage; empty where it is not on record."""
+    noted = run.facts.get(IMPORTS)
+    if not isinstance(noted, Mapping):
+        return {}
+    return {
+        str(name): value for name, value in noted.items() if isinstance(value, float) and is_duration(value)
+    }
 
 
 def _own_seconds(run: Run) -> tuple[float, float]:
@@ -287,18 +349,47 @@ def _longest(run: Run) -> str | None:
     if not run.stages or not rows:
         return "Nothing was recorded: no stage was opened." if not run.stages else None
     longest = max(rows, key=lambda row: row.seconds)
+    place, seconds = _longest_place(rows)
+    if place is not None and longest.seconds < seconds <= run.seconds:
+        return (
+            f"{units.percent(seconds, run.seconds)} of {units.seconds(run.seconds)} went into {place.label}, "
+            "outside of what the rows explain."
+        )
     if longest.seconds > run.seconds:  # of several threads or tasks
         return f"{units.seconds(longest.seconds)}, side by side in {units.seconds(run.seconds)}, {_where(longest)}."
     return f"{units.percent(longest.seconds, run.seconds)} of {units.seconds(run.seconds)} {_where(longest)}."
 
 
+def _longest_place(rows: Iterable[TimeShare]) -> tuple[HostPlace | None, float]:
+    """The function with the most time in all rows together."""
+    sums: Counter[tuple[str, str]] = Counter()
+    places: dict[tuple[str, str], HostPlace] = {}
+    for place in sorted((place for row in rows for place in row.places), key=lambda place: -place.seconds):
+        sums[place.function, place.file] += place.seconds  # type: ignore[assignment]
+        places.setdefault((place.function, place.file), place)
+    if not sums:
+        return None, 0.0
+    (key, seconds) = sums.most_common(1)[0]
+    return places[key], seconds
+
+
 def _where(row: TimeShare) -> str:
+    first = row.places[0] if row.places else None
+    if first is None or first.seconds < _PLACE_SHARE * row.seconds:
+        return _what_passed(row)
+    return f"{_what_passed(row)}; {units.seconds(first.seconds)} of it in {first.label}"
+
+
+def _what_passed(row: TimeShare) -> str:
     stage = row.name.rsplit("/", 1)[-1]
     each = units.seconds(row.seconds / max(row.count, 1))
-    if row.part == "outside stages":
+    if row.part == OUTSIDE_STAGES:
         if row.name == OWN:
             return "went into the watch itself, outside of what it watches"
-        what = {BEFORE: "imports and loading", AFTER: "saving, and what else the script does"}.get(row.name)
+        if row.name == IMPORTING:
+            return f"went into imports: {in_words(row.packages)}"
+        loading = "the script's own loading" if row.is_without_imports else "imports and loading"
+        what = {BEFORE: loading, AFTER: "saving, and what else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":
         return f"went into {stage}: {row.count:,} steps of {each}"
@@ -314,6 +405,11 @@ def _where(row: TimeShare) -> str:
     return f"went into {stage}{times}{_outside_models(row)}"
 
 
+def in_words(packages: Iterable[tuple[str, float]]) -> str:
+    """Such as "torch 3.10 s, diffusers 2.00 s"."""
+    return ", ".join(f"{units.printable(name)} {units.seconds(taken)}" for name, taken in packages)
+
+
 def _outside_models(row: TimeShare) -> str:
     """Where most of a stage is not its models' work: such as a tokenizer's."""
     if row.in_models is None or row.in_models > row.seconds / 2:
@@ -326,7 +422,10 @@ def _peak(run: Run) -> str | None:
     """Of the device whose memory was highest; of the process where none was watched."""
     owners = peak_owners(run)
     highest = max(owners, key=lambda owner: (owner.where != PROCESS, owner.bytes), default=None)
-    return None if highest is None else f"Peak of {_memory(highest)}."
+    if highest is None:
+        return None
+    advice = tiling_advice(run, highest)
+    return f"Peak of {_memory(highest)}{f': {advice}' if advice else ''}."
 
 
 def _memory(owner: PeakOwner) -> str:

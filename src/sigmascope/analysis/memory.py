@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import Case
+from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
 from sigmascope.records.memory import mib
 from sigmascope.records.performance import PROCESS, readable_curves
@@ -31,6 +31,9 @@ _KEPT_BYTES: Final = 256 * _MIB
 _KEPT_SHARE: Final = 0.5
 _LOADS: Final = frozenset({"model_loading", "lora_application"})
 """Stages whose purpose is to leave more memory in use."""
+_TILES: Final = "tiles would make it less (pipe.vae.enable_tiling())"
+_WORTHWHILE: Final = 0.9
+"""Of a peak: what would leave more of it is not worth the tiles."""
 _COMFORTABLE_SHARE: Final = 0.7
 """Weights that take less of a device than this leave room for activations at usual sizes."""
 
@@ -484,6 +487,72 @@ def peak_owners(run: Run) -> tuple[PeakOwner, ...]:
             if owner.where not in highest or owner.bytes > highest[owner.where].bytes:
                 highest[owner.where] = owner
     return tuple(highest.values())
+
+
+def tiling_advice(run: Run, owner: PeakOwner) -> str | None:
+    """What tiles would make of a peak that is a VAE's; without a number where the record does not hold it.
+
+    Diffusers' `AutoencoderKL` works on tiles as large as its `sample_size`, one after the other. What the stage took
+    beyond what was in use before it falls with the tile's share of the picture; the highest of the other stages stays.
+
+    Returns:
+        Such as "tiles would make it about 3.1 GB"; None: the peak is no VAE's, or tiles are used or would not help.
+    """
+    name = owner.stage.rsplit("/", 1)[-1]
+    found = next(
+        (
+            (case, stage)
+            for case in _readable_cases(run)
+            for stage in case.named("latent_decoding", "latent_encoding")
+            if any(inner.name == name for inner in stage.walk())
+            and _peak_of(stage, owner.where) == owner.bytes
+        ),
+        None,
+    )
+    if owner.where == PROCESS or found is None:
+        return None
+    case, stage = found
+    parts = case.components("vae")
+    part = parts.get(owner.component or "") or (next(iter(parts.values())) if len(parts) == 1 else None)
+    if part is None or part.tiling is not False:
+        return None
+    side, height, width = part.config.get("sample_size"), case.call.height, case.call.width
+    before = _baseline(stage, owner.where)
+    if (
+        part.class_name != "AutoencoderKL"
+        or part.offload is not None  # then weights are among what the stage took
+        or not isinstance(side, int)
+        or height is None
+        or width is None
+        or before is None
+        or side <= 0
+        or min(height, width) <= 0
+    ):
+        return _TILES
+    if max(height, width) <= side:
+        return None
+    share = min(side, height) * min(side, width) / (height * width)
+    others = (
+        _peak_of(other, owner.where) or 0
+        for other in run.walk()
+        if not any(inner.name == stage.name for inner in other.walk())
+        and not any(_is_in(other, vae) for vae in case.stages if vae.name == stage.name)
+    )
+    tiled = max(round(before + (owner.bytes - before) * share), *others, 0)
+    if tiled > _WORTHWHILE * owner.bytes:
+        return None
+    return f"tiles would make it about {units.format_size(tiled)} (pipe.vae.enable_tiling())"
+
+
+def _readable_cases(run: Run) -> list[Case]:
+    try:
+        return list(cases(run))
+    except ValueError:  # facts that somebody changed by hand
+        return []
+
+
+def _peak_of(stage: Stage, where: str) -> int | None:
+    return None if stage.peak is None else stage.peak.accelerator(where).allocated_bytes
 
 
 def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwner]:

@@ -306,6 +306,16 @@ class ResizeFlags(RankFlags):
             default="that of --rank",
         ),
     ] = None
+    budget_weights: Annotated[
+        str | None,
+        _rank_option(
+            "--budget_weights",
+            "With --max_size or --max_error. relative: an error counts by the size of its layer's change. "
+            "plain: as it is. Or a JSON file of layers and weights.",
+            "<name>",
+            default="relative",
+        ),
+    ] = None
 
     def plan(self) -> "RankPlan | None":
         """What the flags mean, None where none is given. A rank for Linear layers holds for convolutions too.
@@ -313,13 +323,16 @@ class ResizeFlags(RankFlags):
         Raises:
             ConfigError: Flags that contradict each other, have no effect, or make no sense.
         """
-        if all(getattr(self, field.name) in (None, []) for field in fields(self)):
+        from sigmascope.lora.budget import RELATIVE
+
+        default = {"budget_weights": RELATIVE}
+        if all(getattr(self, field.name) in (None, [], default.get(field.name)) for field in fields(self)):
             return None
         from sigmascope.lora.ranks import FULL_RANK
         from sigmascope.lora.resize import RankPlan
 
         rules, budget = rank_choice(self, rank=FULL_RANK, conv_rank=self.rank or FULL_RANK)
-        return RankPlan(rules, budget)
+        return RankPlan(rules, budget, self.budget_weights or RELATIVE)
 
 
 class RankChoice(NamedTuple):

@@ -149,6 +149,9 @@ def watch(
     thumbnails: Annotated[
         bool, typer.Option("--thumbnails", help="Keep each generation's first picture, small, for reports.")
     ] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Find the script's own lines that take time while no step runs.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     full: Full = False,
     install: Annotated[
@@ -179,6 +182,7 @@ def watch(
         keep_generations=str(keep_generations),
         step_memory=None if step_memory else "0",
         thumbnails="1" if thumbnails else None,
+        stacks="1" if stacks else None,
         quiet="1" if quiet else None,
         full="1" if full else None,
         launched="1",

@@ -11,9 +11,10 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
 _WATCH: Final = "sigmascope.integrations.diffusers.watch"
@@ -23,6 +24,7 @@ _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
 USER_PREFIX: Final = "SIGMASCOPE_"
 """Begins the variables that users set, beside `SIGMASCOPE=1`; child processes have them too."""
+_MOST_SEGMENTS: Final = 4096
 LAUNCH_PREFIX: Final = "SIGMASCOPE_WATCH_"
 """Begins the variables of one launch, which the launched process takes out of its environment."""
 
@@ -60,6 +62,7 @@ class WatchedProcess:
     def start(self) -> None:
         """Wait for the import. Python calls the functions of `atexit` in reverse: ours is the last."""
         atexit.register(self._end)
+        FINDER.time_imports()
         self._end_waiting = [FINDER.wait(name, self._begin) for name in STARTS_WITH]
         if any(name in sys.modules for name in STARTS_WITH):
             self._begin()
@@ -80,7 +83,10 @@ class WatchedProcess:
         try:
             from sigmascope.integrations.process_recording import Recording
 
-            self._end_recording = Recording(self.settings, self._folder, say, is_child=is_child).end
+            times = None if is_forked else FINDER.times  # a forked child was not there at the beginning
+            self._end_recording = Recording(
+                self.settings, self._folder, say, is_child=is_child, times=times
+            ).end
             if is_forked:
                 self._process_id = os.getpid()
                 self._end_with_multiprocessing()
@@ -98,6 +104,7 @@ class WatchedProcess:
         if os.getpid() != self._process_id:
             return
         self._wait_no_more()
+        FINDER.time_no_more()
         if self._end_recording is None:
             if self.settings.launched and not self._has_begun:
                 say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")
@@ -127,6 +134,7 @@ class Settings(NamedTuple):
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.
         thumbnails: "1": each generation keeps its first picture, small.
+        stacks: "1": a thread looks where the program's own code is while no step runs.
     """
 
     output: str | None = None
@@ -140,6 +148,7 @@ class Settings(NamedTuple):
     launched: str | None = None
     keep_generations: str | None = None
     thumbnails: str | None = None
+    stacks: str | None = None
 
     def is_on(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""
@@ -207,11 +216,12 @@ def _nothing() -> None:
 class Finder:
     """Finds nothing itself: it lets other finders find, and hears when a module that is waited for has run.
 
-    It is among the finders of the process only while something is waited for. The module gets its own loader back
-    before its code runs.
+    It is among the finders of the process only while something is waited for, or imports are timed. The module gets its
+    own loader back before its code runs.
     """
 
     def __init__(self) -> None:
+        self.times: ImportTimes | None = None
         self._waiting: dict[str, list[Callable[[], object]]] = {}
         self._asking = threading.local()
         self.new_lock()
@@ -224,15 +234,47 @@ class Finder:
         """Call `act` once, after the module's import; what is returned ends the waiting."""
         with self._lock:
             self._waiting.setdefault(module, []).append(act)
-            if self not in sys.meta_path:
-                sys.meta_path.insert(0, self)
+            self._be_first()
         return functools.partial(self._forget, module, act)
+
+    def time_imports(self) -> None:
+        """Note from now on what the calling thread's imports take, until a stage is opened."""
+        with self._lock:
+            self.times = ImportTimes()
+            self._be_first()
+
+    def time_no_more(self) -> None:
+        """Note no more; what was noted stays with who has it."""
+        with self._lock:
+            self.times = None
+            self._leave_unless_needed()
+
+    def _be_first(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def _leave_unless_needed(self) -> None:
+        if not self._waiting and self.times is None and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def _timing(self, name: str) -> "ImportTimes | None":
+        """What times this import; None: nothing does, or it is no import and somebody only asks for the spec."""
+        times = self.times
+        if times is None:
+            return None
+        if times.is_over():
+            self.time_no_more()
+            return None
+        return times if times.wants(name) and _is_import() else None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """What the other finders find, with a loader that tells when it is done."""
-        if name not in self._waiting or getattr(self._asking, "name", None) == name:
+        if getattr(self._asking, "name", None) == name:
+            return None
+        times = self._timing(name)
+        if name not in self._waiting and times is None:
             return None
         self._asking.name = name
         try:
@@ -242,8 +284,9 @@ class Finder:
             raise
         finally:
             self._asking.name = None
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Telling(spec.loader, functools.partial(self._loaded, name))  # type: ignore[assignment]
+        is_file = spec is not None and spec.has_location  # what is built in takes no time
+        if spec is not None and hasattr(spec.loader, "exec_module") and (is_file or name in self._waiting):
+            spec.loader = _Telling(spec.loader, functools.partial(self._loaded, name), times)  # type: ignore[assignment]
         return spec
 
     def _loaded(self, module: str) -> None:
@@ -260,8 +303,16 @@ class Finder:
                 self._waiting[module] = waiting
             else:
                 self._waiting.pop(module, None)
-            if not self._waiting and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            self._leave_unless_needed()
+
+
+def _is_import() -> bool:
+    """Whether Python looks for a module in order to import it, rather than for `importlib.util.find_spec`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_find_spec":
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and caller.f_code.co_name == "_find_and_load_unlocked"
 
 
 def _found_by_others(
@@ -282,9 +333,10 @@ def _found_by_others(
 class _Telling:
     """A loader that does what another does, and tells when the module has been executed."""
 
-    def __init__(self, loader: Any, done: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, done: Callable[[], None], times: "ImportTimes | None" = None) -> None:
         self._loader = loader
         self._done = done
+        self._times = times
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -303,12 +355,70 @@ class _Telling:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        if self._times is not None:
+            self._times.begin(module.__name__)
         try:
             self._loader.exec_module(module)
         except BaseException as error:
             without_this_frame(error)
             raise
+        finally:
+            if self._times is not None:
+                self._times.end()
         self._done()
+
+    # A module's body may warn at the line that imports it (stacklevel=2). Python passes over frames of its own import
+    # system for that, and over this one under such a name.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap_external>")
+
+
+class ImportTimes:
+    """What each package's import takes on one thread, without the packages that it imports itself.
+
+    Attributes:
+        began_ns: When this began, by `time.perf_counter_ns`.
+        is_over: Tells whether no more is wanted.
+        segments: Package, beginning and end, in their order; at most 4,096.
+    """
+
+    def __init__(self) -> None:
+        self.began_ns = time.perf_counter_ns()
+        self.is_over: Callable[[], bool] = bool
+        self.segments: list[tuple[str, int, int]] = []
+        self._thread = threading.get_ident()
+        self._open: list[str] = []
+        self._since_ns = 0
+
+    def wants(self, module: str) -> bool:
+        """Whether this module's import is to be told of: it is not part of that of its own package."""
+        if threading.get_ident() != self._thread or len(self.segments) >= _MOST_SEGMENTS:
+            return False
+        return not self._open or self._open[-1] != module.partition(".")[0]
+
+    def begin(self, module: str) -> None:
+        """Know that a module's body is about to run."""
+        self._add_segment()
+        self._open.append(module.partition(".")[0])
+
+    def end(self) -> None:
+        """Know that the last one is over."""
+        self._add_segment()
+        self._open.pop()
+
+    def _add_segment(self) -> None:
+        now_ns = time.perf_counter_ns()
+        if self._open:
+            self.segments.append((self._open[-1], self._since_ns, now_ns))
+        self._since_ns = now_ns
+
+    def seconds_before(self, moment_ns: int) -> dict[str, float]:
+        """What each package took until then, the longest first."""
+        seconds: dict[str, float] = {}
+        for package, began_ns, ended_ns in list(self.segments):
+            taken = (min(ended_ns, moment_ns) - began_ns) / 1e9
+            if taken > 0:
+                seconds[package] = seconds.get(package, 0.0) + taken
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def without_this_frame(error: BaseException) -> None:

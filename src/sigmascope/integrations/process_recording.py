@@ -21,7 +21,7 @@ from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 if TYPE_CHECKING:
-    from sigmascope.integrations.autostart import Settings
+    from sigmascope.integrations.autostart import ImportTimes, Settings
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -44,10 +44,17 @@ class Recording:
         say: Tells the user a line.
         is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
             the process in their names.
+        times: What imports have taken since the process started, where the record begins; None: it begins now.
     """
 
     def __init__(
-        self, settings: "Settings", folder: str, say: Callable[[str], None], *, is_child: bool = False
+        self,
+        settings: "Settings",
+        folder: str,
+        say: Callable[[str], None],
+        *,
+        is_child: bool = False,
+        times: "ImportTimes | None" = None,
     ) -> None:
         from sigmascope import watch
 
@@ -65,18 +72,33 @@ class Recording:
             step_memory=settings.step_memory is None or settings.is_on("step_memory"),
             keep_generations=kept,
             thumbnails=settings.is_on("thumbnails"),
+            stacks=settings.is_on("stacks"),
         )
         self._watch.__enter__()
+        self._times = times
+        if times is not None:
+            self._watch.begin_at(times.began_ns)
+            times.is_over = self._watch.has_stages
         try:
             self._watch.hold_back(_SPARE * kept)
             self._older = OlderGenerations(self._watch.take_older, self._record_path)
             self._saver = PeriodicSaver(
-                self._watch.record, self._record_path, before=lambda: self._older.write(kept)
+                self._record_so_far, self._record_path, before=lambda: self._older.write(kept)
             )
             self._saver.start()
         except BaseException as failure:  # a watch whose record nobody writes would stay for good
             self._watch.__exit__(type(failure), failure, None)
             raise
+
+    def _record_so_far(self) -> Run:
+        self._note_imports()
+        run: Run = self._watch.record()
+        return run
+
+    def _note_imports(self) -> None:
+        if self._times is not None:
+            with suppress(Exception):
+                self._watch.note_imports(self._times.seconds_before)
 
     def end(self) -> None:
         """Close the watch, print the summary, write the record."""
@@ -87,6 +109,7 @@ class Recording:
                 self._watch.hold_back(0)
                 with suppress(Exception):  # the record comes first, and says why nothing can be written
                     self._older.write()
+                self._note_imports()
             finally:  # after Ctrl-C too
                 self._watch.__exit__(None if error is None else type(error), error, None)
             self._report(self._watch.record())

@@ -13,7 +13,8 @@ pictures show matters little: blurred noise does nearly as well as photographs o
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import bridge_sigmas, sample_bridge
+from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import (
     Size,
     check_resolution,
@@ -36,6 +38,7 @@ from sigmascope.lbm.images import (
     working_size,
 )
 from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning, load_lbm
+from sigmascope.lbm.streamed import streamed_lbm
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
 from sigmascope.monitor import stage, step
@@ -85,6 +88,38 @@ def translate_image(
         ConfigError: An option is out of range or of no use, a picture is empty, or conditioning is missing.
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
+    with torch.inference_mode():
+        z_target, frame = _translated_latent(
+            model,
+            image,
+            num_inference_steps=num_inference_steps,
+            seed=seed,
+            size=size,
+            resolution=resolution,
+            tile_size=tile_size,
+            noise_scale=noise_scale,
+            conditioning=conditioning or {},
+            progress=progress,
+        )
+        if on_latent is not None:
+            on_latent(z_target)
+        return _decode(model, z_target, frame, tile_size)
+
+
+def _translated_latent(
+    model: LbmModel,
+    image: Image.Image,
+    *,
+    num_inference_steps: int,
+    seed: int | None,
+    size: str | Size,
+    resolution: int | None,
+    tile_size: int | None = None,
+    noise_scale: float | None = None,
+    conditioning: Mapping[str, Image.Image],
+    progress: Progress = no_progress,
+) -> tuple[Tensor, "Frame"]:
+    """`translate_image` up to the result's latent, and how its pixels get their size."""
     config = model.config
     picture = checked_rgb(image, "picture")
     check_resolution(resolution, size)
@@ -102,12 +137,9 @@ def translate_image(
         raise ConfigError(
             f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
         )
-    with torch.inference_mode():
-        z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
-        z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
-        if on_latent is not None:
-            on_latent(z_target)
-        return _decode(model, z_target, frame, tile_size)
+    z_source, extra = _encode(model, picture, frame, tile_size, conditioning)
+    z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
+    return z_target, frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,37 +420,51 @@ def lbm_statistics(
     """
     if not pictures:
         raise ConfigError("there is no picture to translate.", hint="Use --images FOLDER or --noise 4.")
-    with open_checkpoint(path) as checkpoint:
-        fingerprint = denoiser_fingerprint(checkpoint)
-    model = load_lbm(path, config_path, dtype=dtype, device=device or torch.device("cpu"))
-    if asked := model.config.conditioning_keys:
+    if asked := resolve_config(path, config_path).conditioning_keys:
         raise ConfigError(
             f"the model takes {', '.join(asked)} beside the source.",
-            hint="Call sigmascope.lora.statistics with your own pictures for them.",
+            hint="Call sigmascope.collect_statistics with your own pictures for them.",
+        )
+    with open_checkpoint(path) as checkpoint:
+        fingerprint = denoiser_fingerprint(checkpoint)
+    with _model_for_statistics(path, config_path, dtype, device or torch.device("cpu")) as model:
+
+        def run() -> None:
+            with torch.inference_mode():
+                for number, picture in enumerate(pictures):
+                    _translated_latent(
+                        model,
+                        picture,
+                        num_inference_steps=num_inference_steps,
+                        seed=seed + number,
+                        size=size,
+                        resolution=resolution,
+                        conditioning={},
+                    )
+
+        return collect_statistics(
+            model.denoiser,
+            run,
+            probes=probes,
+            calls=num_inference_steps * len(pictures),
+            full_up_to=full_up_to,
+            rank=rank,
+            seed=seed,
+            fingerprint=fingerprint,
+            progress=progress,
         )
 
-    def run() -> None:
-        for number, picture in enumerate(pictures):
-            translate_image(
-                model,
-                picture,
-                num_inference_steps=num_inference_steps,
-                seed=seed + number,
-                size=size,
-                resolution=resolution,
-            )
 
-    return collect_statistics(
-        model.denoiser,
-        run,
-        probes=probes,
-        calls=num_inference_steps * len(pictures),
-        full_up_to=full_up_to,
-        rank=rank,
-        seed=seed,
-        fingerprint=fingerprint,
-        progress=progress,
-    )
+@contextmanager
+def _model_for_statistics(
+    path: str | Path, config_path: str | Path | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[LbmModel]:
+    """On the CPU most weights stay in the file: sums and gradients need the memory."""
+    if device.type == "cpu":
+        with streamed_lbm(path, config_path, dtype=dtype) as model:
+            yield model
+    else:
+        yield load_lbm(path, config_path, dtype=dtype, device=device)
 
 
 def noise_pictures(count: int, *, size: int = 512, seed: int = 0) -> list[Image.Image]:

@@ -7,7 +7,7 @@ A model is built on the meta device and filled from a checkpoint one tensor at a
 the error names the keys that are missing, unexpected or of another shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -282,6 +282,7 @@ def assign_weights(
     dtypes: Mapping[str, torch.dtype],
     device: str | torch.device,
     *,
+    left_out: Container[str] = (),
     progress: Progress = no_progress,
 ) -> None:
     """Give every parameter and buffer of a model on the meta device its tensor from a checkpoint.
@@ -291,6 +292,7 @@ def assign_weights(
         checkpoint: Open; tensors are read one at a time.
         dtypes: For each first part of a key ("denoiser", "vae", ...), the dtype that its tensors get.
         device: Where the tensors go.
+        left_out: Keys that stay as they are.
         progress: Told after each tensor.
 
     Raises:
@@ -301,6 +303,8 @@ def assign_weights(
     expected = model.state_dict(keep_vars=True)
     check_fits(expected, checkpoint)
     for done, (key, placeholder) in enumerate(expected.items(), start=1):
+        if key in left_out:
+            continue
         tensor = checkpoint.tensor(key)
         if not tensor.is_floating_point():
             raise CheckpointError(

@@ -19,7 +19,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
@@ -50,6 +52,9 @@ _ROUNDING: Final = 0.32
 _LEAST_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
 
 WEIGHT_FOR: Final = "--weight_for"
+BUDGET_WEIGHTS: Final = "--budget_weights"
+RELATIVE: Final = "relative"
+PLAIN: Final = "plain"
 Weights = tuple[tuple[str, float], ...]
 """(pattern, weight); of several patterns that match a layer, the last wins."""
 
@@ -736,6 +741,58 @@ def require_weights(weights: Weights) -> None:
             raise ConfigError(
                 f"{WEIGHT_FOR} {pattern}={weight:g} is no weight.", hint="Use 0 or more, such as 2."
             )
+
+
+def require_weighing(weighing: str, *, is_of_use: bool) -> None:
+    """Refuse `--budget_weights` that nothing asks for: without a budget, or beside statistics, which weigh by themselves.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    if weighing != RELATIVE and not is_of_use:
+        raise ConfigError(
+            f"{BUDGET_WEIGHTS} {weighing} is for a budget without statistics.",
+            hint="Add --max_size or --max_error, and leave --statistics out.",
+        )
+
+
+def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
+    """The weights of a `--budget_weights` file; none for `relative` and `plain`.
+
+    Args:
+        weighing: `relative`, `plain`, or the file's path.
+        layers: All that there are.
+
+    Raises:
+        ConfigError: It is no JSON object of layers and weights.
+    """
+    if weighing in (RELATIVE, PLAIN):
+        return {}
+    path = Path(weighing)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{BUDGET_WEIGHTS} {path}: {error}",
+            hint='Use relative, plain, or a JSON file such as {"denoiser.conv_in": 2.0}.',
+        ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{BUDGET_WEIGHTS} {path} holds no object.", hint="Use a name and a weight for each layer."
+        )
+    for layer, weight in given.items():
+        if layer not in layers:
+            near = get_close_matches(layer, layers, n=1)
+            raise ConfigError(
+                f"{BUDGET_WEIGHTS} {path}: there is no layer {layer!r}.",
+                hint=f"Did you mean {near[0]}?" if near else "Use the names of `sigmascope lora inspect`.",
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (is_number and math.isfinite(weight) and weight >= 0):
+            raise ConfigError(
+                f"{BUDGET_WEIGHTS} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more."
+            )
+    return {layer: float(weight) for layer, weight in given.items()}
 
 
 def weight_of(layer: str, weights: Weights) -> float:

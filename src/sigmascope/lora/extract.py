@@ -26,7 +26,7 @@ from sigmascope.checkpoints import atomic_path, file_sha256
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.alignment import joined_sizes
-from sigmascope.lora.budget import StorageCost
+from sigmascope.lora.budget import StorageCost, file_weights
 from sigmascope.lora.families import (
     BASE_FINGERPRINT,
     TUNED_FINGERPRINT,
@@ -42,7 +42,6 @@ from sigmascope.lora.layer_extraction import (
     ExtractOptions,
     LayerReader,
     LeftOutReason,
-    file_weights,
     read_factors,
     resolve_device,
 )
@@ -247,7 +246,7 @@ def job_identity(
         "metric": None
         if options.statistics is None
         else [file_sha256(Path(options.statistics)), options.ridge],
-        "budget_weights": [options.budget_weights, file_weights(options, pair.layers)]
+        "budget_weights": [options.budget_weights, file_weights(options.budget_weights, pair.layers)]
         if options.budget is not None
         else None,
     }

@@ -10,9 +10,8 @@ layers are read and subtracted in pieces that stay in the processor's cache, int
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -22,7 +21,16 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.files import short_path
-from sigmascope.lora.budget import Budget, StorageCost, Weights, refuse_storage, weight_of
+from sigmascope.lora.budget import (
+    RELATIVE,
+    Budget,
+    StorageCost,
+    Weights,
+    file_weights,
+    refuse_storage,
+    require_weighing,
+    weight_of,
+)
 from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.journal import Journal
@@ -102,17 +110,13 @@ class ExtractOptions:
     format: str = "auto"
     pairing: PairOptions = field(default_factory=PairOptions)
     workers: int | None = None
-    budget_weights: str = "relative"
+    budget_weights: str = RELATIVE
     statistics: Path | None = None
     ridge: float = RIDGE
 
     def __post_init__(self) -> None:
         require_ridge(self.ridge)
-        if self.budget_weights != "relative" and (self.budget is None or self.statistics is not None):
-            raise ConfigError(
-                f"--budget_weights {self.budget_weights} is for a budget without statistics.",
-                hint="Add --max_size or --max_error, and leave --statistics out.",
-            )
+        require_weighing(self.budget_weights, is_of_use=self.budget is not None and self.statistics is None)
         if self.statistics is not None:
             self.rank_rules.require_for_statistics()
         if self.workers is not None and self.workers < 1:
@@ -140,7 +144,7 @@ class ExtractOptions:
 
     def as_dict(self) -> dict[str, Any]:
         """The options as JSON values; `ranks` says in one text how much rank was asked for."""
-        bare = replace(self, rules=None, budget=None, statistics=None, budget_weights="relative")
+        bare = replace(self, rules=None, budget=None, statistics=None, budget_weights=RELATIVE)
         fields = asdict(bare) | {"budget_weights": self.budget_weights}
         fields["statistics"] = None if self.statistics is None else short_path(self.statistics)
         fixed = self.fixed_rank
@@ -356,44 +360,13 @@ def layer_weights(options: ExtractOptions, records: "Mapping[str, LayerRecord]")
     Raises:
         ConfigError: `budget_weights` names no JSON object of layers and weights.
     """
-    if options.statistics is not None or options.budget_weights == "plain":
+    if options.statistics is not None:
         return {}
-    if options.budget_weights != "relative":
-        return file_weights(options, list(records))
+    if options.budget_weights != RELATIVE:
+        return file_weights(options.budget_weights, list(records))
     # A base of zeros, as of a layer that was added, is taken to be as large as its change.
     sizes = {layer: max(record.base_norm, record.delta_norm) for layer, record in records.items()}
     return {layer: 1.0 / size**2 for layer, size in sizes.items() if size > 0.0}
-
-
-def file_weights(options: ExtractOptions, layers: Sequence[str]) -> dict[str, float]:
-    """The weights of a `--budget_weights` file; none for `relative` and `plain`.
-
-    Raises:
-        ConfigError: It is no JSON object of layers and weights.
-    """
-    if options.budget is None or options.budget_weights in ("relative", "plain"):
-        return {}
-    flag, path = "--budget_weights", Path(options.budget_weights)
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{flag} {path}: {error}",
-            hint='Use relative, plain, or a JSON file such as {"denoiser.conv_in": 2.0}.',
-        ) from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{flag} {path} holds no object.", hint="Use a name and a weight for each layer.")
-    for layer, weight in given.items():
-        if layer not in layers:
-            near = get_close_matches(layer, layers, n=1)
-            raise ConfigError(
-                f"{flag} {path}: the model has no layer {layer!r}.",
-                hint=f"Did you mean {near[0]}?" if near else "Use the names of `sigmascope lora inspect`.",
-            )
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (is_number and math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"{flag} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more.")
-    return {layer: float(weight) for layer, weight in given.items()}
 
 
 def true_error(

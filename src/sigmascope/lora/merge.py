@@ -28,6 +28,7 @@ from sigmascope.checkpoints import Checkpoint, file_sha256, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
 from sigmascope.lora.alignment import AlignedLoras, align, align_all
+from sigmascope.lora.budget import require_weighing
 from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
@@ -208,6 +209,9 @@ def merge_loras(
     options = options or CombineOptions()
     paths, target = [Path(path) for path in loras], Path(save_to)
     weights = require_weights(options.weights, len(paths))
+    if options.plan is not None:
+        is_of_use = options.plan.budget is not None and options.statistics is None
+        require_weighing(options.plan.budget_weights, is_of_use=is_of_use)
     check_target(target)
     with ExitStack() as files:
         originals = [files.enter_context(open_lora(path)) for path in paths]
@@ -253,6 +257,7 @@ def merge_loras(
                 storage=output.storage(
                     changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
                 ),
+                has_metric=metrics is not None,
             )
             vectors = ((name, DiffChange({"diff": changes.combined(name)})) for name in changes.vectors)
             modules = write_reduced(output, resizer, vectors, progress)

@@ -12,10 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from math import fsum, prod
+from math import fsum, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -27,7 +27,15 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange, form_delta
 from sigmascope.lora.alignment import align_all
-from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.budget import (
+    PLAIN,
+    RELATIVE,
+    Budget,
+    StorageCost,
+    file_weights,
+    require_weighing,
+    weight_of,
+)
 from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
@@ -62,6 +70,8 @@ _NAMED = 3  # keys in a finding
 LeftOut = Literal["excluded", "rank_0", "no_change"]
 Load = Callable[[str, int], Truncatable]
 """Read a module; told how many of its singular values are likely to be asked for."""
+Weigh = Callable[[str, float], float]
+"""How much the squared error of a module counts; told its ‖ΔW‖."""
 
 
 class RankPlan(NamedTuple):
@@ -70,16 +80,22 @@ class RankPlan(NamedTuple):
     Attributes:
         rules: The policy of every module. With a budget, only its overrides and exclusions count.
         budget: What all modules share, if any.
+        budget_weights: How much each module's squared error counts under the budget: `relative`, as its share of the
+            module's own ‖ΔW‖, since W is not known; `plain`, as it is; or a JSON file of layers and weights.
+            Statistics replace it.
     """
 
     rules: RankRules
     budget: Budget | None = None
+    budget_weights: str = RELATIVE
 
     def describe(self) -> str:
         """Canonical text, for reports and headers."""
         if self.budget is None:
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
+        if self.budget_weights != RELATIVE:
+            asked["budget_weights"] = as_text(Path(self.budget_weights).name)
         return json.dumps(asked, ensure_ascii=False)
 
 
@@ -124,7 +140,7 @@ class ResizedModule:
         error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ where it is left out.
         kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
         left_out: Why it is, if it is. `no_change`: ΔW is zero.
-        weighted_norm: `norm` in the metric of statistics; None without.
+        weighted_norm: `norm` in the metric of statistics, or as the budget weighs it; None without either.
         weighted_error: `error_norm` in it.
     """
 
@@ -232,7 +248,7 @@ class ReductionReport:
 
     @property
     def weighted_error(self) -> float | None:
-        """`relative_error` in the metric of the statistics; None without any."""
+        """`relative_error` as the statistics or the budget weigh it; None where all errors count alike."""
         if any(module.weighted_norm is None for module in self.modules):
             return None
         change = root_sum_square([module.weighted_norm or 0.0 for module in self.modules])
@@ -333,6 +349,7 @@ def resize_lora(
     """
     started = time.perf_counter()
     source, target = Path(lora), Path(save_to)
+    require_weighing(plan.budget_weights, is_of_use=plan.budget is not None and statistics is None)
     check_target(target, _TARGET)
     with open_checkpoint(source) as checkpoint:
         refuse_inputs(target, checkpoint, flag=_TARGET)
@@ -364,6 +381,7 @@ def resize_lora(
                 storage=output.storage(
                     dtype, {name: 4 * layers.facts_of(name).parameters for name in carried}
                 ),
+                has_metric=metrics is not None,
             )
             unchanged = ((name, layers.changes[name]) for name in carried)
             modules = write_reduced(output, resizer, unchanged, progress)
@@ -497,6 +515,7 @@ class Resizer:
         load: Reads one module; safe to call from threads.
         plan: How much rank there is.
         storage: What a module takes in the file that is written.
+        has_metric: Whether statistics weigh the errors of what `load` gives.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -504,6 +523,7 @@ class Resizer:
     load: Load
     plan: RankPlan
     storage: StorageCost
+    has_metric: bool = False
 
     def run(self, progress: Progress) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
         """Reduce every module, in order, on all cores.
@@ -517,19 +537,37 @@ class Resizer:
         """
         names = list(self.shapes)
         self.plan.rules.check(names)
+        weigh = self._weighing(names)
         with _one_thread_here():
-            ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
-            work = run_layers_in_order(self._sizes(names), lambda name: self._reduce(name, ranks))
+            ranks = None if self.plan.budget is None else self._within(self.plan.budget, weigh, progress)
+            work = run_layers_in_order(self._sizes(names), lambda name: self._reduce(name, ranks, weigh))
             for done, (name, result) in enumerate(work, start=1):
                 progress(done, len(names), name)
                 yield result
 
-    def _within(self, budget: Budget, progress: Progress) -> dict[str, int]:
+    def _weighing(self, names: Sequence[str]) -> Weigh | None:
+        """How much a squared error counts under the budget; None where statistics weigh it, or all count alike."""
+        if self.plan.budget is None or self.has_metric:
+            return None
+        patterns, is_relative = self.plan.budget.weights, self.plan.budget_weights == RELATIVE
+        if self.plan.budget_weights == PLAIN and not patterns:
+            return None
+        given = {} if is_relative else file_weights(self.plan.budget_weights, names)
+
+        def weigh(name: str, norm: float) -> float:
+            own = 1.0 / norm if is_relative and norm > 0.0 else given.get(name, 1.0)
+            return own * weight_of(name, patterns)
+
+        return weigh
+
+    def _within(self, budget: Budget, weigh: Weigh | None, progress: Progress) -> dict[str, int]:
         """The rank of every module that is not excluded, under a budget."""
         rules = self.plan.rules
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)
+        if weigh is not None:
+            budget = replace(budget, weights=())  # counted in the weights
         spectra: dict[str, Spectrum] = {}
         pinned: dict[str, int] = {}
         while wanted:
@@ -539,7 +577,12 @@ class Resizer:
                 if rank is not None:
                     pinned[name] = rank
                 progress(len(spectra), len(shapes), name)
-            allocation = budget.allocate(spectra, self.storage, pinned)
+            weights = (
+                None
+                if weigh is None
+                else {name: weigh(name, sqrt(spectrum.total_energy)) for name, spectrum in spectra.items()}
+            )
+            allocation = budget.allocate(spectra, self.storage, pinned, weights)
             wanted = allocation.wanted
         return allocation.ranks
 
@@ -549,7 +592,20 @@ class Resizer:
         rank = None if policy is None else _rank_by(policy, change)
         return change.spectrum(max(wanted[name], rank or 1)), rank
 
-    def _reduce(self, name: str, ranks: Mapping[str, int] | None) -> tuple[ResizedModule, LoraFactors | None]:
+    def _reduce(
+        self, name: str, ranks: Mapping[str, int] | None, weigh: Weigh | None
+    ) -> tuple[ResizedModule, LoraFactors | None]:
+        module, factors = self._reduced(name, ranks)
+        if weigh is not None:
+            root = sqrt(weigh(name, module.norm))
+            module = replace(
+                module, weighted_norm=root * module.norm, weighted_error=root * module.error_norm
+            )
+        return module, factors
+
+    def _reduced(
+        self, name: str, ranks: Mapping[str, int] | None
+    ) -> tuple[ResizedModule, LoraFactors | None]:
         shape = self.shapes[name]
         policy = self.plan.rules.policy_for(name, shape)
         guess = policy.first_guess(shape) if policy is not None and ranks is None else 1

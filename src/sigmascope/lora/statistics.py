@@ -1,34 +1,37 @@
-"""What a model does with each layer's weight: second moments of what goes in and of what the output feels.
+"""What a model does with each layer's weight: second moments of what its output feels of a change.
 
 The least change of the weights is not the least change of the picture. To first order a change E of a layer's weight
-changes the output by J·vec(E), and the Kronecker-factored approximation of its mean square (K-FAC, Martens and Grosse,
-arXiv 1503.05671; for convolutions Grosse and Martens, arXiv 1602.01407) is
+changes a random projection of the model's output by ⟨D, E⟩, with D the projection's gradient at the weight. The mean of
+its square over projections is what the change does to the output, and the nearest that one product of two small
+matrices comes to it is, after one step of the power iteration (Morwani et al., arXiv 2406.17748),
 
-    ‖E‖²_{G,C} = tr(G E C Eᵀ),    C = Σ x xᵀ,    G = mean of g gᵀ,
+    ‖E‖²_{G,C} = tr(G E C Eᵀ),    C = mean of DᵀD,    G = mean of DDᵀ over its trace.
 
-with x the layer's inputs (patches, for a convolution) summed over the positions of a call, and g the gradients of
-random projections of the model's output at the layer's outputs. With any roots G = S Sᵀ and C = R Rᵀ it is the plain
-‖SᵀER‖², so the best factors of a rank are the truncated SVD of SᵀΔW·R, mapped back (`LayerMetric`).
+D sums over the positions of a picture, so that changes that agree from position to position, such as one of colour,
+count as much as they show: products of moments of single positions (K-FAC, arXiv 1503.05671) miss that. With any roots
+G = S Sᵀ and C = R Rᵀ the metric is the plain ‖SᵀER‖², so the best factors of a rank are the truncated SVD of SᵀΔW·R,
+mapped back (`LayerMetric`).
 
 A matrix of moments is kept whole where it is small. A large one is kept as its diagonal and the leading part of a
 Nyström sketch (Tropp, Yurtsever, Udell and Cevher, arXiv 1706.05736), which costs memory by the width and not by its
 square. `MomentSum` sums up either; `ModelStatistics` is the file.
 
 The pipeline calls the model as it always does. Each call is made a second time, with gradients, and a random
-projection of its output is taken back through it: with r of standard normal values, the mean square of rᵀJ over
-probes is JᵀJ, so the gradients' second moments say how much of a layer's change arrives at the output. The result that
-the pipeline gets is that of its own call, bit for bit.
+projection is taken back through it: of the call's own output; or, where the calls of a sampling are given as a whole
+(`collect_statistics`), of what the sampling made. An error of an early step then counts as it arrives at the end.
 
-Weights need no gradient, so a Linear layer keeps nothing for the way back. What memory the second call takes beside
-that is the activations of the other operations; `enable_gradient_checkpointing` of a diffusers model makes it small.
+The second call takes the memory of a training's activations, one call at a time; `enable_gradient_checkpointing` of a
+diffusers model makes it small. A weight's gradient lives until it is summed up; those of a whole sampling are added up
+first where all together they are small.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -205,7 +208,6 @@ class MomentSum:
     """
 
     def __init__(self, size: int, device: torch.device, columns: Float[Tensor, "n k"] | None = None) -> None:
-        self.rows = 0
         self._columns = columns
         self._diagonal = None if columns is None else torch.zeros(size, device=device)
         self._sum = torch.zeros(size, size if columns is None else columns.shape[1], device=device)
@@ -213,7 +215,6 @@ class MomentSum:
     def add(self, rows: Float[Tensor, "t n"]) -> None:
         """Add the rows of one piece."""
         rows = rows.detach().float()
-        self.rows += rows.shape[0]
         with torch.autocast(rows.device.type, enabled=False):  # the host's would round what is summed up
             if self._columns is None or self._diagonal is None:
                 self._sum.addmm_(rows.mT, rows)
@@ -221,7 +222,12 @@ class MomentSum:
                 self._sum.addmm_(rows.mT, rows @ self._columns)
                 self._diagonal += rows.square().sum(dim=0)
 
-    def result(self, divisor: int) -> Moments:
+    @property
+    def trace(self) -> float:
+        """Of the sum."""
+        return float((self._sum.diagonal() if self._diagonal is None else self._diagonal).double().sum())
+
+    def result(self, divisor: int | float) -> Moments:
         """The moments, on the CPU.
 
         Args:
@@ -272,11 +278,11 @@ def _leading_part(sketch: Tensor, columns: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """What goes into one layer and what the output feels of it.
+    """What the output feels of a change of one layer's weight: tr(G E C Eᵀ).
 
     Attributes:
-        inputs: C, summed over the positions of a call of the model, the mean over its calls.
-        outputs: G, the mean over positions.
+        inputs: C, the mean of DᵀD over projections.
+        outputs: G, the mean of DDᵀ over its trace.
         rows: How many positions were met in a call.
     """
 
@@ -480,6 +486,8 @@ def load_statistics_of(
 
 _LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
+_MOST_ADDED_UP: Final = 4 << 30
+"""Bytes of all weights' gradients: of a larger model those of each call count by themselves."""
 _WRAPPED: Final = ("base_layer", "_orig_mod")
 """What PEFT's adapters and `torch.compile` call the module that they stand around."""
 
@@ -501,8 +509,11 @@ def collect_statistics(
     Args:
         model: The denoiser: a module whose calls give a tensor, or a tuple, dict or object with one first. Its
             weights are not changed, and it is as it was afterwards.
-        run: Calls the model, directly or through a pipeline, any number of times.
-        probes: Random projections of each call's output.
+        run: Calls the model, directly or through a pipeline, any number of times. If it is a generator, each tensor
+            that it yields is what its calls since the last one made, with gradients allowed: projections are then of
+            that tensor, such as the latents after the last step. A tensor that does not hang together with the
+            calls by its gradients leaves each call's own output.
+        probes: Random projections of each output.
         calls: How many calls `run` makes, for the progress; None where it is not known.
         full_up_to: Width up to which a layer's moments are kept whole.
         rank: Directions that are kept of wider ones.
@@ -514,7 +525,8 @@ def collect_statistics(
         The statistics, by the path of the layer in the model.
 
     Raises:
-        ConfigError: The model was not called, has no layers, or gives no tensor.
+        ConfigError: The model was not called, has no layers, or gives no tensor; or no gradient came back from what
+            the calls made.
         NonFiniteError: NaN or Inf went through a layer; the message names the first.
         Exception: Whatever `run` raises.
     """
@@ -534,34 +546,24 @@ def collect_statistics(
         raise ConfigError(
             f"{type(model).__name__} has no Linear or convolution layer.", hint="Pass the denoiser itself."
         )
-    made = 0
-
-    given: list[tuple[Any, Any]] = []
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append((_copied(args), _copied(kwargs)))  # before the model can change them in place
-
-    def again(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
-        nonlocal made
-        _take_back(model, of_module.values(), *given.pop(), probes, seed + 7919 * made)
-        made += 1
-        progress(made, calls or made, "call")
-
+    watched = _Watched(model, list(of_module.values()), probes, seed, calls, progress)
     with ExitStack() as hooks:
-        for layer in of_module.values():
-            hooks.callback(layer.remove)
-        handle = model.register_forward_pre_hook(before, with_kwargs=True)
-        hooks.callback(handle.remove)
-        handle = model.register_forward_hook(again, with_kwargs=True)
-        hooks.callback(handle.remove)
-        run()
-    if made == 0:
+        if inspect.isgeneratorfunction(run):
+            hooks.enter_context(frozen(model))
+            hooks.enter_context(watched.linked_calls())
+            with torch.enable_grad():
+                for made in run():
+                    watched.take_back_from(made)
+        else:
+            hooks.enter_context(watched.single_calls())
+            run()
+    if watched.calls == 0:
         raise ConfigError(
             f"the model ({type(model).__name__}) was not called.",
             hint="Pass the module that the pipeline calls at each step, such as pipe.unet or pipe.transformer.",
         )
-    facts = {"calls": made, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
-    return _finished(sums, made, facts, fingerprint)
+    facts = {"calls": watched.calls, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
+    return _finished(sums, watched.calls, facts | {"samplings": watched.samplings}, fingerprint)
 
 
 def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -590,13 +592,14 @@ def _finished(
     sums: "Mapping[str, LayerSums | None]", calls: int, facts: Mapping[str, Any], fingerprint: str
 ) -> ModelStatistics:
     layers: dict[str, LayerStatistics] = {}
+    finished: dict[LayerSums, LayerStatistics] = {}  # a shared layer has several names
     unmet: list[str] = []
     for name, layer in sums.items():
-        if layer is None or not layer.is_met:
+        if layer is None or not (layer in finished or layer.is_met):
             unmet.append(name)
             continue
         try:
-            statistics = layer.result(calls)
+            statistics = finished[layer] = finished.get(layer) or layer.result(calls)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"{name}: {error.message}",
@@ -632,14 +635,18 @@ def _sums(full_up_to: int, rank: int, seed: int) -> NewSum:
 
 
 class LayerSums:
-    """Sums up one layer's inputs and output gradients while it listens.
+    """Sums up DᵀD and DDᵀ of one layer while it listens, D the gradients of its weight.
 
     Args:
         module: The layer.
         new_sum: Makes its sums.
+
+    Attributes:
+        adds_up: Whether gradients are added up until `settle`, and are one D together.
     """
 
     def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
+        self.adds_up = False
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._sizes = matrix_shape(tuple(weight.shape))
@@ -647,7 +654,14 @@ class LayerSums:
         self._new_sum = new_sum
         self._inputs: MomentSum | None = None
         self._outputs: MomentSum | None = None
+        self._gradient: Tensor | None = None
+        self._rows = 0
         self._handle: RemovableHandle | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of its weight's gradient."""
+        return 4 * math.prod(self._sizes)
 
     @property
     def is_met(self) -> bool:
@@ -655,7 +669,7 @@ class LayerSums:
         return self._inputs is not None and self._outputs is not None
 
     def listen(self) -> None:
-        """Sum up inputs, and gradients of what comes out."""
+        """Take part in each call with gradients, until `remove`."""
         self._handle = self._module.register_forward_hook(self._called, with_kwargs=True)
 
     def remove(self) -> None:
@@ -664,16 +678,24 @@ class LayerSums:
             self._handle.remove()
             self._handle = None
 
+    def settle(self) -> None:
+        """Take the gradients that were added up as one."""
+        if self._gradient is not None:
+            self._sum_up(self._gradient)
+            self._gradient = None
+
     def result(self, calls: int) -> LayerStatistics:
-        """The moments.
+        """The moments; the sums are let go.
 
         Raises:
             NonFiniteError: NaN or Inf was among them.
         """
-        assert self._inputs is not None
-        assert self._outputs is not None
+        inputs, outputs = self._inputs, self._outputs
+        assert inputs is not None
+        assert outputs is not None
+        self._inputs = self._outputs = None  # those of all layers take more memory than the results
         return LayerStatistics(
-            self._inputs.result(calls), self._outputs.result(self._outputs.rows), self._inputs.rows // calls
+            inputs.result(calls), outputs.result(outputs.trace or 1.0), self._rows // calls
         )
 
     def _called(
@@ -682,55 +704,240 @@ class LayerSums:
         given = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if not (isinstance(given, Tensor) and torch.is_grad_enabled()):
             return output  # where the model itself forbids gradients, none can come back
-        for rows in _rows_in(module, given):
-            self._inputs = self._inputs or self._new_sum(self._sizes[1], rows.device)
-            self._inputs.add(rows)
-        if not output.requires_grad:
-            # Nothing before it needs a gradient, as in a time embedding. A leaf could not be changed in place.
-            output = output.detach().requires_grad_() + 0
-        output.register_hook(self._felt)  # type: ignore[no-untyped-call]
-        return output
+        if not output.requires_grad:  # nothing before it needs a gradient, as in a time embedding
+            output = output.detach().requires_grad_()
+        felt: Tensor = _Felt.apply(output, given.detach(), self)  # type: ignore[no-untyped-call]
+        return felt
 
-    def _felt(self, gradient: Tensor) -> None:
-        rows = _rows_out(self._module, gradient)
-        self._outputs = self._outputs or self._new_sum(self._sizes[0], rows.device)
-        self._outputs.add(rows)
+    def add(self, given: Tensor, gradient: Tensor) -> None:
+        """Add what one call's projection feels of the weight.
+
+        Args:
+            given: The layer's input.
+            gradient: At its output.
+        """
+        out = _rows_out(self._module, gradient).float()
+        total = torch.zeros(self._sizes, device=out.device) if self._gradient is None else self._gradient
+        done = 0
+        with torch.autocast(out.device.type, enabled=False):  # the host's would round what is summed up
+            for rows in _rows_in(self._module, given):
+                total.addmm_(out[done : done + rows.shape[0]].mT, rows.float())
+                done += rows.shape[0]
+        self._rows += done
+        if self.adds_up:
+            self._gradient = total
+        else:
+            self._sum_up(total)
+
+    def _sum_up(self, gradient: Tensor) -> None:
+        if self._inputs is None or self._outputs is None:
+            self._inputs = self._new_sum(self._sizes[1], gradient.device)
+            self._outputs = self._new_sum(self._sizes[0], gradient.device)
+        self._inputs.add(gradient)
+        self._outputs.add(gradient.mT)
 
 
-def _take_back(
-    model: nn.Module,
-    layers: "Iterable[LayerSums]",
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    probes: int,
-    seed: int,
-) -> None:
-    """Call the model again with gradients, and take random projections of its output back."""
-    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    # Dropout of a model in training must not move the host's random numbers.
-    fork = torch.random.fork_rng(devices=list(devices))
-    with fork, torch.inference_mode(False), torch.enable_grad(), _frozen(model):
-        args, kwargs = _tracked(args), _tracked(kwargs)
-        with ExitStack() as hooks:
-            for layer in layers:
+class _Felt(torch.autograd.Function):
+    """Gives a layer's output on, and the layer its gradient on the way back.
+
+    The input is kept as autograd keeps what it needs, so that a checkpointed block makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, given: Tensor, layer: LayerSums) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(given)
+        return output.clone()  # the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (given,) = ctx.saved_tensors
+        ctx.layer.add(given, gradients[0])
+        return gradients[0], None, None
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Watched:
+    """A model whose calls are made a second time, with gradients, and what its layers sum up then.
+
+    Attributes:
+        calls: How many were taken back.
+        samplings: How many outcomes of several calls were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[LayerSums],
+        probes: int,
+        seed: int,
+        calls: int | None,
+        progress: Progress,
+    ) -> None:
+        self.calls = self.samplings = 0
+        self._model, self._layers = model, layers
+        self._probes, self._seed = probes, seed
+        self._expected, self._progress = calls, progress
+        self._given: list[Arguments] = []
+
+    @contextmanager
+    def single_calls(self) -> Iterator[None]:
+        """Take back each call's own output, when the host's call is over."""
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._given.append((_copied(args), _copied(kwargs)))  # before the model can change them in place
+
+        def after(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
+            self._take_back_alone(self._given.pop())
+
+        with self._hooked(before, after):
+            yield
+
+    @contextmanager
+    def linked_calls(self) -> Iterator[None]:
+        """Let gradients pass through each call, which keeps nothing for them but its arguments."""
+        linked: list[Arguments] = []
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            linked.append((args, kwargs))
+            self._given.append((_copied(args), _copied(kwargs)))
+            return _copied(args), _copied(kwargs)
+
+        def after(_module: nn.Module, _args: object, _kwargs: object, output: object) -> object:
+            made = _first_tensor(output)
+            if made is None:
+                return output
+            back = partial(self._take_back, self._given[-1])
+            anchor = torch.zeros((), requires_grad=True)
+            through = _Call.apply(back, made, anchor, *_floating(linked.pop()))  # type: ignore[no-untyped-call]
+            return _with_first(output, through)
+
+        with self._hooked(before, after):
+            yield
+
+    def take_back_from(self, outcome: object) -> None:
+        """Take projections of what the calls since the last time made back through all of them.
+
+        Raises:
+            ConfigError: They do not come through.
+        """
+        made, given = _first_tensor(outcome), self._given
+        self._given = []
+        if made is None or not made.requires_grad:
+            for arguments in given:
+                self._take_back_alone(arguments)
+            return
+        weights = sum(layer.bytes for layer in self._layers)
+        for layer in self._layers:
+            layer.adds_up = weights <= _MOST_ADDED_UP
+        try:
+            for number, probe in enumerate(self._projections(made)):
+                made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
+                for layer in self._layers:
+                    layer.settle()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no gradient comes back through the sampling: {error}",
+                hint='Use --through calls (in Python through="calls").',
+            ) from error
+        self.samplings += 1
+
+    def _take_back_alone(self, arguments: Arguments) -> None:
+        self._take_back(arguments, None)
+
+    def _take_back(self, arguments: Arguments, gradient: Tensor | None) -> list[Tensor | None]:
+        """Call the model again, and take a gradient of its output back, or without one random projections.
+
+        Returns:
+            The gradients of its floating-point arguments.
+        """
+        model = self._model
+        devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+        # Dropout of a model in training must not move the host's random numbers.
+        fork = torch.random.fork_rng(devices=list(devices))
+        with fork, torch.inference_mode(False), torch.enable_grad(), frozen(model), ExitStack() as hooks:
+            leaves: list[Tensor] = []
+            args, kwargs = (_tracked(_copied(part), leaves) for part in arguments)
+            for layer in self._layers:
                 layer.listen()
                 hooks.callback(layer.remove)
             inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs
             output = _first_tensor(inner.forward(*args, **kwargs))
-        if output is None:
-            raise ConfigError(
-                f"{type(model).__name__} gives no tensor.", hint="Pass the denoiser itself, not the pipeline."
-            )
-        if not output.requires_grad:
-            return  # no layer was met, or none under gradients
-        generator = torch.Generator().manual_seed(seed)
-        for number in range(probes):
-            probe = torch.randn(output.shape, generator=generator).to(output)
-            output.backward(probe, retain_graph=number + 1 < probes)  # type: ignore[no-untyped-call]
+            if output is None:
+                raise ConfigError(
+                    f"{type(model).__name__} gives no tensor.",
+                    hint="Pass the denoiser itself, not the pipeline.",
+                )
+            if output.requires_grad:  # a layer was met, and under gradients
+                if gradient is not None:
+                    output.backward(gradient)  # type: ignore[no-untyped-call]
+                else:
+                    for number, probe in enumerate(self._projections(output)):
+                        output.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
+        self.calls += 1
+        self._progress(self.calls, self._expected or self.calls, "call")
+        return [leaf.grad for leaf in leaves]
+
+    def _projections(self, output: Tensor) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed + 7919 * self.calls)
+        for _ in range(self._probes):
+            yield torch.randn(output.shape, generator=generator).to(output)
+
+    @contextmanager
+    def _hooked(self, before: Any, after: Any) -> Iterator[None]:
+        handles = [
+            self._model.register_forward_pre_hook(before, with_kwargs=True),
+            self._model.register_forward_hook(after, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Call(torch.autograd.Function):
+    """A call of the model as one step of autograd, which makes the call again on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Callable[[Tensor], list[Tensor | None]], made: Tensor, *_given: Tensor
+    ) -> Tensor:
+        ctx.back = back
+        return made.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.back(gradients[0])
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    """The tensors of `_tracked`'s leaves, in their order."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif type(value) in (dict, list, tuple):
+        for item in value.values() if type(value) is dict else value:
+            yield from _floating(item)
+
+
+def _with_first(output: Any, tensor: Tensor) -> Any:
+    """The same output with another first tensor."""
+    if isinstance(output, Tensor):
+        return tensor
+    if type(output) in (list, tuple):
+        return type(output)([tensor, *output[1:]])
+    name = next(name for name, value in vars(output).items() if isinstance(value, Tensor))
+    setattr(output, name, tensor)
+    return output
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """No weight takes a gradient, which would cost as much memory as the model; no buffer stays changed."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     # A batch norm in training counts what goes through it.
@@ -764,17 +971,17 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _tracked(value: Any) -> Any:
-    """The same with gradients, so that a checkpointed block sees alike tensors both times.
-
-    None is a leaf, which could not be changed in place.
-    """
+def _tracked(value: Any, leaves: list[Tensor]) -> Any:
+    """The same with gradients, which go to `leaves`. What is given is none of them: a leaf cannot be changed in place."""
     if isinstance(value, Tensor):
-        return value.requires_grad_() + 0 if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        leaves.append(value.requires_grad_())
+        return value + 0
     if type(value) is dict:
-        return {key: _tracked(item) for key, item in value.items()}
+        return {key: _tracked(item, leaves) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_tracked(item) for item in value)
+        return type(value)(_tracked(item, leaves) for item in value)
     return value
 
 

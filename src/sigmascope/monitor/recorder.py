@@ -40,7 +40,9 @@ from sigmascope.monitor.scope import (
     StepColumns,
     StepListener,
 )
+from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
+from sigmascope.records.performance import HOST_STACKS
 from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
@@ -84,9 +86,12 @@ class Recorder:
         keeps_words: Whether the words of exceptions, which may quote a prompt, go into the record; else their type and place.
         keep: How many generations stay in the record in full, and beside them so many stages of each other name; earlier
             ones are folded into sums (`Run.folded`). None: all stay, and the record grows for as long as it lasts.
+        stacks: Whether a thread looks where the program's own code is while no step runs, from entering the recorder on
+            (`sigmascope.records.performance.host_stacks`).
 
     Attributes:
         spare: How many more than `keep` stay until `take_older` takes them.
+        first_stage_ns: When the first stage was opened; None: none was.
 
     Examples:
         >>> recorder = Recorder(name="portrait")
@@ -109,6 +114,7 @@ class Recorder:
         step_memory: bool = True,
         keeps_words: bool = True,
         keep: int | None = None,
+        stacks: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.name = name
@@ -123,7 +129,13 @@ class Recorder:
         self._entered: list[Frame] = []
         self._guests: list[Recorder] = []
         self._folded = None if keep is None else FoldedScopes(keep)
+        self._stacks = StackSampler(self._instruments.guard, clock) if stacks else None
         self.spare = 0
+        self.first_stage_ns: int | None = None
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Let the run begin earlier than what is recorded first, at this moment of the clock."""
+        self._extent.begin_at(moment_ns)
 
     def stage(self, name: str) -> "LiveStage":
         """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
@@ -178,7 +190,11 @@ class Recorder:
         is_complete = not (extent.open_frames or extent.broke_off)
         stages, folded = self._stages(started_ns)
         run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
-        return run if folded is None else replace(run, folded=folded)
+        seen = None
+        if self._stacks is not None:
+            seen, _ = self._instruments.guard.read(STACKS, self._stacks.freeze)
+        facts = run.facts if seen is None else {**run.facts, HOST_STACKS: seen}
+        return replace(run, facts=facts, folded=folded)
 
     def run_of(self, stage: "LiveStage") -> Run:
         """Return the run as if it were this stage alone: under the same id, from its beginning to its end."""
@@ -228,6 +244,8 @@ class Recorder:
         frame = Frame(self, self._outside, CURRENT.get())
         self._entered.append(frame)
         CURRENT.set(frame)
+        if self._stacks is not None:
+            self._stacks.start()
         return self
 
     def __exit__(
@@ -242,12 +260,16 @@ class Recorder:
             self._entered.remove(frame)
             pop(frame)
             try:
+                if self._stacks is not None and not self._entered:
+                    self._stacks.stop()
                 self._instruments.stop_sampling()
             finally:  # also when Ctrl-C comes just now
                 self._extent.end(error)
 
     def let_go(self) -> None:
         """Sample and listen no more, whatever stages were left open."""
+        if self._stacks is not None:
+            self._stacks.stop()
         self._instruments.stop_sampling(all_scopes=True)
         self._instruments.tracker.let_go()
 
@@ -265,6 +287,7 @@ class Recorder:
         around = self.current_scope()
         around.children.append(scope)
         scope.is_outermost = around is self._outside
+        scope.path = scope.name if scope.is_outermost else f"{around.path}/{scope.name}"
         scope.stays_whole = around.stays_whole or scope.name in WHOLE
         enclosing = stage_here(self.clock)
         if enclosing is not None:
@@ -278,8 +301,12 @@ class Recorder:
             scope.close(interruption)
             self._extent.end(interruption)
             raise
+        if self.first_stage_ns is None:
+            self.first_stage_ns = scope.started_ns
         frame = Frame(self, scope, CURRENT.get(), around)
         CURRENT.set(frame)
+        if self._stacks is not None:
+            self._stacks.opened(scope)
         return frame
 
     def welcome(self, guest: "Recorder") -> None:
@@ -307,6 +334,8 @@ class Recorder:
             raise
         finally:
             pop(frame)
+            if self._stacks is not None:
+                self._stacks.closed(frame.scope)
             self._extent.end(error)
             self._instruments.guard.read("folding", lambda: self._fold_older(frame))
 
@@ -525,6 +554,7 @@ class Step:
         scope = recorder.current_scope()
         try:
             mark = None if scope.columns.timings is None else scope.instruments.mark()
+            scope.in_step = True
             self._entered = (recorder.clock(), scope, mark, self._entered)
         except Exception as failure:  # noqa: BLE001 - a monitor's failure must not reach the host
             scope.instruments.guard.switch_off("steps", failure)
@@ -532,6 +562,8 @@ class Step:
 
     def drop(self) -> None:
         """Let no step have been entered: what is open is counted nowhere."""
+        if self._entered is not None:
+            self._entered[1].in_step = False
         self._entered = None
 
     def __exit__(
@@ -716,6 +748,11 @@ class RunExtent:
             if self._started_ns is None:
                 self._started_ns = self._clock()
             self.open_frames += 1
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Know that it began then already."""
+        with peaks.LOCK:
+            self._started_ns = moment_ns if self._started_ns is None else min(self._started_ns, moment_ns)
 
     def end(self, error: BaseException | None) -> None:
         """Count one less.

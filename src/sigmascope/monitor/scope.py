@@ -8,6 +8,7 @@ An event is recorded on the current stream at both edges of a step, which costs 
 microseconds. Events that have passed are read when the stage closes; those still ahead, when the run is.
 """
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -72,12 +73,21 @@ _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 
 
 class Scope:
-    """What is known of a stage so far. Baseline → steps and peaks → the memory at its end."""
+    """What is known of a stage so far. Baseline → steps and peaks → the memory at its end.
+
+    Attributes:
+        path: Its name with those of the stages around it, such as "generation/denoising".
+        thread_id: Of the thread that opened it.
+        in_step: Whether a step of it runs now.
+    """
 
     def __init__(self, name: str, instruments: "Instruments") -> None:
         self.name = name
         self.instruments = instruments
         self.is_outermost = False
+        self.path = name
+        self.thread_id = 0
+        self.in_step = False
         self.was_opened = False
         self.started_ns = 0
         self.ended_ns: int | None = None
@@ -104,6 +114,7 @@ class Scope:
         """Take the baseline, then start the clock."""
         instruments = self.instruments
         self.was_opened = True
+        self.thread_id = threading.get_ident()
         self.started_ns = instruments.clock()
         self._baseline = instruments.snapshot()
         instruments.start_sampling()
@@ -116,6 +127,7 @@ class Scope:
 
     def add_step(self, started_ns: int, ended_ns: int, start: "Mark | None") -> None:
         """Take what there is at a step's end."""
+        self.in_step = False
         instruments, timings = self.instruments, self.columns.timings
         end = None if start is None else instruments.mark(start.device)
         device = instruments.device_in_use() if start is None else start.device
@@ -327,6 +339,11 @@ class StepColumns:
     def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
         """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn."""
         self._figures.extend((started_ns, ended_ns, rss, allocated))
+
+    def last_ended_ns(self) -> int | None:
+        """When the last step ended; None before the first."""
+        figures = self._figures
+        return figures[-3] if figures else None
 
     def figures(self) -> Sequence[int]:
         """Step after step, as they are now."""

@@ -1,8 +1,10 @@
 """Statistics of the layers of a diffusers pipeline's denoiser: it makes a few pictures by its own call."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -10,12 +12,13 @@ from torch import nn
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics, frozen
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["pipeline_statistics", "saved_pipeline_statistics"]
 
+Through = Literal["sampling", "calls"]
 _DENOISERS = ("unet", "transformer", "prior")
 
 
@@ -24,6 +27,7 @@ def pipeline_statistics(
     prompts: Sequence[str],
     *,
     call: Mapping[str, Any] | None = None,
+    through: Through = "sampling",
     probes: int = 1,
     full_up_to: int = FULL_UP_TO,
     rank: int = RANK,
@@ -37,6 +41,8 @@ def pipeline_statistics(
         pipeline: Of diffusers, with a `unet` or `transformer`.
         prompts: A picture each.
         call: Further arguments of the pipeline's call: steps, guidance, size.
+        through: `sampling`: how an error of each step arrives in the last latents, by gradients through all steps.
+            `calls`: how it shows in the step's own output; for pipelines and schedulers that let no gradient through.
         probes: Random projections of each output.
         full_up_to: Width up to which a layer's moments are kept whole.
         rank: Directions that are kept of wider ones.
@@ -45,7 +51,7 @@ def pipeline_statistics(
         progress: Told after each call of the denoiser.
 
     Raises:
-        ConfigError: There is no prompt, or no denoiser.
+        ConfigError: There is no prompt, or no denoiser, or no gradient comes through the sampling.
         NonFiniteError: NaN or Inf went through a layer.
         Exception: Whatever the pipeline raises.
     """
@@ -55,14 +61,30 @@ def pipeline_statistics(
     arguments = dict(call or {})
     steps = arguments.get("num_inference_steps")
 
-    def run() -> None:
-        for number, prompt in enumerate(prompts):
-            generator = torch.Generator().manual_seed(seed + number)
-            pipeline(prompt, **{"generator": generator, "output_type": "latent"} | arguments)
+    def make(number: int) -> Any:
+        generator = torch.Generator().manual_seed(seed + number)
+        asked = {"generator": generator, "output_type": "latent"} | arguments
+        if through == "calls":
+            return pipeline(prompts[number], **asked)
+        return inspect.unwrap(type(pipeline).__call__)(
+            pipeline, prompts[number], **asked
+        )  # without its no_grad
+
+    def run_calls() -> None:
+        for number in range(len(prompts)):
+            make(number)
+
+    def run_samplings() -> Iterator[object]:
+        with ExitStack() as stack:
+            for part in components_of(pipeline).values():
+                if isinstance(part, nn.Module):
+                    stack.enter_context(frozen(part))
+            for number in range(len(prompts)):
+                yield make(number)
 
     return collect_statistics(
         denoiser,
-        run,
+        run_calls if through == "calls" else run_samplings,
         probes=probes,
         calls=None if steps is None else int(steps) * len(prompts),
         full_up_to=full_up_to,

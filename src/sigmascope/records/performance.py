@@ -9,7 +9,8 @@ in its `Run`.
 what a profiler saw of chosen steps, block by block.
 
 `DeviceUtilization` and `MemoryCurve` are what a background thread saw during a stage: how busy each accelerator was,
-how warm, and whether it was held back; and memory over time. Both are facts of the stage.
+how warm, and whether it was held back; and memory over time. Both are facts of the stage. `HostStacks` is where the program's own code was while no step ran, a
+fact of the run.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NotRequired, TypedDict
 
-from sigmascope.records.run import CallFacts, Stage
+from sigmascope.records.run import CallFacts, Run, Stage
 from sigmascope.records.serialization import from_plain
 
 BENCHMARK: Final = "benchmark"
@@ -569,3 +570,73 @@ def readable_curves(stage: Stage) -> dict[str, MemoryCurve]:
         return memory_over_time(stage)
     except (AttributeError, TypeError, ValueError):
         return {}
+
+
+HOST_STACKS: Final = "host_stacks"
+"""The fact of a run under which its `HostStacks` lie."""
+IMPORT: Final = "import"
+"""Stands for a function where a line imports."""
+OUTSIDE_STAGES: Final = "outside stages"
+"""The part of the time in which no stage is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """A function of the program that took time in which no step ran.
+
+    Attributes:
+        stage: The innermost stage with those around it, "generation/denoising"; of time outside stages where it lies.
+        part: "between steps", "stage" for what else passed in the stage, or "outside stages".
+        function: Its name; empty for a file's own top level.
+        file: Without its folder.
+        line: Where in it most of the time went.
+        seconds: By samples.
+        samples: How often it was seen.
+        in_thread: Whether it ran in another thread, for which the watched one waited.
+    """
+
+    stage: str
+    part: str
+    function: str
+    file: str
+    line: int
+    seconds: float
+    samples: int
+    in_thread: bool = False
+
+    @property
+    def where(self) -> str:
+        """Such as "script.py:12"."""
+        return f"{self.file}:{self.line}" + (" in a thread" if self.in_thread else "")
+
+    @property
+    def label(self) -> str:
+        """Such as "read_image (script.py:12)"."""
+        return f"{self.function} ({self.where})" if self.function else self.where
+
+
+@dataclass(frozen=True, slots=True)
+class HostStacks:
+    """Where the program was while no step ran, by samples of its stacks.
+
+    Attributes:
+        samples: How often it was looked.
+        cost_seconds: What the looks took together: time on a processor, or time in which they held the interpreter, if
+            that was more.
+        cost_share: Of the watched time, 0 to 1.
+        places: At most 20 functions for each part of the time, the longest first.
+    """
+
+    samples: int
+    cost_seconds: float
+    cost_share: float
+    places: tuple[HostPlace, ...] = ()
+
+
+def host_stacks(run: Run) -> HostStacks | None:
+    """What the samples of a run's stacks say; None where none were asked for, or the fact is damaged."""
+    plain = run.facts.get(HOST_STACKS)
+    try:
+        return None if plain is None else from_plain(plain, HostStacks, HOST_STACKS)
+    except (AttributeError, TypeError, ValueError):
+        return None

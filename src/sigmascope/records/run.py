@@ -41,6 +41,8 @@ THUMBNAIL: Final = "thumbnail"
 """The fact of a generation that holds a small JPEG of its first picture, in hexadecimal, with `width` and `height`."""
 OWN_SECONDS: Final = "watch_seconds"
 """The fact of a run that holds what the watch itself took outside of stages: before the first of them, and later."""
+IMPORTS: Final = "imports"
+"""The fact of a run that holds what each package's import took before the first stage, in seconds, without the others'."""
 SCHEDULER_SECONDS: Final = "scheduler_seconds"
 """The fact of a denoising that holds what the scheduler's steps took together, on the host."""
 KEEP_GENERATIONS: Final = 100

@@ -16,13 +16,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,
     DeviceUtilization,
     StepsProfile,
+    host_stacks,
     profiles_of,
     readable_utilization,
 )
@@ -105,6 +106,14 @@ def _time_bars(run: Run) -> Iterator[RenderableType]:
             Text("█" * max(1, round(_BAR_CELLS * share)), style="cyan"),
             Text(_row_note(row), style="dim"),
         )
+        for place in large_places(row, run):
+            table.add_row(
+                Text(f"  {place.function or place.where}", style="dim"),
+                Text(seconds(place.seconds), style="dim"),
+                Text(percent(place.seconds, run.seconds), style="dim"),
+                "",
+                Text(place.where if place.function else "", style="dim"),
+            )
     if small > 0:
         table.add_row("all else", seconds(small), percent(small, run.seconds))
     yield table
@@ -112,9 +121,22 @@ def _time_bars(run: Run) -> Iterator[RenderableType]:
         yield Text("Stages ran side by side, so that the shares sum to more than 100 %.", style="dim")
 
 
+def _stacks(run: Run) -> Iterator[RenderableType]:
+    """The parts of the time with places in the program's own code, and what looking for them cost."""
+    stacks = host_stacks(run)
+    if stacks is not None:
+        yield from _time_bars(run)
+        yield Text(
+            f"Indented rows are by {stacks.samples:,} samples of stacks, which took {100 * stacks.cost_share:.2f} % of the time.",
+            style="dim",
+        )
+
+
 def _row_note(row: TimeShare) -> str:
     if row.callback is not None:
         return row.callback
+    if row.packages:
+        return in_words(row.packages)
     return f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
 
 
@@ -129,6 +151,7 @@ def render_run(run: Run) -> RenderableType:
         Rule(Text(f"Run: {run.name}")),
         Text(headline(run), style="bold"),
         *_header(run),
+        *_stacks(run),
         _stage_table(run),
     ]
     if run.folded is not None:

@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from sigmascope.__about__ import __version__
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_rows
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
@@ -193,8 +193,9 @@ def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
     if not rows:
         return
     whole = max(run.seconds, small + sum(row.seconds for row in rows)) or 1.0
-    shares = [(row.label, row.seconds, _note(row)) for row in rows]
-    for index, (label, taken, note) in enumerate([*shares, *([("all else", small, "")] if small else [])]):
+    shares = [(row.label, row.seconds, _note(row), large_places(row, run)) for row in rows]
+    shares += [("all else", small, "", [])] if small else []
+    for index, (label, taken, note, places) in enumerate(shares):
         yield {
             "label": label,
             "seconds": seconds(taken),
@@ -202,12 +203,15 @@ def _time_rows(run: Run) -> Iterator[dict[str, Any]]:
             "width": 100 * taken / whole,
             "colour": index % _COLOURS,
             "note": note,
+            "places": [
+                (place.label, seconds(place.seconds), percent(place.seconds, run.seconds)) for place in places
+            ],
         }
 
 
 def _note(row: TimeShare) -> str:
     each = f"{row.count:,} × {seconds(row.seconds / row.count)}" if row.count > 1 else ""
-    return ", ".join(filter(None, (row.callback, each)))
+    return ", ".join(filter(None, (row.callback, in_words(row.packages), each)))
 
 
 def _timeline(run: Run) -> dict[str, Any] | None:

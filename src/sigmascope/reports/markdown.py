@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from sigmascope.analysis.breakdown import findings_of, headline, large_rows
+from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_places, large_rows
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
@@ -18,6 +18,7 @@ from sigmascope.reports.html import private_runs, template
 from sigmascope.units import format_size, percent, seconds
 
 _MOST_ROWS: Final = 10
+_MOST_PLACES: Final = 5
 _MOST_FINDINGS: Final = 5
 _MOST_OF_RECIPE: Final = 20
 _LONGEST: Final = 160
@@ -53,8 +54,8 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
         name=_text(last.name or "unnamed"),
         took=seconds(last.seconds),
         rows=[
-            (_text(row.label), seconds(row.seconds), percent(row.seconds, last.seconds))
-            for row in rows[:_MOST_ROWS]
+            (label, seconds(taken), percent(taken, last.seconds))
+            for label, taken in _time_rows(rows[:_MOST_ROWS], last)
         ],
         small=seconds(small) if small else None,
         peaks=[
@@ -69,6 +70,17 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
         differences=[] if changed is None else list(_cells(changed.recipe))[:_MOST_OF_RECIPE],
         recipe=[] if changed is not None else list(_recipe(last)),
     )
+
+
+def _time_rows(rows: Sequence[TimeShare], run: Run) -> Iterator[tuple[Markup, float]]:
+    """Each row, and under it what is known of its places in the program, of the longest ones in all."""
+    places = [(place.seconds, row, place) for row in rows for place in large_places(row, run)]
+    shown = sorted(places, key=lambda item: -item[0])[:_MOST_PLACES]
+    for row in rows:
+        yield _text(row.label), row.seconds
+        for taken, around, place in shown:
+            if around is row:
+                yield Markup("&emsp;") + _text(place.label), taken
 
 
 def _cells(recipe: Any) -> Iterator[tuple[Markup, Markup, Markup]]:

@@ -90,6 +90,7 @@ def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -
         (["--noise", 1, "--probes", 0], "--probes 0 looks at nothing"),
         (["--noise", 1, "--rank", -1], "--rank -1"),
         (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for --prompts"),
+        (["--noise", 1, "--through", "calls"], "--through is for --prompts"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nothing_is_lost(

@@ -68,6 +68,11 @@ def test_thumbnails_are_kept_where_they_are_asked_for() -> None:
     assert launched("script.py").settings.thumbnails is None
 
 
+def test_stacks_are_sampled_where_they_are_asked_for() -> None:
+    assert launched("--stacks", "script.py").settings.stacks == "1"
+    assert launched("script.py").settings.stacks is None
+
+
 def test_options_reach_the_process() -> None:
     settings = launched(
         "--prompts", "hash", "--name", "portrait", "--sample_hz", "5", "--no_step_memory", "-q", "script.py"

@@ -1,6 +1,6 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.statistics import ModelStatistics, Moments, collect_statistics
+from sigmascope.lora.statistics import LayerStatistics, ModelStatistics, Moments, collect_statistics
 
 
 def full(moments: Moments) -> Tensor:
@@ -45,12 +45,127 @@ def collected(model: nn.Module, *calls: Any, **options: Any) -> ModelStatistics:
     return collect_statistics(model, run, **options)
 
 
-def test_inputs_are_summed_over_positions_and_averaged_over_calls() -> None:
+def gradients(output: Tensor, weight: Tensor, projection: Tensor) -> Tensor:
+    """D, as autograd finds it."""
+    return torch.autograd.grad(output, weight, projection, retain_graph=True)[0].flatten(1)
+
+
+def agrees(found: LayerStatistics, expected: list[Tensor], calls: int) -> None:
+    inputs, outputs = sum(d.mT @ d for d in expected), sum(d @ d.mT for d in expected)
+    assert isinstance(inputs, Tensor)
+    assert isinstance(outputs, Tensor)
+    assert torch.allclose(full(found.inputs), inputs / calls, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(full(found.outputs), outputs / outputs.trace(), rtol=1e-4, atol=1e-5)
+
+
+class Probed(nn.Module):
+    """Lets a test see what is taken back through a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.model(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.seen.append(gradient.clone()))  # type: ignore[no-untyped-call]
+        return output
+
+
+def test_moments_are_those_of_the_gradients_of_projections() -> None:
+    model = Probed(Chain())
+    found = collected(model, inputs(1), inputs(2), probes=2)
+    assert len(model.seen) == 4
+    outputs = [model.model(inputs(seed)) for seed in (1, 1, 2, 2)]
+    for name in ("first", "second"):
+        weight = model.model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        expected = [
+            gradients(output, weight, seen) for output, seen in zip(outputs, model.seen, strict=False)
+        ]
+        agrees(found[f"model.{name}"], expected, calls=2)
+    assert found["model.first"].rows == 2 * 21
+
+
+def test_a_sampling_is_taken_back_as_a_whole() -> None:
+    """An error of its first step counts as it arrives behind the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+    taken: list[Tensor] = []
+
+    def sample(seed: int) -> Tensor:
+        x = inputs(seed)
+        for step in (0.5, 0.3, 0.2):
+            x = x - step * model(x)
+        return x
+
+    def run() -> Iterator[Tensor]:
+        for seed in (1, 2):
+            made = sample(seed)
+            made.register_hook(lambda gradient: taken.append(gradient.clone()))  # type: ignore[no-untyped-call]
+            yield made
+
+    found = collect_statistics(model, run)
+    assert found.facts["calls"] == 6
+    assert found.facts["samplings"] == len(taken) == 2
+    for name in ("0", "2"):
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        expected = [gradients(sample(seed), weight, probe) for seed, probe in zip((1, 2), taken, strict=True)]
+        agrees(found[name], expected, calls=6)
+
+
+def test_a_large_model_counts_each_call_of_a_sampling_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sigmascope.lora.statistics._MOST_ADDED_UP", 0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False))
+    taken: list[Tensor] = []
+    steps = (0.5, 0.3)
+
+    def run() -> Iterator[Tensor]:
+        x = inputs()
+        for step in steps:
+            x = x - step * model(x)
+        x.register_hook(lambda gradient: taken.append(gradient.clone()))  # type: ignore[no-untyped-call]
+        yield x
+
+    found = collect_statistics(model, run)
+    weight = model.get_parameter("0.weight").detach()
+    # x₂ = x₁ − 0.3·x₁Wᵀ: a gradient g at x₂ is g − 0.3·gW at x₁.
+    first, last = inputs(), inputs() - 0.5 * inputs() @ weight.mT
+    back = taken[0] - 0.3 * taken[0] @ weight
+    expected = [
+        -step * felt.reshape(-1, 6).mT @ given.reshape(-1, 6)
+        for step, felt, given in ((0.5, back, first), (0.3, taken[0], last))
+    ]
+    agrees(found["0"], expected, calls=2)
+
+
+def test_calls_that_do_not_hang_together_are_taken_back_one_by_one() -> None:
     model = Chain()
-    found = collected(model, inputs(1), inputs(2))
-    rows = torch.cat([inputs(1), inputs(2)]).reshape(-1, 6)
-    assert torch.allclose(full(found["first"].inputs), rows.mT @ rows / 2, rtol=1e-5, atol=1e-5)
-    assert found["first"].rows == 21
+
+    def run() -> Iterator[Tensor]:
+        yield model(inputs(1)).detach()
+        yield model(inputs(2)).detach()
+
+    found, alone = collect_statistics(model, run), collected(model, inputs(1), inputs(2))
+    assert found.facts["samplings"] == 0
+    assert torch.equal(full(found["first"].inputs), full(alone["first"].inputs))
+
+
+def test_a_sampling_that_lets_no_gradient_through_is_told() -> None:
+    model = Chain()
+
+    def run() -> Iterator[Tensor]:
+        made = model(inputs()).exp()
+        yield made.mul_(2)  # exp needs what it gave
+
+    with pytest.raises(ConfigError, match="no gradient comes back through the sampling") as caught:
+        collect_statistics(model, run)
+    assert "--through calls" in str(caught.value.hint)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_wide_layers_keep_the_same_trace_in_less_memory() -> None:
@@ -62,17 +177,13 @@ def test_wide_layers_keep_the_same_trace_in_less_memory() -> None:
             assert kept.trace == pytest.approx(expected.trace, rel=0.01)
 
 
-def test_gradients_come_back_through_the_weights_that_follow() -> None:
-    model = Chain()
-    found = collected(model, inputs(), probes=3)
-    weight = model.second.weight.detach()
-    expected = weight.mT @ full(found["second"].outputs) @ weight  # of the very same probes
-    assert torch.allclose(full(found["first"].outputs), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_probes_of_the_output_are_of_unit_size() -> None:
-    found = collected(Chain(), *(inputs(seed) for seed in range(40)), probes=2)
-    assert torch.allclose(full(found["second"].outputs), torch.eye(4), atol=0.1)
+def test_projections_of_the_output_are_of_unit_size() -> None:
+    """With g of unit variance and D = gᵀx, the mean of DᵀD is xᵀx for each of the 4 outputs."""
+    model = nn.Sequential(nn.Linear(6, 4, bias=False))
+    found = collected(model, *[inputs()] * 60, probes=5)["0"]
+    rows = inputs().reshape(-1, 6)
+    assert torch.allclose(full(found.inputs) / 5, 4 * rows.mT @ rows, rtol=0.2, atol=8.0)
+    assert torch.allclose(full(found.outputs), torch.eye(4) / 4, atol=0.03)
 
 
 def test_a_layer_that_no_call_meets_is_named() -> None:
@@ -111,29 +222,9 @@ def test_what_a_convolution_multiplies_is_what_pytorch_multiplies(
     torch.manual_seed(0)
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    x = torch.randn(shape)
-    seen: list[Tensor] = []
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layer(x)
-            seen.append(out.detach())
-            return out
-
-    found = collected(Model(), x)
-    # tr(W·C·Wᵀ) is the energy of what comes out, bias aside
-    bias = layer.bias
-    assert isinstance(bias, Tensor)
-    channels = 1 if x.dim() == weight.dim() else 0
-    out = seen[0] - bias.detach().reshape(-1, *[1] * (weight.dim() - 2))
-    flat = weight.detach().flatten(1)
-    rows = out.movedim(channels, -1).reshape(-1, flat.shape[0])
-    expected = rows.mT @ rows
-    assert torch.allclose(flat @ full(found["layer"].inputs) @ flat.mT, expected, rtol=1e-4, atol=1e-4)
+    x, model = torch.randn(shape), Probed(layer)
+    found = collected(model, x)
+    agrees(found["model"], [gradients(layer(x), weight, model.seen[0])], calls=1)
 
 
 def tiny_unet() -> nn.Module:
@@ -198,7 +289,8 @@ def test_a_model_that_changes_its_input_changes_it_once() -> None:
     x = torch.ones(2, 6)
     found = collected(InPlace(), x)
     assert torch.equal(x, torch.full((2, 6), 2.0))
-    assert torch.allclose(full(found["first"].inputs), torch.full((6, 6), 8.0))
+    given_twice = collected(Chain(), torch.full((2, 6), 2.0))
+    assert torch.equal(full(found["first"].inputs), full(given_twice["first"].inputs))
 
 
 def test_autocast_of_the_host_rounds_no_sum() -> None:
@@ -209,8 +301,8 @@ def test_autocast_of_the_host_rounds_no_sum() -> None:
             model(inputs())
 
     found = collect_statistics(model, run, full_up_to=4, rank=2)
-    rows = inputs().reshape(-1, 6)
-    assert found["first"].inputs.trace == pytest.approx(float(rows.square().sum()), rel=0.02)
+    in_float32 = collected(model, inputs(), full_up_to=4, rank=2)
+    assert found["first"].inputs.trace == pytest.approx(in_float32["first"].inputs.trace, rel=0.02)
 
 
 def test_a_model_that_forbids_gradients_itself_is_told() -> None:

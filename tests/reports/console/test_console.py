@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 from rich.console import Console
+from tests.reports.html.test_html import SAMPLED
 
 from sigmascope.records.memory import (
     AcceleratorMemory,
@@ -160,3 +161,17 @@ def test_earlier_generations_that_are_folded_are_told_with_their_sums() -> None:
     assert told == ["generation", "1,900", "3,800", "s", "2.00", "s", "9.00", "s", "3"]
     assert max(map(len, text.splitlines())) <= 80
     assert "earlier" not in printed(run_of(Stage("generation", 3.0, 1.0)))
+
+
+def test_places_in_the_script_are_indented_under_their_row() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        print_run(SAMPLED, console)
+    summary = capture.get()
+    for text in (summary, printed(SAMPLED)):
+        lines = text.splitlines()
+        row = lines.index(line_with(text, "before the first stage  "))
+        assert lines[row + 1].split() == ["read_image", "750", "ms", "6", "%", "script.py:12"]
+        assert lines[row + 1].startswith("  read_image")
+    assert "by 99 samples of stacks, which took 0.10 % of the time" in printed(SAMPLED)
+    assert "samples of stacks" not in printed(replace(SAMPLED, facts={}))

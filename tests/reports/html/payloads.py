@@ -5,7 +5,9 @@ ends a script element or a string in one.
 """
 
 import itertools
+from dataclasses import asdict
 
+from sigmascope.records.performance import HostPlace, HostStacks
 from sigmascope.records.run import ExceptionDetails, Finding, HostFacts, Run, Stage, Steps, TensorFacts
 
 _HANDLERS = ("onerror", "onload", "onclick", "onfocus", "onmouseover", "ontoggle")
@@ -78,4 +80,7 @@ def run_that_holds(text: str) -> Run:
         facts=facts,
     )
     host = HostFacts(cpu_model=text, os=text, python_version=text, libraries={text: text})
-    return Run("1", text, text, 6.0, host=host, stages=(stage,), findings=(finding,), facts={text: text})
+    place = HostPlace("after the last stage", "outside stages", text, text, 1, 1.0, 9)
+    seen = asdict(HostStacks(9, 0.001, 0.001, (place,)))
+    run_facts = {text: text, "host_stacks": {**seen, "places": [asdict(place)]}}
+    return Run("1", text, text, 6.0, host=host, stages=(stage,), findings=(finding,), facts=run_facts)

@@ -123,6 +123,29 @@ def test_the_figures_are_the_records() -> None:
     assert "What to do: Do less." in page.texts
 
 
+PLACE = {
+    "stage": "before the first stage",
+    "part": "outside stages",
+    "file": "script.py",
+    "line": 12,
+    "samples": 9,
+}
+PLACE |= {"function": "read_image", "seconds": 0.75}
+SAMPLED = replace(
+    RUN,
+    facts={"host_stacks": {"samples": 99, "cost_seconds": 0.01, "cost_share": 0.001, "places": [PLACE]}},
+)
+"""Its script was in `read_image` for three quarters of the second before the first stage."""
+
+
+def test_places_in_the_script_lie_under_their_row() -> None:
+    page = Page(to_html(SAMPLED))
+    texts = [text for text in page.texts if text]
+    assert texts.index("read_image (script.py:12)") == texts.index("before the first stage") + 3
+    assert page.cells_after("read_image (script.py:12)", 3) == ["750 ms", "6 %", "by samples"]
+    assert "read_image (script.py:12)" in Page(to_html(SAMPLED, only_verdict=True)).texts
+
+
 def test_stages_of_few_steps_have_no_chart_and_those_of_one_name_are_told_apart() -> None:
     few = replace(DENOISING, steps=Steps((0.0, 2.0), (1.5, 1.5)))
     for stages, expected in (

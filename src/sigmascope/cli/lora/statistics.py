@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -63,6 +63,16 @@ def statistics(
         float | None,
         typer.Option("--guidance_scale", help="Of a pipeline.", show_default=False, rich_help_panel=_INPUTS),
     ] = None,
+    through: Annotated[
+        Literal["sampling", "calls"] | None,
+        typer.Option(
+            "--through",
+            help="Of a pipeline. sampling: an error counts as it arrives in the picture. calls: as it shows in its step's "
+            "output, for schedulers that let no gradient through.  [default: sampling]",
+            show_default=False,
+            rich_help_panel=_INPUTS,
+        ),
+    ] = None,
     size: Annotated[
         str | None,
         typer.Option("--size", help="WIDTHxHEIGHT.", show_default=False, rich_help_panel=_INPUTS),
@@ -93,8 +103,8 @@ def statistics(
     """Run a model on a few inputs and keep what its layers do, for extract --statistics.
 
     The model is called as always, and once more with gradients. For each
-    layer the second moments of its inputs are kept, and those of what its
-    output does to the model's. Four to eight inputs are enough.
+    layer the second moments of what the picture feels of its weight are
+    kept. Eight inputs are enough for an LBM; a pipeline gains by more.
     """
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.file import check_target, refuse_inputs
@@ -113,10 +123,12 @@ def statistics(
 
         common |= {"dtype": resolve_dtype(torch_dtype), "device": resolve_device(device)}
     if prompts is not None:
+        common["through"] = through or "sampling"
         found = _of_pipeline(model, prompts, _call(num_inference_steps, guidance_scale, size), common)
     else:
-        if guidance_scale is not None:
-            raise ConfigError("--guidance_scale is for --prompts.", hint="Leave it out for an LBM.")
+        for flag, given in (("--guidance_scale", guidance_scale), ("--through", through)):
+            if given is not None:
+                raise ConfigError(f"{flag} is for --prompts.", hint="Leave it out for an LBM.")
         found = _of_lbm(model, images, noise, config_path, num_inference_steps or 1, size, common)
     found.save(save_to)
     if as_json:

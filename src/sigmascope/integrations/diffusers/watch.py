@@ -25,7 +25,7 @@ from sigmascope.integrations.diffusers.watch_session import Observer, Session, W
 from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
-from sigmascope.records.run import KEEP_GENERATIONS, Run
+from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run
 
 _log = logging.getLogger(__name__)
 _BASES: Final = (
@@ -80,6 +80,22 @@ class Watch:
     def take_older(self, least: int = 1) -> Run | None:
         """Fold the generations before those to keep, and return them as a run by itself; None: fewer than `least`."""
         return self._sessions[-1].recorder.take_older(least) if self._sessions else None
+
+    def begin_at(self, moment_ns: int) -> None:
+        """Let the record begin earlier, at a moment of `time.perf_counter_ns`."""
+        for session in self._sessions:
+            session.recorder.begin_at(moment_ns)
+
+    def has_stages(self) -> bool:
+        """Whether a stage has been opened, or none will be."""
+        return not self._sessions or self._sessions[-1].recorder.first_stage_ns is not None
+
+    def note_imports(self, seconds_before: Callable[[int], dict[str, float]]) -> None:
+        """Note what imports took before the first stage, by package."""
+        for session in self._sessions:
+            first_ns = session.recorder.first_stage_ns
+            if first_ns is not None:
+                session.recorder.fact(IMPORTS, seconds_before(first_ns))
 
     def __enter__(self) -> "Watch":
         self._process_id = os.getpid()
@@ -142,6 +158,7 @@ def watch(
     step_memory: bool = True,
     keep_generations: int | None = KEEP_GENERATIONS,
     thumbnails: bool = False,
+    stacks: bool = False,
     on_run: Callable[[Run], object] | None = None,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
@@ -165,6 +182,8 @@ def watch(
             (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
             as long as the watch lasts.
         thumbnails: Whether each generation keeps its first picture, at most 96 pixels wide and high, for reports to show.
+        stacks: Whether a thread looks, some twenty times a second, where your own code is while no step runs: between the
+            steps, in the rest of stages, outside of them. Reports name function and line.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
@@ -182,7 +201,7 @@ def watch(
                 f"{pipeline.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails)
+    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails, stacks)
     return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
 
 

@@ -76,6 +76,7 @@ class WatchOptions:
     step_memory: bool = True
     keep_generations: int | None = KEEP_GENERATIONS
     thumbnails: bool = False
+    stacks: bool = False
 
 
 class Session:
@@ -93,6 +94,7 @@ class Session:
             step_memory=options.step_memory,
             keeps_words=keeps_words,
             keep=options.keep_generations,
+            stacks=options.stacks,
         )
         self.is_over = False
         self.is_everywhere = not pipelines
@@ -527,6 +529,7 @@ class Denoising:
         if self._started is None:
             if self._has_device:
                 self._mark = self._scope.instruments.mark()
+            self._scope.in_step = True
             self._started = self._clock()
 
     def _is_another(self, timestep: object) -> bool:

@@ -1,0 +1,75 @@
+"""Over a whole sampling with guidance, bytes that statistics spend give nearer pictures than a fixed rank's."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tests.pocket_pipelines import KINDS, load_pocket, prompts, save_pocket
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.lbm.images import psnr
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.reader import load_lora
+from sigmascope.pipeline.statistics import pipeline_statistics
+
+pytestmark = pytest.mark.slow
+CALL: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 3.0}
+CALIBRATION, SCORED = 6, 8
+
+
+class FineTune:
+    """A pocket pipeline's base and tuned, statistics of the tuned, and its pictures of prompts that these never saw."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.base, self.tuned = (save_pocket(kind, look, folder / look) for look in ("base", "tuned"))
+        self.statistics = folder / "statistics.safetensors"
+        self.pipeline = load_pocket(kind, "base")
+        tuned = load_pocket(kind, "tuned")
+        self.truth = painted(tuned)
+        with open_checkpoint(self.tuned) as checkpoint:
+            fingerprint = denoiser_fingerprint(checkpoint)
+        texts = prompts(held_out=False)[:CALIBRATION]
+        pipeline_statistics(tuned, texts, call=CALL, seed=1, fingerprint=fingerprint).save(self.statistics)
+
+    def score(self, options: ExtractOptions) -> tuple[int, float]:
+        """The bytes of the LoRA that is extracted, and the median PSNR of its pictures in dB."""
+        target = self.folder / "lora.safetensors"
+        extract_lora(self.base, self.tuned, target, options)
+        with attach_lora(getattr(self.pipeline, KINDS[self.kind]), load_lora(target)):
+            made = painted(self.pipeline)
+        scores = [psnr(picture, truth) for picture, truth in zip(made, self.truth, strict=True)]
+        return target.stat().st_size, median(scores)
+
+
+def painted(pipeline: Any) -> list[Image.Image]:
+    texts = prompts(held_out=True)[:SCORED]
+    generators = [torch.Generator().manual_seed(number) for number in range(len(texts))]
+    made: list[Image.Image] = pipeline(list(texts), generator=generators, **CALL).images
+    return made
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def fine_tune(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FineTune:
+    return FineTune(str(request.param), tmp_path_factory.mktemp("fine-tune"))
+
+
+@pytest.mark.parametrize("rank", [2, 4, 8])
+def test_statistics_give_nearer_pictures_than_a_fixed_rank_of_the_same_bytes(
+    fine_tune: FineTune, rank: int
+) -> None:
+    size, fixed = fine_tune.score(ExtractOptions(rank=rank, conv_rank=rank))
+    within = Budget(max_bytes=size)
+    bytes_of_budget, budget = fine_tune.score(ExtractOptions(budget=within))
+    bytes_of_statistics, by_statistics = fine_tune.score(
+        ExtractOptions(budget=within, statistics=fine_tune.statistics)
+    )
+    assert max(bytes_of_budget, bytes_of_statistics) <= size
+    assert by_statistics >= fixed + 3.0
+    assert budget >= fixed
