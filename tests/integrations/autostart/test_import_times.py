@@ -68,6 +68,7 @@ def test_each_package_has_its_own_time_and_the_rows_sum_to_the_whole(folder: Pat
     rows = {row.label: row for row in time_breakdown(run)}
     assert rows["imports"].seconds >= 3 * SLEEP
     assert rows["before the first stage"].seconds >= 2 * SLEEP
+    assert rows["before the first stage"].places[0].label == "read_image (script.py:9)"
     assert sum(row.seconds for row in rows.values()) == pytest.approx(run.seconds, rel=0.01)
 
 

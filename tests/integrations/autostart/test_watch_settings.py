@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from sigmascope.integrations.autostart import say
+from sigmascope.integrations.autostart import USER_PREFIX, say, settings_from
 
 
 class Stream:
@@ -18,6 +18,12 @@ class Stream:
         raise RuntimeError("a stream of the program's own")
 
     def flush(self) -> None: ...
+
+
+def test_stacks_are_sampled_where_the_environment_says_so() -> None:
+    assert settings_from({"SIGMASCOPE_STACKS": "1"}, USER_PREFIX).is_on("stacks")
+    assert not settings_from({"SIGMASCOPE_STACKS": "0"}, USER_PREFIX).is_on("stacks")
+    assert not settings_from({}, USER_PREFIX).is_on("stacks")
 
 
 def test_a_stream_that_fails_is_not_the_program_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
