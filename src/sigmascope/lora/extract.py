@@ -141,6 +141,37 @@ def extract_lora(
     return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
 
 
+def check_extraction(
+    base: str | PathLike[str],
+    tuned: str | PathLike[str],
+    save_to: str | PathLike[str],
+    options: ExtractOptions,
+) -> None:
+    """Refuse, before statistics are made, what `extract_lora` would refuse after: no weight is read here.
+
+    Args:
+        base: As of `extract_lora`, as all are.
+        tuned: The fine-tuned checkpoint.
+        save_to: The file to write.
+        options: The statistics that they name need not be there yet.
+
+    Raises:
+        SigmascopeError: As of `extract_lora`.
+    """
+    target = Path(save_to)
+    check_target(target)
+    require_writable(target)
+    refuse_other_yaml(sidecar_path(target))
+    require_yaml()
+    resolve_device(options.device)
+    with open_pair(base, tuned, options.pairing) as pair:
+        refuse_inputs(target, pair.base, pair.tuned)
+        options.rank_rules.check(pair.layers)
+        if options.budget is not None:
+            options.budget.check(pair.layers)
+        resolve_format(options, pair)
+
+
 def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
     """The format asked for, or the one that tools for such a checkpoint read.
 

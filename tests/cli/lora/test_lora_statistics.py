@@ -134,6 +134,43 @@ def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run,
     assert all(torch.equal(one[key], two[key]) for key in two)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"--calibrate": "no_folder"}, "no_folder"),
+        ({"--calibrate": "empty"}, "empty"),
+        ({"--base_model_path": "missing.safetensors"}, "there is no base model"),
+        ({"--tuned_model_path": "missing.safetensors"}, "missing.safetensors"),
+        ({"--save_to": "lora.bin"}, "lora.bin"),
+        ({"--save_to": "scenes/000.png/lora.safetensors"}, "lora.safetensors"),
+        ({"--rank_for": "no_such_layer=4"}, "no_such_layer"),
+        ({"--max_error": "5%", "--budget_weights": "plain"}, "--budget_weights plain"),
+        ({"--rank_method": "threshold:0.01"}, "threshold"),
+    ],
+)
+def test_what_cannot_be_extracted_is_refused_before_the_model_is_run(
+    changed: dict[str, str], says: str, sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("scenes").mkdir()
+    Path("empty").mkdir()
+    scene(101).resize((64, 64)).save("scenes/000.png")
+
+    def run_too_early(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("sigmascope.lbm.infer.lbm_statistics", run_too_early)
+    flags = {
+        "--base_model_path": str(tiny / "base.safetensors"),
+        "--tuned_model_path": str(tiny / "tuned.safetensors"),
+        "--save_to": "lora.safetensors",
+        "--calibrate": "scenes",
+    } | changed
+    code, _, err = sigmascope("lora", "extract", *(part for pair in flags.items() for part in pair))
+    assert code != 0
+    assert says in err.replace("\n", " ")
+    assert not Path("lora.safetensors").exists()
+
+
 def scene(seed: int) -> Image.Image:
     return Image.fromarray(relighting_pair(seed, COOL)[0])
 

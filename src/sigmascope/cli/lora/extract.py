@@ -39,6 +39,8 @@ from sigmascope.cli.options import (
 from sigmascope.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from sigmascope.lora.extract import ExtractionReport
     from sigmascope.lora.statistics import ModelStatistics
 
@@ -171,6 +173,7 @@ def extract(
     choice = rank_choice(ranks)
     if calibrate is not None and statistics is not None:
         raise ConfigError("--calibrate makes what --statistics names.", hint="Leave one of the two out.")
+    pictures = None if calibrate is None else calibration_pictures(calibrate)
     require_base(
         base_model_path,
         create=create_base_model,
@@ -178,7 +181,7 @@ def extract(
         config=config_path,
         calibrates=calibrate is not None,
     )
-    from sigmascope.lora.extract import ExtractOptions, extract_lora
+    from sigmascope.lora.extract import ExtractOptions, check_extraction, extract_lora
 
     options = ExtractOptions(
         rules=choice.rules,
@@ -196,10 +199,11 @@ def extract(
         ridge=ridge,
     )
     with TemporaryDirectory() as folder:
-        if calibrate is not None:
+        if pictures is not None:
             made = Path(folder) / "statistics.safetensors"
-            calibrated(tuned_model_path, calibrate, config_path, device).save(made)
             options = replace(options, statistics=made)
+            check_extraction(base_model_path, tuned_model_path, save_to, options)
+            calibrated(tuned_model_path, pictures, config_path, device).save(made)
         with progress_bar("Extracting") as progress:
             report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
     if as_json:
@@ -208,18 +212,28 @@ def extract(
         print_extraction(Console(), report, verbose=verbose)
 
 
-def calibrated(model: Path, folder: Path, config: Path | None, device: str) -> "ModelStatistics":
-    """Statistics of an LBM that translates the pictures of a folder.
+def calibration_pictures(folder: Path) -> "list[Image.Image]":
+    """The pictures of a folder, read before anything is computed.
 
     Raises:
-        ConfigError: The folder holds none.
+        ConfigError: The folder is not there or holds none, or one cannot be read.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.images import find_images, load_image
+    return [load_image(path) for path in find_images(folder)[0]]
+
+
+def calibrated(
+    model: Path, pictures: "list[Image.Image]", config: Path | None, device: str
+) -> "ModelStatistics":
+    """Statistics of an LBM that translates pictures.
+
+    Raises:
         CheckpointError: The model is no LBM, or cannot be loaded.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import resolve_device
-        from sigmascope.lbm.images import find_images, load_image
         from sigmascope.lbm.infer import lbm_statistics
-    pictures = [load_image(path) for path in find_images(folder)[0]]
     with progress_bar("Calibrating") as progress:
         return lbm_statistics(
             model, pictures, config_path=config, device=resolve_device(device), progress=progress
