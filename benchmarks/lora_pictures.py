@@ -1,13 +1,18 @@
 """How near a LoRA's pictures are to the tuned model's, by the bytes of its file and by how its ranks were chosen.
 
-    python benchmarks/lora_pictures.py [--scenes 16] [--calibration 8] [--seeds 3] [--ranks 2 4 8 16] [--json]
+    PYTHONPATH=. python benchmarks/lora_pictures.py [--models lbm unet mmdit] [--ranks 2 4 8 16] [--json] [--plot FILE]
 
-The pocket model's base and its relighting fine-tune. At the bytes of each fixed rank, every other way gets as many:
-kohya's `sv_fro`, LyCORIS' `quantile` and KJNodes' `adaptive_energy` (the largest file of a grid of parameters that fits),
-a budget whose errors count as they are or by the size of the layer's weight, and statistics of calibration
-pictures that are not scored. A LoRA of rank 64 is resized too: to the fixed rank, to its bytes, and to its bytes by
-statistics. PSNR is against the tuned model's picture; medians over scenes, the worst scene in brackets;
-with statistics the median and the worst of all calibration seeds.
+Three trained models, each with a fine-tune of another look: the pocket LBM, which translates a picture in one step, and
+the pocket pipelines, a Stable Diffusion and a Stable Diffusion 3 in small, which paint prompts with 4 steps, with 20,
+and with 20 and guidance.
+
+At the bytes of each fixed rank, every other way gets as many: kohya's `sv_fro`, LyCORIS' `quantile` and KJNodes'
+`adaptive_energy` (the largest file of a grid of parameters that fits), a budget whose errors count as they are or by
+the size of the layer's weight, and statistics of calibration inputs that are not scored. A LoRA of rank 64 is resized
+too: to the fixed rank, to its bytes, and to its bytes by statistics.
+
+PSNR is against the tuned model's picture of the same input and seed: the median over the inputs, and the worst in
+brackets. With statistics both are over all calibration seeds; pictures from prompts are of three sampling seeds.
 """
 
 import argparse
@@ -16,23 +21,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from tests.pocket_pipelines import KINDS, load_pocket, prompts, save_pocket
 
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import lbm_statistics, noise_pictures, translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
+from sigmascope.lora.statistics import ModelStatistics
+from sigmascope.pipeline.statistics import pipeline_statistics
 
 POLICIES = {
     "kohya sv_fro": "sv_fro",
@@ -42,35 +54,119 @@ POLICIES = {
 GRID = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 RESIZED = 64
 FIRST_SCORED, FIRST_CALIBRATION = 5000, 1000
+SAMPLING_SEEDS = 3
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "4 steps": {"num_inference_steps": 4, "guidance_scale": 1.0},
+    "20 steps": {"num_inference_steps": 20, "guidance_scale": 1.0},
+    "20 steps, guidance": {"num_inference_steps": 20, "guidance_scale": 3.0},
+}
+
+Scores = dict[str, list[float]]
+"""PSNR of each scored picture in dB, by how the model was called."""
 
 
-def scenes(first: int, count: int) -> list[Image.Image]:
-    """Rendered scenes by their numbers."""
-    return [Image.fromarray(relighting_pair(first + number, COOL)[0]) for number in range(count)]
+class Pair(ABC):
+    """A base and its fine-tune, the inputs of both, and the tuned model's pictures.
+
+    Attributes:
+        base: The base's checkpoint.
+        tuned: The fine-tune's.
+    """
+
+    base: Path
+    tuned: Path
+
+    @abstractmethod
+    def statistics(self, of: str, seed: int) -> ModelStatistics | None:
+        """Statistics of the "tuned" model, of the "base", or of the tuned one with "noise" for inputs; None: no such."""
+
+    @abstractmethod
+    def score(self, lora: Path | None) -> Scores:
+        """How near the base's pictures come, with a LoRA or without."""
 
 
-class Judge:
-    """The tuned model's pictures of scenes, and how near those of base and LoRA come."""
+class LbmPair(Pair):
+    """The pocket LBM: scenes to relight."""
 
-    def __init__(self, count: int) -> None:
-        self._pictures = scenes(FIRST_SCORED, count)
-        self._base = load_lbm(BASE_PATH, CONFIG_PATH)
-        self._truth = self._pictures_of(load_lbm(TUNED_PATH, CONFIG_PATH))
+    base, tuned = BASE_PATH, TUNED_PATH
 
-    def _pictures_of(self, model: LbmModel) -> list[Image.Image]:
+    def __init__(self, count: int, calibration: int) -> None:
+        self._calibration = calibration
+        self._pictures = self._scenes(FIRST_SCORED, count)
+        self._model = load_lbm(BASE_PATH, CONFIG_PATH)
+        self._truth = self._translated(load_lbm(TUNED_PATH, CONFIG_PATH))
+
+    def statistics(self, of: str, seed: int) -> ModelStatistics | None:
+        """Of scenes that are not scored."""
+        first = FIRST_CALIBRATION + 100 * seed
+        noise = noise_pictures(self._calibration, size=128) if of == "noise" else None
+        pictures = noise or self._scenes(first, self._calibration)
+        path = BASE_PATH if of == "base" else TUNED_PATH
+        return lbm_statistics(path, pictures, config_path=CONFIG_PATH, seed=seed)
+
+    def score(self, lora: Path | None) -> Scores:
+        """In one step."""
+        if lora is None:
+            made = self._translated(self._model)
+        else:
+            with attach_lora(self._model, load_lora(lora)):
+                made = self._translated(self._model)
+        return {"1 step": [psnr(picture, truth) for picture, truth in zip(made, self._truth, strict=True)]}
+
+    def _translated(self, model: Any) -> list[Image.Image]:
         return [translate_image(model, picture, seed=3) for picture in self._pictures]
 
-    def score(self, lora: Path) -> list[float]:
-        """PSNR of each scene in dB."""
-        with attach_lora(self._base, load_lora(lora)):
-            results = self._pictures_of(self._base)
-        return [psnr(result, truth) for result, truth in zip(results, self._truth, strict=True)]
+    def _scenes(self, first: int, count: int) -> list[Image.Image]:
+        return [Image.fromarray(relighting_pair(first + number, COOL)[0]) for number in range(count)]
 
 
-def extract(target: Path, options: ExtractOptions) -> tuple[Path, int]:
-    """Extract a LoRA of the pocket pair; gives the file and its bytes."""
-    extract_lora(BASE_PATH, TUNED_PATH, target, options)
-    return target, target.stat().st_size
+class PipelinePair(Pair):
+    """A pocket pipeline: prompts that neither training nor calibration saw."""
+
+    def __init__(self, kind: str, folder: Path, count: int, calibration: int) -> None:
+        self._kind, self._calibration = kind, calibration
+        self.base, self.tuned = (save_pocket(kind, look, folder / look) for look in ("base", "tuned"))
+        self._prompts = prompts(held_out=True)[:count]
+        self._pipeline = load_pocket(kind, "base")
+        self._truth = self._painted(load_pocket(kind, "tuned"))
+
+    def statistics(self, of: str, seed: int) -> ModelStatistics | None:
+        """Of prompts of training's, with 20 steps and guidance."""
+        if of == "noise":
+            return None
+        texts = prompts(held_out=False)[seed * self._calibration :][: self._calibration]
+        with open_checkpoint(self.base if of == "base" else self.tuned) as checkpoint:
+            fingerprint = denoiser_fingerprint(checkpoint)
+        return pipeline_statistics(
+            load_pocket(self._kind, of),
+            texts,
+            call=CALLS["20 steps, guidance"],
+            seed=1000 + seed,
+            fingerprint=fingerprint,
+        )
+
+    def score(self, lora: Path | None) -> Scores:
+        """Over the whole sampling."""
+        if lora is None:
+            made = self._painted(self._pipeline)
+        else:
+            with attach_lora(getattr(self._pipeline, KINDS[self._kind]), load_lora(lora)):
+                made = self._painted(self._pipeline)
+        return {
+            name: [psnr(picture, truth) for picture, truth in zip(made[name], self._truth[name], strict=True)]
+            for name in CALLS
+        }
+
+    def _painted(self, pipeline: Any) -> dict[str, list[Image.Image]]:
+        painted: dict[str, list[Image.Image]] = {}
+        for name, call in CALLS.items():
+            painted[name] = []
+            for seed in range(SAMPLING_SEEDS):
+                generators = [
+                    torch.Generator().manual_seed(100 * seed + number) for number in range(len(self._prompts))
+                ]
+                painted[name] += pipeline(list(self._prompts), generator=generators, **call).images
+        return painted
 
 
 def main() -> int:
@@ -78,107 +174,123 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenes", type=int, default=16)
-    parser.add_argument("--calibration", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=["lbm", *KINDS], default=["lbm", *KINDS])
+    parser.add_argument("--inputs", type=int, default=16, help="scored scenes; half as many prompts")
+    parser.add_argument("--calibration", type=int, default=8, help="inputs of the statistics")
+    parser.add_argument("--seeds", type=int, default=3, help="of calibration")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="rows in place of tables")
+    parser.add_argument("--plot", type=Path, help="draw bytes against PSNR into this file; needs matplotlib")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), asked.scenes, asked.calibration, asked.seeds, asked.ranks)
-    print(json.dumps(rows) if asked.json else table(rows))
+    rows: list[dict[str, Any]] = []
+    for model in asked.models:
+        with tempfile.TemporaryDirectory() as folder:
+            if model == "lbm":
+                pair: Pair = LbmPair(asked.inputs, asked.calibration)
+            else:
+                pair = PipelinePair(model, Path(folder), max(1, asked.inputs // 2), asked.calibration)
+            found = measure(pair, Path(folder), asked.seeds, asked.ranks)
+        rows += [{"model": model, **row} for row in found]
+        if not asked.json:
+            print("\n\n".join(tables(model, found)), end="\n\n", flush=True)
+    if asked.json:
+        print(json.dumps(rows))
+    if asked.plot is not None:
+        plot(rows, asked.plot)
     return 0
 
 
-def measure(
-    folder: Path, count: int, calibration: int, seeds: int, ranks: Sequence[int]
-) -> list[dict[str, object]]:
-    """A row for each rank and way."""
-    judge = Judge(count)
-    judged: dict[Path, list[float]] = {}
-    known: list[Path] = []
-    for seed in range(seeds):
-        started = time.perf_counter()
-        first = FIRST_CALIBRATION + 100 * seed
-        known.append(folder / f"statistics-{seed}.safetensors")
-        lbm_statistics(TUNED_PATH, scenes(first, calibration), config_path=CONFIG_PATH, seed=seed).save(
-            known[-1]
-        )
-        print(f"statistics {seed}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    noise = folder / "statistics-noise.safetensors"
-    lbm_statistics(TUNED_PATH, noise_pictures(calibration, size=128), config_path=CONFIG_PATH).save(noise)
-    base = folder / "statistics-base.safetensors"
-    pictures = scenes(FIRST_CALIBRATION, calibration)
-    lbm_statistics(BASE_PATH, pictures, config_path=CONFIG_PATH).save(base)
+def measure(pair: Pair, folder: Path, seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each rank, way and kind of call."""
+
+    def extract(name: str, options: ExtractOptions) -> Path:
+        extract_lora(pair.base, pair.tuned, folder / f"{name}.safetensors", options)
+        return folder / f"{name}.safetensors"
+
+    def collected(of: str, seed: int = 0) -> Path | None:
+        started, path = time.perf_counter(), folder / f"statistics-{of}-{seed}.safetensors"
+        found = pair.statistics(of, seed)
+        if found is None:
+            return None
+        found.save(path)
+        print(f"statistics of {of}, {seed}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        return path
+
+    known = [path for seed in range(seeds) if (path := collected("tuned", seed)) is not None]
+    others = {"noise": collected("noise"), "the base": collected("base")}
     grids = {
-        name: [
-            extract(
-                folder / f"{method}-{p}.safetensors",
-                ExtractOptions(rules=RankRules(MethodRank(method, p))),
-            )
-            for p in GRID
-        ]
+        name: [extract(f"{method}-{p}", ExtractOptions(rules=RankRules(MethodRank(method, p)))) for p in GRID]
         for name, method in POLICIES.items()
     }
-    large, _ = extract(folder / "large.safetensors", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))
-    rows: list[dict[str, object]] = []
+    large = extract("large", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))
+    judged: dict[Path | None, Scores] = {None: pair.score(None)}
+    rows: list[dict[str, Any]] = []
     for rank in ranks:
-        fixed, size = extract(folder / f"fixed-{rank}.safetensors", ExtractOptions(rank=rank, conv_rank=rank))
+        fixed = extract(f"fixed-{rank}", ExtractOptions(rank=rank, conv_rank=rank))
+        size = fixed.stat().st_size
+        within = Budget(max_bytes=size)
 
-        def budget(name: str, size: int = size, **options: object) -> list[Path]:
-            chosen = ExtractOptions(budget=Budget(max_bytes=size), **options)  # type: ignore[arg-type]
-            return [extract(folder / f"{name}.safetensors", chosen)[0]]
-
-        ways: dict[str, list[Path]] = {"fixed rank": [fixed]}
-        for name, grid in grids.items():
-            fitting = [path for path, taken in grid if taken <= size]
-            ways[name] = [max(fitting, key=lambda path: path.stat().st_size)] if fitting else []
-        ways["budget, plain"] = budget(f"plain-{rank}", budget_weights="plain")
-        ways["budget, relative"] = budget(f"relative-{rank}")
-        ways["statistics"] = [
-            budget(f"weighted-{rank}-{seed}", statistics=path)[0] for seed, path in enumerate(known)
-        ]
-        ways["statistics of noise"] = budget(f"noise-{rank}", statistics=noise)
-        ways["statistics of the base"] = budget(f"base-{rank}", statistics=base)
-
-        def resized(name: str, plan: RankPlan, known: Path | None = None) -> Path:
-            resize_lora(large, folder / f"{name}.safetensors", plan, statistics=known)
+        def resized(name: str, plan: RankPlan, by: Path | None = None) -> Path:
+            resize_lora(large, folder / f"{name}.safetensors", plan, statistics=by)
             return folder / f"{name}.safetensors"
 
-        within = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), Budget(max_bytes=size))
+        ways: dict[str, Sequence[Path | None]] = {"no LoRA": [None], "fixed rank": [fixed]}
+        for name, grid in grids.items():
+            fitting = [path for path in grid if path.stat().st_size <= size]
+            ways[name] = [max(fitting, key=lambda path: path.stat().st_size)] if fitting else []
+        ways["budget, plain"] = [
+            extract(f"plain-{rank}", ExtractOptions(budget=within, budget_weights="plain"))
+        ]
+        ways["budget, relative"] = [extract(f"relative-{rank}", ExtractOptions(budget=within))]
+        ways["statistics"] = [
+            extract(f"weighted-{rank}-{seed}", ExtractOptions(budget=within, statistics=path))
+            for seed, path in enumerate(known)
+        ]
+        for name, path in others.items():
+            if path is not None:
+                made = extract(f"{name}-{rank}", ExtractOptions(budget=within, statistics=path))
+                ways[f"statistics of {name}"] = [made]
+        whole = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), within)
         ways["resized, fixed rank"] = [resized(f"cut-{rank}", RankPlan(RankRules(FixedRank(rank, rank))))]
-        ways["resized, budget"] = [resized(f"cut-plain-{rank}", within)]
+        ways["resized, budget"] = [resized(f"cut-budget-{rank}", whole)]
         ways["resized, statistics"] = [
-            resized(f"cut-weighted-{rank}-{seed}", within, path) for seed, path in enumerate(known)
+            resized(f"cut-weighted-{rank}-{seed}", whole, path) for seed, path in enumerate(known)
         ]
         for way, files in ways.items():
             for path in files:
                 if path not in judged:
-                    judged[path] = judge.score(path)
-            scores = [score for path in files for score in judged[path]]
-            rows.append(
-                {
-                    "rank": rank,
-                    "limit": size,
-                    "way": way,
-                    "bytes": max((path.stat().st_size for path in files), default=None),
-                    "psnr": statistics.median(scores) if scores else None,
-                    "worst": min(scores, default=None),
-                }
-            )
+                    judged[path] = pair.score(path)
+            for call in judged[None]:
+                scores = [score for path in files for score in judged[path][call]]
+                rows.append(
+                    {
+                        "call": call,
+                        "rank": rank,
+                        "limit": size,
+                        "way": way,
+                        "bytes": max((path.stat().st_size for path in files if path), default=None),
+                        "psnr": statistics.median(scores) if scores else None,
+                        "worst": min(scores, default=None),
+                    }
+                )
+        print(f"rank {rank} is scored", file=sys.stderr)
     return rows
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """Ways down, sizes across: dB to the tuned model's picture, and beyond a fixed rank."""
+def tables(model: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table for each kind of call: ways down, sizes across, dB to the tuned model's picture and beyond a fixed rank."""
+    return [
+        f"{model}, {call}:\n\n{table([row for row in rows if row['call'] == call])}"
+        for call in dict.fromkeys(row["call"] for row in rows)
+    ]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Ways down, sizes across."""
     ranks = list(dict.fromkeys(row["rank"] for row in rows))
     limits = {row["rank"]: row["limit"] for row in rows}
-    lines = [
-        "| way | "
-        + " | ".join(f"{float(str(limits[rank])) / 1e6:.2f} MB (rank {rank})" for rank in ranks)
-        + " |"
-    ]
+    lines = ["| way | " + " | ".join(f"{limits[rank] / 1e6:.2f} MB (rank {rank})" for rank in ranks) + " |"]
     lines.append("|---|" + "---|" * len(ranks))
     fixed = {row["rank"]: row["psnr"] for row in rows if row["way"] == "fixed rank"}
     for way in dict.fromkeys(row["way"] for row in rows):
@@ -188,10 +300,47 @@ def table(rows: Sequence[dict[str, object]]) -> str:
             if row["psnr"] is None:
                 cells.append("nothing so small")
                 continue
-            gain = float(str(row["psnr"])) - float(str(fixed[rank]))
-            cells.append(f"{row['psnr']:.1f} [{row['worst']:.1f}] {gain:+.1f}")
+            cells.append(f"{row['psnr']:.1f} [{row['worst']:.1f}] {row['psnr'] - fixed[rank]:+.1f}")
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+DRAWN = {
+    "fixed rank": ("#555555", "o"),
+    "KJNodes adaptive_energy": ("#b8860b", "^"),
+    "kohya sv_fro": ("#b05a2c", "v"),
+    "budget, relative": ("#4a7ebb", "s"),
+    "statistics": ("#1a7f4b", "D"),
+}
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw bytes against PSNR, a panel for each model and kind of call."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["model"], row["call"]) for row in rows))
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.2 * lines), layout="constrained")
+    for number, (model, call) in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        of_panel = [row for row in rows if (row["model"], row["call"]) == (model, call)]
+        for way, (colour, marker) in DRAWN.items():
+            points = [
+                (row["limit"] / 1e6, row["psnr"]) for row in of_panel if row["way"] == way and row["psnr"]
+            ]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=way)
+        axes.set_title(f"{model}, {call}", fontsize=10)
+        axes.set_xscale("log")
+        ticks = sorted({row["limit"] / 1e6 for row in of_panel})
+        axes.set_xticks(ticks, [f"{tick:.2f}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("MB")
+        axes.grid(alpha=0.3)
+        if number % columns == 0:
+            axes.set_ylabel("PSNR to the tuned picture, dB")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

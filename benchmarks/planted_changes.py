@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.families.changes import CHANGES, Change, slowed, with_lora
+from tests.families.changes import CHANGES, Change, DroppedPages, lora_file, slowed, with_lora
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
@@ -111,10 +112,24 @@ def fresh() -> Any:
 
 def headline_of(before: list[Run], change: Change) -> str:
     """What the comparison says of runs after a change."""
+    runs = []
+    for _ in range(RUNS):
+        if not runs or change.in_first_call:
+            pipe = fresh()
+            change.act(pipe)
+            if not change.in_first_call:
+                watched(pipe, **change.call)  # the first is never like the others
+        runs.append(watched(pipe, **change.call))
+    return what_changed(runs, before).headline
+
+
+def with_file(path: Path) -> list[Run]:
+    """Runs of a pipeline that a LoRA was loaded into from a file."""
     pipe = fresh()
-    change.act(pipe)
-    watched(pipe, **change.call)  # the first is never like the others
-    return what_changed([watched(pipe, **change.call) for _ in range(RUNS)], before).headline
+    with sigmascope.watch(pipe):
+        pipe.load_lora_weights(str(path), adapter_name="style")
+    watched(pipe)
+    return [watched(pipe) for _ in range(RUNS)]
 
 
 def with_older_torch(run: Run) -> Run:
@@ -142,6 +157,24 @@ def headlines(pipe: Any, before: list[Run]) -> Iterator[tuple[str, str, str]]:
         "→ 2.12.0",
         what_changed([with_older_torch(run) for run in before], before).headline,
     )
+    paged = fresh()
+    if DroppedPages(paged.unet).works:
+        runs = [watched(paged) for _ in range(RUNS)]
+        yield "weights read from disk", "page faults from disk", what_changed(runs, before).headline
+    else:
+        print("--   weights read from disk: this system cannot be made to forget pages of a file here")
+    compiled = fresh()
+    compiled.unet.compile(backend="aot_eager")
+    watched(compiled)
+    warm = [watched(compiled) for _ in range(RUNS)]
+    cold = []
+    for _ in range(RUNS):
+        torch.compiler.reset()
+        cold.append(watched(compiled))
+    yield "compiled again", "graphs compiled 0 →", what_changed(cold, warm).headline
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [with_file(lora_file(Path(folder, str(seed)), seed)) for seed in (1, 2)]
+    yield "LoRA file", "LoRA unet.style file sha256", what_changed(sides[1], sides[0]).headline
     lora = fresh()
     with_lora(lora)
     strong = [watched(lora) for _ in range(RUNS)]

@@ -172,3 +172,104 @@ def test_records_from_before_recipes_were_kept_compare_with_those_of_today() -> 
     facts = {name: value for name, value in stage.facts.items() if name not in ("recipe", "seeds")}
     old = replace(now, stages=(replace(stage, facts=facts),))
     assert what_changed([now], [old]).recipe == {}
+
+
+def hashed(run: Run, **hashes: str | None) -> Run:
+    """The run with these hashes of its stages' tensors, "prompt_embeds" and "latent"."""
+    (generation,) = run.stages
+    children = tuple(
+        replace(
+            child,
+            facts={**child.facts, "output_hashes": {name: hashes.get(name) for name in child.tensors}},
+        )
+        for child in generation.children
+    )
+    return replace(run, stages=(replace(generation, children=children),))
+
+
+def test_outputs_are_told_apart_by_their_hashes_where_all_runs_have_them() -> None:
+    unread = generated(means=(None, None))
+    before = hashed(unread, prompt_embeds="aa", latent="bb")
+    assert first_difference([hashed(unread, prompt_embeds="aa", latent="cc")], [before]) == (
+        "denoising: latent"
+    )
+    assert first_difference([hashed(unread, prompt_embeds="cc", latent="cc")], [before]) == (
+        "text_encoding: prompt_embeds"
+    )
+    assert first_difference([before], [before]) is None
+
+
+def test_equal_statistics_of_other_bytes_are_another_output() -> None:
+    before, now = (hashed(generated(), prompt_embeds="aa", latent=digest) for digest in ("bb", "cc"))
+    assert first_difference([now], [before]) == "denoising: latent"
+
+
+def test_a_record_without_hashes_is_compared_by_statistics() -> None:
+    now = hashed(generated(means=(0.1, 0.5)), prompt_embeds="aa", latent="bb")
+    assert first_difference([now], [generated()]) == "denoising: latent"
+    assert first_difference([hashed(generated(), prompt_embeds="aa", latent="bb")], [generated()]) is None
+    lacking = hashed(generated(), prompt_embeds="aa", latent=None)
+    assert first_difference([lacking], [hashed(generated(), prompt_embeds="aa", latent="bb")]) is None
+
+
+def test_hashes_that_differ_within_one_side_say_nothing() -> None:
+    sides = [hashed(generated(), prompt_embeds="aa", latent=digest) for digest in ("bb", "cc")]
+    assert first_difference(sides, [sides[0]] * 2) is None
+
+
+def test_another_model_is_named_and_costs_no_time() -> None:
+    before, now = (
+        generated(step=step, recipe={"models": {"unet": fingerprint}}, means=(0.1, mean))
+        for step, fingerprint, mean in ((1.0, "aa", 0.2), (2.0, "bb", 0.3))
+    )
+    assert headline(now, before) == (
+        "1.67 × as long: 6.00 s → 10.00 s. 4.00 s more in the steps of denoising; nothing in the recipe explains it. "
+        "The outputs differ from the latent of denoising on: unet weights aa → bb."
+    )
+
+
+def test_a_model_without_a_fingerprint_on_one_side_is_no_difference() -> None:
+    before, now = (generated(recipe={"models": {"unet": fingerprint}}) for fingerprint in ("aa", None))
+    assert what_changed([now], [before]).recipe == {}
+
+
+def lora(**more: Any) -> dict[str, Any]:
+    return {"loras": {"unet.style": {"strength": [1.0, 1.0], "layers": 4, "active": 4, **more}}}
+
+
+def test_a_loras_file_says_more_than_its_content() -> None:
+    before, now = (
+        generated(recipe=lora(content=digit * 2, file="style.safetensors", sha256=digit * 64))
+        for digit in "ab"
+    )
+    assert what_changed([now], [before]).recipe == {
+        "LoRA unet.style file": (
+            "sha256 aaaaaaaaaaaa style.safetensors",
+            "sha256 bbbbbbbbbbbb style.safetensors",
+        )
+    }
+    unknown = generated(recipe=lora(content="cc"))
+    assert what_changed([unknown], [before]).recipe == {"LoRA unet.style content": ("aa", "cc")}
+
+
+def test_a_generators_state_is_named_where_its_seed_is_the_same() -> None:
+    before, now = (
+        generated(recipe={"generator_states": [state]}, means=(0.1, 0.2)) for state in ("aa", "bb")
+    )
+    assert what_changed([now], [before]).recipe == {"generator state": ("aa", "bb")}
+
+
+def test_garbage_and_compiling_are_named() -> None:
+    before = generated(full_collections=2, compiled_graphs=0)
+    now = generated(step=2.0, full_collections=40, compiled_graphs=3)
+    assert "graphs compiled 0 → 3 may explain it" in headline(now, before)
+    garbage = generated(step=2.0, full_collections=40, compiled_graphs=0)
+    assert "full garbage collections 2 → 40 may explain it" in headline(garbage, before)
+    assert what_changed([generated(full_collections=5, compiled_graphs=0)], [before]).recipe == {}
+
+
+def test_other_programs_are_no_change_of_a_run_that_takes_as_long() -> None:
+    before, now = (generated(others_cpu_share=share) for share in (0.5, 0.7))
+    changed = what_changed([now], [before])
+    assert changed.headline == "Nothing differs beyond noise."
+    assert changed.recipe == {"processor used by others": ("50 %", "70 %")}

@@ -29,19 +29,24 @@ VOCABULARY = 640
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
-@copied
 def clip_tokenizer() -> Any:
     """CLIP's: 77 tokens, every byte also as one that ends a word, and the words of the corpus."""
+    return clip_tokenizer_of(WORDS, 77)
+
+
+@copied
+def clip_tokenizer_of(words: tuple[str, ...], length: int) -> Any:
+    """CLIP's, for so many tokens, with these words in one token each."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer, CLIPTokenizerFast
 
     letters = sorted(ByteLevel.alphabet())
-    merges = _merges_of_words(WORDS)
+    merges = _merges_of_words(words)
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges), START, END]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if not IS_TRANSFORMERS_5:
-        return _from_files(CLIPTokenizerFast, vocabulary, merges, model_max_length=77)
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
+        return _from_files(CLIPTokenizerFast, vocabulary, merges, model_max_length=length)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=length)
 
 
 def _merges_of_words(words: Iterable[str]) -> list[tuple[str, str]]:

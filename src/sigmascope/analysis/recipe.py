@@ -13,11 +13,19 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.analysis.breakdown import TimeShare, time_breakdown
+from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.run_figures import p_of_higher
-from sigmascope.records.performance import BENCHMARK, DISK_READ, PAGE_FAULTS, others_of
+from sigmascope.records.performance import (
+    BENCHMARK,
+    COLLECTIONS,
+    COMPILED_GRAPHS,
+    DISK_READ,
+    PAGE_FAULTS,
+    others_of,
+)
 from sigmascope.records.run import (
+    OUTPUT_HASHES,
     RECIPE,
     AttentionFacts,
     CallFacts,
@@ -31,6 +39,7 @@ from sigmascope.records.run import (
 )
 
 _NONE: Final = "none"
+_OTHERS: Final = "processor used by others"
 _NOT_SET: Final = "not set"
 _SWITCHES: Final = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
 _CALL_FIELDS: Final = (
@@ -47,6 +56,7 @@ _BENCHMARK_FIELDS: Final = ("device", "seed", "threads")
 _NOTABLE_SHARE_APART: Final = 0.1  # of the processor, that other programs used
 _NOTABLE_FAULTS: Final = 100.0
 _NOTABLE_READ: Final = 16.0 * units.MIB
+_NOTABLE_COLLECTIONS: Final = 5.0
 # How many runs on each side are tested, or at least must lie apart, and how large a change of theirs counts.
 _FEWEST_TO_TEST: Final = 5
 _FEWEST_TO_LIE_APART: Final = 3
@@ -63,7 +73,7 @@ _AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "hei
 _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _MACHINE: Final = re.compile(
-    r"processor.*|page faults from disk|read from disk|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
+    r"processor.*|page faults from disk|read from disk|full garbage collections|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?"
 )
 _BELONGS_TO: Final = {
@@ -71,10 +81,11 @@ _BELONGS_TO: Final = {
         r".*prompt.*|text_encoder.*|tokenizer.*|LoRA text_encoder.*|clip_skip|max_sequence.*|batch_size"
     ),
     "model_sampling": re.compile(r"scheduler.*|num_inference_steps"),
-    "latent_encoding": re.compile(r"vae.*|has_image|" + "|".join(_PER_PICTURE)),
+    "latent_encoding": re.compile(r"vae.*|has_image|(.*_)?images?|" + "|".join(_PER_PICTURE)),
     "denoising": re.compile(
-        r"scheduler.*|seed|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
-        r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|" + "|".join(_AMOUNTS)
+        r"scheduler.*|seed|generator state|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
+        r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|graphs compiled|"
+        + "|".join(_AMOUNTS)
     ),
     "latent_decoding": re.compile(r"vae.*|output_type|" + "|".join(_PER_PICTURE)),
 }
@@ -82,7 +93,9 @@ _BELONGS_TO: Final = {
 
 _DIGITS: Final = 12
 """Of a prompt's hash, where that alone is known."""
-_COSTLESS: Final = re.compile(r"seed|eta|guidance_scale|LoRA .* strength|.*prompt.*|scheduler .*")
+_COSTLESS: Final = re.compile(
+    r"seed|generator state|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
+)
 """What another value of takes no more time."""
 _LONGEST: Final = 60
 """Characters of a value in a sentence."""
@@ -131,9 +144,10 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
         _output_sentence(output, recipe, is_seeded=is_seeded),
     ]
     told = " ".join(filter(None, sentences))
-    if not sentences[0] and (told or recipe):
+    # How busy others are is no change of the run's own: without a change of time it is in the table alone.
+    changes = [_in_words(name, sides) for name, sides in recipe.items() if name != _OTHERS or sentences[0]]
+    if not sentences[0] and (told or changes):
         sentences.insert(0, "Times are as before.")
-    changes = [_in_words(name, sides) for name, sides in recipe.items()]
     callback = recipe.get("callback", ("", ""))[1]
     is_told = any(change in told for change in changes) or (callback != "" and callback in told)
     if changes and not is_told:
@@ -243,7 +257,7 @@ def _ratio(before: str, now: str) -> float:
 def _where(row: TimeShare) -> str:
     stage = row.name.rsplit("/", 1)[-1]
     if row.part == "outside stages":
-        return row.name
+        return f"in {OWN}" if row.name == OWN else row.name
     if row.part == "scheduler":
         return f"in the scheduler's steps of {stage}"
     if row.part == "between steps":
@@ -306,27 +320,47 @@ def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool
 def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
     """The first stage and tensor, "denoising: latent", whose values differ between the sides and not within one.
 
-    Tensors are told apart by shape, type and the exact statistics of all their values, where these were read.
+    Tensors are told apart by shape, type and the hash of their bytes; where some run has no hash, by the exact
+    statistics of all their values.
     """
     sides = [[_outputs(run) for run in runs] for runs in (baseline, new)]
-    before, now = (runs[0] for runs in sides)
-    for name, value in before.items():
-        if name not in now or None in (value, now[name]):
+    for name in sides[0][0]:
+        told = [[_told(run.get(name)) for run in runs] for runs in sides]
+        way = next(
+            (way for way in (0, 1) if all(run[way] is not None for runs in told for run in runs)), None
+        )
+        if way is None:
             continue
-        if any(run.get(name) != runs[0][name] for runs in sides for run in runs):
+        before, now = ({run[way] for run in runs} for runs in told)
+        if len(before) > 1 or len(now) > 1:
             return None  # of one side's own noise, such as a seed that nobody set
-        if value != now[name]:
+        if before != now:
             return name
     return None
 
 
-def _outputs(run: Run) -> dict[str, tuple[object, ...] | None]:
-    """What each stage made, of the last generation; None where no statistics were read."""
-    return {
-        f"{_MADE_BY.get((stage.name, name), stage.name)}: {name}": _values(facts)
-        for stage in run.walk()
-        for name, facts in stage.tensors.items()
-    }
+def _outputs(run: Run) -> dict[str, tuple[TensorFacts, str | None]]:
+    """What each stage made, of the last generation, with the hash of its bytes where there is one."""
+    found: dict[str, tuple[TensorFacts, str | None]] = {}
+    for stage in run.walk():
+        hashes = stage.facts.get(OUTPUT_HASHES)
+        known = hashes if isinstance(hashes, Mapping) else {}
+        for name, facts in stage.tensors.items():
+            digest = known.get(name)
+            made_by = _MADE_BY.get((stage.name, name), stage.name)
+            found[f"{made_by}: {name}"] = facts, digest if isinstance(digest, str) else None
+    return found
+
+
+Told = tuple[tuple[object, ...] | None, tuple[object, ...] | None]
+
+
+def _told(output: tuple[TensorFacts, str | None] | None) -> Told:
+    """By what a tensor is told from another: by its hash, and by its statistics; None where it has none."""
+    if output is None:
+        return None, None
+    facts, digest = output
+    return (None if digest is None else (facts.shape, facts.dtype, digest)), _values(facts)
 
 
 def _values(facts: TensorFacts) -> tuple[object, ...] | None:
@@ -350,16 +384,40 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
+    for name in _told_otherwise(differences):
+        del differences[name]
     before, now = _used_by_others(baseline), _used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
-        differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+        differences[_OTHERS] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
     faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
     if _are_apart(faults, _NOTABLE_FAULTS):
         differences["page faults from disk"] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
     read = [_median_fact(runs, DISK_READ) for runs in (baseline, new)]
     if _are_apart(read, _NOTABLE_READ):
         differences["read from disk"] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
+    for name, fact, notable in (
+        ("full garbage collections", COLLECTIONS, _NOTABLE_COLLECTIONS),
+        ("graphs compiled", COMPILED_GRAPHS, 0.0),
+    ):
+        counts = [_median_fact(runs, fact) for runs in (baseline, new)]
+        if _are_apart(counts, notable):
+            differences[name] = (f"{counts[0]:,.0f}", f"{counts[1]:,.0f}")
     return differences
+
+
+def _told_otherwise(differences: Differences) -> list[str]:
+    """What differs since something else does.
+
+    A fingerprint with a type, which rounds every value; a LoRA's content with its file; a generator's state with its seed.
+    """
+    otherwise = ["generator state"] if {"generator state", "seed"} <= differences.keys() else []
+    for name in differences:
+        part, _, what = name.rpartition(" ")
+        component = part.removeprefix("LoRA ").split(".")[0]
+        is_file = what == "content" and f"{part} file" in differences
+        if is_file or (what in ("weights", "content") and f"{component} dtype" in differences):
+            otherwise.append(name)
+    return otherwise
 
 
 def _median_fact(runs: Sequence[Run], name: str) -> float:
@@ -433,6 +491,9 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
 
 def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Of the fact `recipe`."""
+    models = more.get("models")
+    if isinstance(models, Mapping):
+        yield from ((f"{name} weights", fingerprint) for name, fingerprint in models.items())
     loras = more.get("loras")
     if isinstance(loras, Mapping):
         yield "LoRAs", ", ".join(loras) or _NONE
@@ -440,9 +501,15 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             if isinstance(lora, Mapping):
                 yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
                 yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
+                if lora.get("sha256"):
+                    yield f"LoRA {name} file", f"sha256 {str(lora['sha256'])[:_DIGITS]} {lora.get('file')}"
+                yield f"LoRA {name} content", lora.get("content")
     arguments = more.get("arguments")
     if isinstance(arguments, Mapping):
         yield from arguments.items()
+    states = more.get("generator_states")
+    if isinstance(states, list) and states:
+        yield "generator state", ", ".join(map(str, states))
     yield "threads", more.get("threads")
 
 

@@ -146,6 +146,9 @@ def watch(
         bool,
         typer.Option("--step_memory/--no_step_memory", help="Look at memory at the end of each step too."),
     ] = True,
+    thumbnails: Annotated[
+        bool, typer.Option("--thumbnails", help="Keep each generation's first picture, small, for reports.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     full: Full = False,
     install: Annotated[
@@ -175,6 +178,7 @@ def watch(
         sample_hz=str(sample_hz),
         keep_generations=str(keep_generations),
         step_memory=None if step_memory else "0",
+        thumbnails="1" if thumbnails else None,
         quiet="1" if quiet else None,
         full="1" if full else None,
         launched="1",

@@ -126,6 +126,7 @@ class Settings(NamedTuple):
         full: "1": print the summary in full.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.
+        thumbnails: "1": each generation keeps its first picture, small.
     """
 
     output: str | None = None
@@ -138,6 +139,7 @@ class Settings(NamedTuple):
     full: str | None = None
     launched: str | None = None
     keep_generations: str | None = None
+    thumbnails: str | None = None
 
     def is_on(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""

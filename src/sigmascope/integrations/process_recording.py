@@ -64,6 +64,7 @@ class Recording:
             sample_hz=sample_hz_of(settings),
             step_memory=settings.step_memory is None or settings.is_on("step_memory"),
             keep_generations=kept,
+            thumbnails=settings.is_on("thumbnails"),
         )
         self._watch.__enter__()
         try:

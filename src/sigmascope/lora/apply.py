@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 from math import frexp, isfinite
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +37,7 @@ from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.module_names import parse_name
-from sigmascope.probes.models import components_of
+from sigmascope.probes.models import components_of, modules_in
 from sigmascope.units import first_few
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
@@ -82,7 +83,7 @@ def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora
     targets = match_modules(model, lora)
     _require_hooks_run(model, targets)
     _log_what_is_left(model, lora, left_out)
-    return AttachedLora(targets, scale, left_out)
+    return AttachedLora(targets, scale, left_out, lora.path)
 
 
 def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
@@ -213,10 +214,16 @@ class AttachedLora:
         left_out: Those for other models of the pipeline than the one that was given.
     """
 
-    def __init__(self, targets: list[LoraTarget], scale: float, left_out: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        targets: list[LoraTarget],
+        scale: float,
+        left_out: Sequence[str] = (),
+        path: Path | None = None,
+    ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
-        self._strength = _Strength(finite_scale(scale))
+        self._strength = _Strength(finite_scale(scale), path)
         self._branches = [
             _Branch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
             for target in targets
@@ -260,11 +267,46 @@ class AttachedLora:
         self.detach()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Strength:
-    """The scale that all hooks of one LoRA read."""
+    """The scale that all hooks of one LoRA read, and the file that the LoRA was read from, if any."""
 
     value: float
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedFacts:
+    """What is attached to a model.
+
+    Attributes:
+        handle: The same object for as long as it is attached, of this LoRA alone.
+        path: The file that it was read from; None: it was made in memory.
+        scale: Its strength now.
+        layers: How many layers of the model it changes.
+        factors: Their up, down and scale, by the LoRA's name for the layer.
+    """
+
+    handle: object
+    path: Path | None
+    scale: float
+    layers: int
+    factors: Mapping[str, tuple[Tensor, Tensor, float]]
+
+
+def attached_to(model: nn.Module) -> list[AttachedFacts]:
+    """The LoRAs that `attach_lora` put on a model and nobody has detached, in the order in which its layers come."""
+    branches: dict[_Strength, list[_Branch]] = {}
+    for layer in modules_in(model):
+        for hook in layer._forward_hooks.values():
+            if isinstance(hook, _Branch):
+                branches.setdefault(hook.strength, []).append(hook)
+    return [
+        AttachedFacts(
+            strength, strength.path, strength.value, len(own), {b.name: b.factors.whole for b in own}
+        )
+        for strength, own in branches.items()
+    ]
 
 
 class PlacedFactors:
@@ -292,6 +334,11 @@ class PlacedFactors:
         self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         if layer.weight.is_floating_point() and not layer.weight.is_meta:
             self.near(layer.weight)
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor, float]:
+        """Up, down and their scale, as the file has them."""
+        return self._up, self._down, self.scale
 
     def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Up and down on the tensor's device and in its dtype; made once for each."""
@@ -351,24 +398,24 @@ class _Branch:
     def __init__(self, name: str, factors: PlacedFactors, strength: _Strength) -> None:
         self.name = name
         self.has_run = False
-        self._factors = factors
-        self._strength = strength
+        self.factors = factors
+        self.strength = strength
 
     def __call__(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         self.has_run = True
-        strength = self._strength.value
+        strength = self.strength.value
         if strength == 0.0:
             return None  # the output itself, not a copy plus zero
         x = args[0] if args else kwargs["input"]
-        up, down = self._factors.near(x)
+        up, down = self.factors.near(x)
         if isinstance(layer, nn.Linear):
             branch = functional.linear(functional.linear(x, down), up)
         else:
             # The layer's own convolution, because it alone knows padding modes such as "reflect".
             branch = _CONVOLUTIONS[up.ndim](layer._conv_forward(x, down, None), up)
-        return torch.add(output, branch.to(output.dtype), alpha=strength * self._factors.scale)
+        return torch.add(output, branch.to(output.dtype), alpha=strength * self.factors.scale)
 
 
 def merge_lora(

@@ -40,8 +40,8 @@ from sigmascope.monitor.scope import (
     StepColumns,
     StepListener,
 )
-from sigmascope.probes import Accelerator, module_facts, tensor_facts
-from sigmascope.records.run import Finding, Folded, HostFacts, Run, Stage
+from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
+from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
@@ -462,6 +462,19 @@ class LiveStage:
     def fact(self, name: str, value: object) -> None:
         """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
         self._note("facts", name, lambda: as_json(value))
+
+    def output_hash(self, name: str, reading: Reading[str]) -> None:
+        """Note the hash of what the stage made under this name, or why there is none; the last one told counts."""
+        scope = self._scope
+        known = scope.facts.get(OUTPUT_HASHES)
+        scope.facts[OUTPUT_HASHES] = {**(known if isinstance(known, dict) else {}), name: reading.value}
+        scope.unavailable.pop(f"{OUTPUT_HASHES}.{name}", None)
+        if reading.value is None:
+            self.missing(f"{OUTPUT_HASHES}.{name}", reading.reason)
+
+    def missing(self, name: str, reason: str | None) -> None:
+        """Note why something is not known of the stage."""
+        self._scope.unavailable[name] = reason or "unknown"
 
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.

@@ -6,6 +6,7 @@ and steps. `DiffusersSubject` is a diffusers pipeline, whose parts `PipelineStag
 """
 
 import inspect
+import json
 import re
 import sys
 import time
@@ -627,7 +628,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
     argument = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
     try:
         with _bars_for_terminals_alone():
-            pipeline = DiffusionPipeline.from_pretrained(source, **{argument: dtype})
+            pipeline = DiffusionPipeline.from_pretrained(source, **{argument: dtype}, **_left_out(source))
     except (OSError, ValueError, ImportError, AttributeError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0].partition(" (")[0].rstrip(".:") if lines else type(error).__name__
@@ -658,6 +659,15 @@ def _check_source(source: str) -> None:
         reason = None if _HUB_NAME.fullmatch(source) else "is neither a folder nor a name on the hub."
     if reason is not None:
         raise CheckpointError(source, reason, hint=hint)
+
+
+def _left_out(source: str) -> dict[str, None]:
+    """Models that a folder was saved without, as Stable Diffusion 3 may be without T5: diffusers wants it said."""
+    try:
+        index = json.loads((Path(source) / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # on the hub, or for diffusers to complain of
+    return {name: None for name, entry in index.items() if entry == [None, None]}
 
 
 @contextmanager

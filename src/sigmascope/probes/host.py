@@ -7,6 +7,7 @@ first, and one large call raises it for good.
 """
 
 import ctypes
+import gc
 import os
 import platform
 import subprocess
@@ -183,6 +184,29 @@ def disk_moment() -> DiskMoment:
     faults = attempt(lambda: resource.getrusage(resource.RUSAGE_SELF).ru_majflt) if _HAS_RESOURCE else None
     read = attempt(lambda: int(psutil.Process().io_counters().read_bytes))
     return DiskMoment(None if faults is None else faults.value, read.value)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeMoment:
+    """What Python and PyTorch had done of themselves up to a moment. None: they do not tell.
+
+    Attributes:
+        collections: Full ones of Python's garbage collector, each of which looks at every container there is.
+        compiled_graphs: By torch.compile.
+    """
+
+    collections: int | None = None
+    compiled_graphs: int | None = None
+
+
+def runtime_moment() -> RuntimeMoment:
+    """What Python and PyTorch have done of themselves up to now (2 µs). Never raises, and imports nothing."""
+    collections = attempt(lambda: int(gc.get_stats()[-1]["collections"]))
+    compiler = sys.modules.get("torch._dynamo.utils")  # what has compiled nothing has not loaded it
+    graphs = attempt(
+        lambda: int((compiler.counters.get("stats") or {}).get("unique_graphs", 0)) if compiler else 0
+    )
+    return RuntimeMoment(collections.value, graphs.value)
 
 
 def others_share(before: CpuMoment, after: CpuMoment) -> float | None:

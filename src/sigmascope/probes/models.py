@@ -89,7 +89,7 @@ _PRIOR_PREFIX: Final = "prior_"
 DEFAULT_BACKEND = "default"
 
 # Hooks of diffusers and accelerate.
-_CASTING, _GROUP_OFFLOADING = "layerwise_casting", "group_offloading"
+_CASTING, GROUP_OFFLOADING = "layerwise_casting", "group_offloading"
 _MODEL_OFFLOAD_HOOK = "CpuOffload"
 
 
@@ -281,7 +281,7 @@ def offload_of(module: nn.Module) -> Offload | None:
         "model": the whole model moves when it is called; "sequential": each leaf does; "group": groups of
         layers do; None: nothing moves.
     """
-    if _has_hook(module, _GROUP_OFFLOADING):
+    if _has_hook(module, GROUP_OFFLOADING):
         return "group"
     if type(getattr(module, "_hf_hook", None)).__name__ == _MODEL_OFFLOAD_HOOK:
         return "model"

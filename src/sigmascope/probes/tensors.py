@@ -578,36 +578,46 @@ def why_unreadable(tensor: Tensor) -> str | None:
     return None
 
 
-def samples(tensors: Mapping[str, Tensor]) -> dict[str, Shaped[Tensor, " n"]]:
-    """Up to a thousand elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
+def samples(
+    tensors: Mapping[str, Tensor], *, size: int = SAMPLE_SIZE, floating_only: bool = True
+) -> dict[str, Shaped[Tensor, " n"]]:
+    """Up to `size` elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
 
-    Tensors without readable floating-point values are left out. What lies on an accelerator is waited for.
+    Tensors without readable values are left out, and with `floating_only` those of other numbers. What lies on an
+    accelerator is waited for.
     """
     sampled: dict[str, Tensor] = {}
+    places: dict[tuple[int, torch.device], Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             try:
-                if why_unreadable(tensor) is None and tensor.is_floating_point() and tensor.numel():
-                    sampled[name] = _sample_of(tensor)
+                if why_unreadable(tensor) is None and (tensor.is_floating_point() or not floating_only):
+                    sampled |= {name: _sample_of(tensor, size, places)} if tensor.numel() else {}
             except PROBE_ERRORS:
                 continue
         return {name: sample.cpu() for name, sample in sampled.items()}
 
 
-def _sample_of(tensor: Tensor) -> Tensor:
+def _sample_of(tensor: Tensor, size: int, places: dict[tuple[int, torch.device], Tensor]) -> Tensor:
+    """The sampled elements; `places` keeps where they are in tensors of each number of elements and device."""
     plain = tensor.detach().as_subclass(Tensor)
-    where = torch.unravel_index(positions(plain.numel()).to(plain.device), plain.shape)
-    if plain.dtype.itemsize == 1:  # indexing does not know all kinds of float8
-        return plain.view(torch.uint8)[where].view(plain.dtype)
-    return plain[where]
+    place = plain.numel(), plain.device
+    if place not in places:
+        places[place] = positions(plain.numel(), size).to(plain.device)
+    where: Any = places[place]
+    # Indexing does not know all kinds of float8.
+    taken = plain.view(torch.uint8) if plain.dtype.itemsize == 1 and plain.dtype != torch.bool else plain
+    if taken.is_contiguous():
+        return taken.view(-1)[where].view(plain.dtype)
+    return taken[torch.unravel_index(where, taken.shape)].view(plain.dtype)
 
 
-def positions(elements: int) -> Int64[Tensor, " n"]:
+def positions(elements: int, size: int = SAMPLE_SIZE) -> Int64[Tensor, " n"]:
     """Where the sampled elements are in row-major order: all of few, else spread by the golden ratio.
 
     Multiples of an irrational number, modulo 1, hit no column or row more often than another.
     """
-    if elements <= SAMPLE_SIZE:
+    if elements <= size:
         return torch.arange(elements)
-    spread = torch.arange(1, SAMPLE_SIZE + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1.0)
+    spread = torch.arange(1, size + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1.0)
     return spread.mul(elements).to(torch.int64).clamp(max=elements - 1)

@@ -27,6 +27,8 @@ BENCHMARK: Final = "benchmark"
 OTHERS: Final = "others_cpu_share"
 PAGE_FAULTS: Final = "major_page_faults"
 DISK_READ: Final = "disk_read_bytes"
+COLLECTIONS: Final = "full_collections"
+COMPILED_GRAPHS: Final = "compiled_graphs"
 """Facts of a run: how often the process had to wait for a page of memory from a disk, and what it read from disks."""
 """Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
 

@@ -6,6 +6,8 @@ Pictures are SVG with places in per cent, so that the page's own script only wid
 
 import math
 import os
+import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import median
@@ -23,7 +25,15 @@ from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, without_prompts, without_words
-from sigmascope.records.run import Run, Severity, Stage, folded_in_words, impossible_times, is_duration
+from sigmascope.records.run import (
+    THUMBNAIL,
+    Run,
+    Severity,
+    Stage,
+    folded_in_words,
+    impossible_times,
+    is_duration,
+)
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.units import format_size, percent, seconds, statistic
 
@@ -34,6 +44,9 @@ _FEWEST_FOR_A_CHART: Final = 4
 _MOST_TENSORS: Final = 500
 _MOST_LAYERS: Final = 20
 _BINS: Final = 24
+_MOST_THUMBNAILS: Final = 8
+_MOST_THUMBNAIL_DIGITS: Final = 1 << 16
+_JPEG: Final = re.compile(r"ffd8ff(?:[0-9a-f]{2})*")
 _OUTLIER: Final = 2.0
 """Times the median: a step that stands out."""
 _TICKS: Final = 6
@@ -153,8 +166,19 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         ],
         "tensors": list(islice(_tensors(run), _MOST_TENSORS)),
         "recipe": list({name: value for name, value in recipe_of(run) if value is not None}.items()),
+        "thumbnails": list(islice(_thumbnails(run), _MOST_THUMBNAILS)),
         "json": _as_script_text(run_to_json(run)),
     }
+
+
+def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
+    """The last generations' small pictures, the last first; what is no small JPEG is left out."""
+    for stage in reversed(list(run.walk())):
+        small = _mapping(stage.facts.get(THUMBNAIL))
+        text = small.get("jpeg")
+        if not isinstance(text, str) or len(text) > _MOST_THUMBNAIL_DIGITS or not _JPEG.fullmatch(text):
+            continue
+        yield {"uri": f"data:image/jpeg;base64,{b64encode(bytes.fromhex(text)).decode()}"}
 
 
 def _as_script_text(text: str) -> Markup:

@@ -63,6 +63,11 @@ def test_places_are_whole_paths(tmp_path: Path) -> None:
     assert (settings.output, settings.trace) == (str(tmp_path / "run.json"), str(tmp_path / "trace.json"))
 
 
+def test_thumbnails_are_kept_where_they_are_asked_for() -> None:
+    assert launched("--thumbnails", "script.py").settings.thumbnails == "1"
+    assert launched("script.py").settings.thumbnails is None
+
+
 def test_options_reach_the_process() -> None:
     settings = launched(
         "--prompts", "hash", "--name", "portrait", "--sample_hz", "5", "--no_step_memory", "-q", "script.py"

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.families.changes import CHANGES, Change, with_lora
+import torch
+from tests.families.changes import CHANGES, Change, DroppedPages, with_lora
 from tests.families.pipelines import generate, make_pipeline
 
 import sigmascope
@@ -40,6 +41,22 @@ def test_the_strength_of_a_lora_is_named() -> None:
         with_lora(pipe, strength)
         runs.append(watched(pipe))
     assert "LoRA unet.style strength 1.0 → 0.5" in what_changed([runs[1]], [runs[0]]).headline
+
+
+def test_weights_that_are_read_from_a_disk_again_are_named(before: Run) -> None:
+    pipe = make_pipeline("sd15")
+    if not DroppedPages(pipe.unet).works:
+        pytest.skip("this system cannot be made to forget pages of a file here")
+    assert "page faults from disk 0 → " in what_changed([watched(pipe)], [before]).headline
+
+
+def test_what_is_compiled_again_is_named() -> None:
+    pipe = make_pipeline("sd15")
+    pipe.unet.compile(backend="eager")
+    watched(pipe)
+    warm = watched(pipe)
+    torch.compiler.reset()
+    assert "graphs compiled 0 → " in what_changed([watched(pipe)], [warm]).headline
 
 
 def test_another_version_of_a_library_is_named(before: Run) -> None:

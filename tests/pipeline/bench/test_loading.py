@@ -104,3 +104,13 @@ def test_a_pipeline_is_placed_once_and_as_asked(
     device = torch.device("cuda:1")
     loaded = load_pipeline(str(folder), dtype=torch.bfloat16, device=device, offload=offload)
     assert loaded.asked == [(offload, device)]
+
+
+def test_a_folder_saved_without_a_model_is_loaded_without_it(tmp_path: Path) -> None:
+    make_pipeline("sd3").save_pretrained(tmp_path / "whole")
+    small = load_pipeline(str(tmp_path / "whole"), dtype=torch.float32, device=CPU)
+    small.register_modules(text_encoder_3=None, tokenizer_3=None)
+    small.save_pretrained(tmp_path / "small")
+    pipeline = load_pipeline(str(tmp_path / "small"), dtype=torch.float32, device=CPU)
+    assert pipeline.text_encoder_3 is None
+    assert pipeline.text_encoder_2 is not None

@@ -1,10 +1,12 @@
 """The HTML report: its figures are the record's, a stranger's text stays text, prompts are private, long runs stay small."""
 
+import base64
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.reports.html.payloads import PAYLOADS, run_that_holds
@@ -35,6 +37,48 @@ RUN = Run(
     ),
     findings=(Finding("rule", "warning", "It is slow.", {"gain_seconds": 1.0}, "Do less."),),
 )
+
+
+JPEG = "ffd8ffe0" + "00" * 40
+
+
+def with_picture(text: str, name: str = "portrait", prompt: str = PROMPT) -> Run:
+    (generation,) = RUN.stages
+    facts = {
+        **CALL,
+        "prompts": {"prompt": {"sha256": "ab" * 32, "text": prompt}},
+        "thumbnail": {"jpeg": text, "width": 96, "height": 96},
+    }
+    return replace(RUN, name=name, stages=(replace(generation, facts=facts),))
+
+
+def uris(html: str) -> list[str]:
+    return re.findall(r'<img src="([^"]*)"', html)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "a", "00", "ff"])
+def test_a_small_picture_is_shown_whatever_the_prompt_is(prompt: str) -> None:
+    (uri,) = uris(to_html(with_picture(JPEG, prompt=prompt)))
+    assert base64.b64decode(uri.removeprefix("data:image/jpeg;base64,")) == bytes.fromhex(JPEG)
+
+
+def test_pictures_of_two_runs_are_side_by_side() -> None:
+    other = JPEG[:-2] + "01"
+    html = to_html([with_picture(JPEG, "before"), with_picture(other, "after")])
+    shown = [base64.b64decode(uri.partition(",")[2]).hex() for uri in uris(html)]
+    assert shown == [JPEG, other]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['ffd8ff" onerror="attacked()', "<script>", "", "89504e47", "ffd8ff0", "ffd8ff" + "00" * 40_000, 7],
+)
+def test_what_is_no_small_jpeg_is_not_shown(text: Any) -> None:
+    assert uris(to_html(with_picture(text))) == []
+
+
+def test_a_run_without_pictures_shows_none() -> None:
+    assert uris(to_html(RUN)) == []
 
 
 class Page(HTMLParser):

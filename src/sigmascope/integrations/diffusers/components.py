@@ -36,6 +36,7 @@ from sigmascope.integrations.diffusers.pipeline_call import (
     end_complete_denoising,
     is_final_decode,
 )
+from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
     Session,
@@ -276,6 +277,7 @@ class LoraObserver(Observer):
         path = lora_path(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
             baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+            adapters, _ = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
@@ -284,6 +286,9 @@ class LoraObserver(Observer):
             if path is not None:
                 stage.fact("file", short_path(path))
             with self.session.own_work(), keeping_words(guard.keeps_words):
+                if method.startswith("load_") and error is None:
+                    asked = kwargs.get("adapter_name")
+                    guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
                 self._analyse(stage, target, baseline, error)
 
         return after
@@ -428,7 +433,7 @@ class TextEncodingObserver(Observer):
             stack.leave(stage, error)
             named = embeddings(result, accepts_negative)
             for name, tensor in named.items():
-                stage.tensor(name, tensor)
+                stack.made(stage, name, tensor)
             if encoding is not None:
                 guard.read("watch.text", lambda: record_text_analysis(stage, encoding, named, privacy, error))
 
@@ -710,7 +715,7 @@ class VaeObserver(Observer):
             latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
             for name, tensor in (("latent", latent), ("picture", picture)):
                 if tensor is not None:
-                    stage.tensor(name, tensor)
+                    stack.made(stage, name, tensor)
             if way == "decoding" and picture is not None and picture.dim() >= 4:
                 stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
 

@@ -1,8 +1,6 @@
 """A pipeline's call and the denoising in it: what it was asked for, the schedule, the steps, and what it gave.
 
-`CallObserver` opens the stage `generation`. `call_facts` reads the call's own arguments. `pictures_of` looks at the finished pictures as the host is given them:
-of one colour, not finite, or replaced by a safety checker. `outcome_of` takes what a call gives where no VAE made
-it: latents, or pictures of a denoiser that works in pixels.
+`CallObserver` opens the stage `generation`. `call_facts` reads the call's own arguments.
 
 `DenoiserObserver` hears the denoiser's calls, which open the denoising and its steps. `SchedulerObserver` hears which
 schedule is set, and when the scheduler has made a step. When a denoising is over, no pipeline says:
@@ -11,17 +9,18 @@ schedule is set, and when the scheduler has made a step. When a denoising is ove
 
 import functools
 import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, holder_of
+from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of, told_apart
+from sigmascope.integrations.diffusers.recipe import loras_of, models_of
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
     Denoising,
@@ -34,28 +33,21 @@ from sigmascope.integrations.diffusers.watch_session import (
     leave_stacks,
     pipelines_in,
 )
+from sigmascope.monitor.output_hashes import FAILED
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.probes.models import components_of
-from sigmascope.probes.peft import adapters_of, number_for, standing_of
 from sigmascope.records.prompts import stored_prompts
-from sigmascope.records.run import RECIPE, CallFacts
+from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
 RUNS_LATER = (
     "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
 )
+INSIDE: Final = "the call lies in another one, whose recipe has it"
 _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
 _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
-FACT: Final = "pictures"
-MOST: Final = 8
-"""Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
-_PICTURE_NAMES: Final = ("images", "frames", "videos")
-"""Under which the state of a modular pipeline holds its pictures."""
-_OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
-"""Under which the state of a modular pipeline holds its outcome."""
 
 
 class CallObserver(Observer):
@@ -89,6 +81,7 @@ class CallObserver(Observer):
             arguments = named or {}
             call, _ = guard.read("watch.call", lambda: call_facts(arguments))
             prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
+            states, _ = guard.read("watch.call", lambda: states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
@@ -109,9 +102,14 @@ class CallObserver(Observer):
                 tell(result, error, denoising)
 
         def tell(result: object, error: BaseException | None, denoising: Denoising | None) -> None:
+            if error is None and denoising is not None:
+                guard.read("watch.outcome", lambda: _tell_outcome(stack, denoising.stage, result))
+            around = current_stack(session)
+            call_around = around if around is not None and around.pipeline_id is not None else None
+            guard.read("watch.outputs", lambda: self._settle_outputs(stack, call_around, error))
             if error is None:
-                if denoising is not None:
-                    guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+                if session.options.thumbnails and call_around is None:
+                    self._tell_thumbnail(stage, result)
                 seen, _ = guard.read("watch.pictures", lambda: pictures_of(result))
                 if seen is not None:
                     stage.fact(FACT, seen)
@@ -122,7 +120,8 @@ class CallObserver(Observer):
             stage.fact("call", finished or known)
             if facts is not None:
                 stage.fact("pipeline", facts)
-            self._tell_recipe(stage, pipeline, arguments)
+            why_not = FAILED if error is not None else INSIDE if call_around is not None else None
+            self._tell_recipe(stage, pipeline, arguments, states or [], why_not)
             self._tell_prompts(stage, prompts or {})
             seeds = seeds_of(arguments)
             if seeds:
@@ -135,11 +134,57 @@ class CallObserver(Observer):
         stacks = (stack for stack in reversed(STACKS.get()) if stack.session is self.session)
         return next((stack for stack in stacks if stack.pipeline_id == id(pipeline)), None)
 
-    def _tell_recipe(self, stage: LiveStage, pipeline: object, arguments: dict[str, Any]) -> None:
-        full = self.session.options.prompts == "full"
-        others, _ = self.guard.read("watch.recipe", lambda: other_arguments(arguments, texts=full))
-        loras, _ = self.guard.read("watch.recipe", lambda: loras_of(pipeline))
-        stage.fact(RECIPE, {"arguments": others, "loras": loras, "threads": torch.get_num_threads()})
+    def _settle_outputs(
+        self, stack: StageStack, call_around: StageStack | None, error: BaseException | None
+    ) -> None:
+        """Hash what the call's stages made and is not hashed yet; a call around this one does so when it is over."""
+        if error is not None:
+            stack.outputs.drop()
+        elif call_around is not None:
+            stack.outputs.hand_on(call_around.outputs)
+        else:
+            self.session.arrivals.look()
+            stack.outputs.settle(self.session.arrivals)
+
+    def _tell_thumbnail(self, stage: LiveStage, result: object) -> None:
+        small, reason = self.guard.read("watch.thumbnail", lambda: thumbnail_of(result))
+        if small is None or small.value is None:
+            stage.missing(THUMBNAIL, reason if small is None else small.reason)
+        else:
+            stage.fact(THUMBNAIL, small.value)
+
+    def _tell_recipe(
+        self,
+        stage: LiveStage,
+        pipeline: object,
+        arguments: dict[str, Any],
+        states: list[str],
+        why_not: str | None,
+    ) -> None:
+        """Put the recipe on the call's stage.
+
+        Args:
+            stage: Of the call, which is over.
+            pipeline: What was called.
+            arguments: By name.
+            states: Of the generators, before the call.
+            why_not: Why no weights are read; None: they are.
+        """
+        read, full = self.guard.read, self.session.options.prompts == "full"
+        others, _ = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
+        loras, _ = read("watch.recipe", lambda: loras_of(pipeline, why_not))
+        models, _ = read("watch.recipe", lambda: models_of(pipeline, why_not))
+        fingerprints = {name: reading.value for name, reading in (models or {}).items()}
+        recipe = {
+            "arguments": others,
+            "models": fingerprints,
+            "loras": loras,
+            "threads": torch.get_num_threads(),
+        }
+        stage.fact(RECIPE, recipe | ({"generator_states": states} if states else {}))
+        for name, reading in (models or {}).items():
+            if reading.value is None:
+                stage.missing(f"{RECIPE}.models.{name}", reading.reason)
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)
@@ -153,11 +198,11 @@ class CallObserver(Observer):
             )
 
 
-def _tell_outcome(denoising: LiveStage, result: object) -> None:
+def _tell_outcome(stack: StageStack, denoising: LiveStage, result: object) -> None:
     """Put on the denoising what it made, which nobody decoded. Values on an accelerator are not waited for."""
     output = outcome_of(result)
     if output is not None:
-        denoising.tensor("output", output)
+        stack.made(denoising, "output", output)
 
 
 def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +254,9 @@ def _callback(arguments: Mapping[str, Any]) -> str | None:
 
 
 def other_arguments(arguments: Mapping[str, Any], *, texts: bool) -> dict[str, Any]:
-    """The numbers, switches and texts among the arguments that `CallFacts` does not have and that are no prompts.
+    """The numbers, switches, texts and pictures among the arguments that `CallFacts` does not have and that are no prompts.
+
+    A picture is told by its size and the hash of its pixels.
 
     Args:
         arguments: Of the call, by name.
@@ -217,42 +264,13 @@ def other_arguments(arguments: Mapping[str, Any], *, texts: bool) -> dict[str, A
     """
     kinds = (bool, int, float, str) if texts else (bool, int, float)
     known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
+    others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}
+    pictures = {name: told_apart(value) for name, value in others.items()}
     return {
-        name: value
-        for name, value in arguments.items()
-        if isinstance(value, kinds) and name not in known and "prompt" not in name
+        name: value if pictures[name] is None else pictures[name]
+        for name, value in others.items()
+        if isinstance(value, kinds) or pictures[name] is not None
     }
-
-
-def loras_of(pipeline: object) -> dict[str, dict[str, Any]]:
-    """The adapters that PEFT runs in a pipeline, by component and adapter: "unet.style".
-
-    Returns:
-        Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
-        number of `layers`, and in how many of them it is `active` or merged.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, part in components_of(pipeline).items():
-        if not isinstance(part, nn.Module) or not getattr(part, "peft_config", None):
-            continue
-        for layer in part.modules():
-            if "scaling" in vars(layer):
-                _add_lora_layer(found, name, layer)
-    return found
-
-
-def _add_lora_layer(found: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
-    standing = standing_of(layer)
-    for adapter in adapters_of(layer):
-        scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
-        strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
-        lora = found.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
-        if strength is not None:
-            least, most = lora["strength"] or (strength, strength)
-            lora["strength"] = (min(least, strength), max(most, strength))
-        lora["layers"] += 1
-        is_active = adapter in standing.active and not standing.disabled
-        lora["active"] += is_active or adapter in standing.merged
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:
@@ -339,118 +357,20 @@ def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
     """The seeds of the call's generators, one for each."""
-    generator = arguments.get("generator")
-    generators = generator if isinstance(generator, list | tuple) else [generator]
-    return [generator.initial_seed() for generator in generators if isinstance(generator, torch.Generator)]
+    return [generator.initial_seed() for generator in _generators(arguments)]
 
 
-def pictures_of(result: object) -> dict[str, Any] | None:
-    """What is seen of the pictures in a pipeline's result; None without any on the host.
-
-    Tensors are left to the stages that made them. A NaN becomes black where floats become a picture of 8 bits, so that
-    black pictures tell of NaN also where the values lay on an accelerator and nobody waited for them.
-
-    Args:
-        result: A pipeline's output, tuple, list, or state of a modular pipeline.
-
-    Returns:
-        `pictures` (how many, frames of videos each), `is_video`, `looked_at`; of those `one_colour`, with the `colour`
-        of the first, and `not_finite`; and `replaced`: how many the pipeline's safety checker made black, None: it says
-        nothing.
-    """
-    output = _output_of(result)
-    pictures = list(_pictures(output))
-    if not pictures:
-        return None
-    chosen = [pictures[index * len(pictures) // MOST] for index in range(MOST)]
-    seen = [_look(picture) for picture in (chosen if len(pictures) > MOST else pictures)]
-    colours = [colour for colour, is_finite in seen if is_finite and colour is not None]
-    return {
-        "pictures": len(pictures),
-        "is_video": _is_video(output),
-        "looked_at": len(seen),
-        "one_colour": len(colours),
-        "colour": colours[0] if colours else None,
-        "not_finite": sum(not is_finite for _, is_finite in seen),
-        "replaced": _replaced(result),
-    }
+def states_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The hash of each generator's state: one that has drawn before gives other noise than its seed says."""
+    return [
+        xxh3_64_hexdigest(generator.get_state().numpy().tobytes()) for generator in _generators(arguments)
+    ]
 
 
-def _output_of(result: object) -> object:
-    values = getattr(result, "values", None)
-    if isinstance(values, Mapping):  # a modular pipeline's state
-        return next((values[name] for name in _PICTURE_NAMES if values.get(name) is not None), None)
-    if isinstance(result, Mapping):
-        result = tuple(result.values())
-    return result[0] if isinstance(result, tuple) and result else result
-
-
-def _pictures(output: Any) -> Iterator[Any]:
-    if _is_image(output) or (_is_array(output) and output.ndim == 3):
-        yield output
-    elif isinstance(output, list | tuple) or (_is_array(output) and output.ndim > 3):
-        for part in output:
-            yield from _pictures(part)
-
-
-def _is_image(thing: object) -> bool:
-    pillow = sys.modules.get("PIL.Image")  # who has a picture of it has imported it
-    return pillow is not None and isinstance(thing, pillow.Image)
-
-
-def _is_array(thing: Any) -> bool:
-    return isinstance(thing, np.ndarray) and thing.dtype.kind in "fu" and thing.size > 0
-
-
-def _look(picture: Any) -> tuple[list[float] | None, bool]:
-    """The colour of all of its pixels, None where there are several; and whether all are finite."""
-    if isinstance(picture, np.ndarray):
-        lowest, highest = picture.min(), picture.max()  # NaN if there is one
-        colour = picture[0, 0]
-        is_one = bool(picture[-1, -1].tolist() == colour.tolist()) and bool((picture == colour).all())
-        return ([float(band) for band in colour] if is_one else None), bool(
-            np.isfinite(lowest) and np.isfinite(highest)
-        )
-    extrema = picture.getextrema()
-    bands = extrema if isinstance(extrema[0], Sequence) else (extrema,)
-    is_one = all(lowest == highest for lowest, highest in bands)
-    return ([float(lowest) for lowest, _ in bands] if is_one else None), True
-
-
-def _is_video(output: Any) -> bool:
-    if isinstance(output, list | tuple):
-        return bool(output) and (
-            isinstance(output[0], list | tuple) or (_is_array(output[0]) and output[0].ndim > 3)
-        )
-    return _is_array(output) and output.ndim > 4
-
-
-def _replaced(result: object) -> int | None:
-    flags = getattr(result, "nsfw_content_detected", None)
-    if flags is None and isinstance(result, tuple) and len(result) > 1:
-        flags = result[1]
-    if not isinstance(flags, list) or not all(isinstance(flag, bool | np.bool_) for flag in flags):
-        return None
-    return sum(map(bool, flags))
-
-
-def outcome_of(result: object) -> Tensor | None:
-    """The first tensor in what a pipeline gives; an array is seen as a tensor, without a copy. None: neither.
-
-    Args:
-        result: A pipeline's output, tuple, list, state of a modular pipeline, or bare tensor.
-    """
-    values = getattr(result, "values", None)
-    if isinstance(values, Mapping):  # a modular pipeline's state
-        outcomes = (outcome_of(values.get(name)) for name in _OUTCOME_NAMES)
-        return next((outcome for outcome in outcomes if outcome is not None), None)
-    if isinstance(result, Mapping):
-        result = tuple(result.values())
-    while isinstance(result, tuple | list) and result:
-        result = result[0]
-    if isinstance(result, np.ndarray) and result.dtype.kind == "f" and result.flags.writeable:
-        return torch.from_numpy(result)
-    return result if isinstance(result, Tensor) else None
+def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 _DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")

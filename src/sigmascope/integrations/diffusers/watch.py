@@ -141,6 +141,7 @@ def watch(
     sample_hz: float | None = 10.0,
     step_memory: bool = True,
     keep_generations: int | None = KEEP_GENERATIONS,
+    thumbnails: bool = False,
     on_run: Callable[[Run], object] | None = None,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
@@ -163,6 +164,7 @@ def watch(
         keep_generations: How many generations, the last ones, the record holds in full; of earlier ones it holds sums
             (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
             as long as the watch lasts.
+        thumbnails: Whether each generation keeps its first picture, at most 96 pixels wide and high, for reports to show.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
@@ -180,7 +182,7 @@ def watch(
                 f"{pipeline.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations)
+    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails)
     return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
 
 

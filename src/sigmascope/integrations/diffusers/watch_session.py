@@ -36,11 +36,20 @@ from sigmascope.integrations.diffusers.hooks import (
     reference_to,
 )
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.monitor.scope import Mark
-from sigmascope.probes.host import CpuMoment, DiskMoment, cpu_moment, disk_moment, others_share
+from sigmascope.probes.host import (
+    CpuMoment,
+    DiskMoment,
+    RuntimeMoment,
+    cpu_moment,
+    disk_moment,
+    others_share,
+    runtime_moment,
+)
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
-from sigmascope.records.performance import DISK_READ, OTHERS, PAGE_FAULTS
+from sigmascope.records.performance import COLLECTIONS, COMPILED_GRAPHS, DISK_READ, OTHERS, PAGE_FAULTS
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, OWN_SECONDS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
@@ -66,6 +75,7 @@ class WatchOptions:
     sample_hz: float | None = 10.0
     step_memory: bool = True
     keep_generations: int | None = KEEP_GENERATIONS
+    thumbnails: bool = False
 
 
 class Session:
@@ -93,8 +103,10 @@ class Session:
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
         self.open_calls = OpenCalls()
+        self.arrivals = Arrivals()
         self._load_before: CpuMoment | None = None
         self._disk_before = DiskMoment()
+        self._runtime_before = RuntimeMoment()
         self.has_stages = False
         self._own_ns = [0, 0]
 
@@ -102,6 +114,7 @@ class Session:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
         self._load_before, self._disk_before = cpu_moment().value, disk_moment()
+        self._runtime_before = runtime_moment()
         OPEN_SESSIONS.append(self)
         with self.own_work():
             for observer in self.observers:
@@ -143,6 +156,7 @@ class Session:
     def _end_stages(self, error: BaseException | None) -> None:
         """Close what is open, and let go of everything that was watched."""
         self.guard.read("watch.load", self._note_load)
+        self.guard.read("watch.outputs", self.arrivals.look if error is not None else self.arrivals.wait)
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
@@ -155,17 +169,20 @@ class Session:
         self._known.clear()
 
     def _note_load(self) -> None:
-        """Note what makes a run longer that is no part of it: other programs on the processor, and waiting for disks."""
+        """Note what makes a run longer and is no part of it: other programs, disks, garbage, what is compiled anew."""
         before, now = self._load_before, cpu_moment().value
         if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
             self.recorder.fact(OTHERS, others_share(before, now))
         self.recorder.fact(OWN_SECONDS, [nanoseconds / 1e9 for nanoseconds in self._own_ns])
         earlier, disk = self._disk_before, disk_moment()
+        before_it, runtime = self._runtime_before, runtime_moment()
         for name, was, count in (
             (PAGE_FAULTS, earlier.page_faults, disk.page_faults),
             (DISK_READ, earlier.read_bytes, disk.read_bytes),
+            (COLLECTIONS, before_it.collections, runtime.collections),
+            (COMPILED_GRAPHS, before_it.compiled_graphs, runtime.compiled_graphs),
         ):
-            if was is not None and count is not None:
+            if was is not None and count is not None and count >= was:  # some can be set back
                 self.recorder.fact(name, count - was)
 
     def record(self) -> Run:
@@ -359,6 +376,7 @@ class StageStack:
         is_moving: Whether weights are being moved.
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
+        outputs: What its stages made, until the call is over.
     """
 
     def __init__(self, session: Session, pipeline_id: int | None = None) -> None:
@@ -376,6 +394,7 @@ class StageStack:
         self.is_moving = False
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
+        self.outputs = HeldOutputs(in_call=pipeline_id is not None)
 
     def __del__(self) -> None:
         """A thread or task that is no more may have left stages open, such as a denoising that nobody says is over.
@@ -424,6 +443,11 @@ class StageStack:
         nanoseconds, times = self.moved.pop(stage, (0, 0))
         if times:
             stage.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
+
+    def made(self, stage: LiveStage, name: str, tensor: Tensor) -> None:
+        """Note a tensor that a stage made, which is over: facts at once, and the hash of its bytes now or after the call."""
+        stage.tensor(name, tensor)
+        self.session.guard.read("watch.outputs", lambda: self.outputs.take(stage, name, tensor))
 
     def weights_moved(self, nanoseconds: int) -> None:
         """Take a move of weights to or from a device, which has just ended."""

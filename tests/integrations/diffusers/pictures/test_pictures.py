@@ -10,7 +10,7 @@ from PIL import Image
 from tests.families import generate, make_pipeline
 
 import sigmascope
-from sigmascope.integrations.diffusers.pipeline_call import pictures_of
+from sigmascope.integrations.diffusers.pictures import pictures_of
 
 
 def _watched(pipeline: Any, family: str = "sd15", **call: Any) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,7 @@ from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers.pipeline_call import outcome_of
+from sigmascope.integrations.diffusers.pictures import outcome_of
 from sigmascope.records.run import Finding
 
 NAN = float("nan")

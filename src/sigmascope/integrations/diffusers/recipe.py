@@ -1,0 +1,187 @@
+"""What a call was made with beside its arguments: which weights, and which LoRAs from which files.
+
+`models_of` gives each model's fingerprint, `loras_of` each LoRA with its strength and the hash of its tensors; both
+read weights, so they are for after a call. `LoraFiles` remembers what `LoraObserver` heard being loaded: the SHA-256 of
+an adapter's file, as download pages give it.
+"""
+
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from sigmascope.integrations.diffusers.hooks import ByIdentity
+from sigmascope.probes.model_fingerprints import adapter_fingerprint, combined_fingerprint, model_fingerprint
+from sigmascope.probes.models import components_of, modules_in, unwrap
+from sigmascope.probes.peft import adapters_of, number_for, standing_of
+from sigmascope.probes.reading import Reading, attempt
+
+_ATTACHING: Final = "sigmascope.lora.apply"
+"""Where `attach_lora` is: without it nothing is attached."""
+_MOST_FILE_BYTES: Final = 2**30
+"""Hashing so much takes half a second."""
+
+
+def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Reading[str]]:
+    """The fingerprint of each component with weights, without LoRAs, or why there is none.
+
+    Args:
+        pipeline: What is made of components, or a model alone.
+        why_not: Why no weights are to be read; None: they are.
+    """
+    return {
+        name: model_fingerprint(module) if why_not is None else Reading(None, why_not)
+        for name, module in models_in(pipeline).items()
+    }
+
+
+class LoraFiles:
+    """From which file each adapter of each model came, as far as any watch of this process has seen it."""
+
+    def __init__(self) -> None:
+        self._by_model: ByIdentity[dict[str, dict[str, str | None]]] = ByIdentity()
+
+    def loaded(
+        self,
+        path: str | None,
+        before: Mapping[str, frozenset[str]],
+        target: object,
+        adapter: object = None,
+    ) -> None:
+        """Take that something was loaded.
+
+        Args:
+            path: The file; None: it was none, or is not known.
+            before: What `adapters_in` gave before.
+            target: The pipeline or model that it was loaded into.
+            adapter: The name that was asked for, where an adapter of that name may have been there before.
+        """
+        sha256 = None if path is None else attempt(lambda: _sha256(path)).value
+        for name, part in models_in(target).items():
+            now = adapters_in(part)["denoiser"]
+            known = dict(self._by_model.get(part) or {})
+            for came in (now - before.get(name, frozenset())) | (now & {adapter}):
+                known.pop(came, None)
+                if path is not None:
+                    known[came] = {"file": Path(path).name, "sha256": sha256}
+            self._by_model.put(part, known)
+
+    def of(self, model: nn.Module, adapter: str) -> dict[str, str | None]:
+        """`file`, its name, and `sha256` of its content (None: it could not be read); nothing where nobody knows."""
+        return (self._by_model.get(model) or {}).get(adapter, {})
+
+
+LORA_FILES: Final = LoraFiles()
+
+
+def _sha256(path: str) -> str | None:
+    status = Path(path).stat()
+    return (
+        _sha256_of(path, status.st_size, status.st_mtime_ns) if status.st_size <= _MOST_FILE_BYTES else None
+    )
+
+
+@lru_cache(maxsize=64)
+def _sha256_of(path: str, _size: int, _changed_at: int) -> str:
+    from sigmascope.checkpoints import file_sha256  # only where a LoRA is loaded
+
+    return file_sha256(path)
+
+
+def adapters_in(target: object) -> dict[str, frozenset[str]]:
+    """The names of the adapters that PEFT has on each model of a pipeline, or on a model alone."""
+    return {
+        name: frozenset(map(str, getattr(part, "peft_config", None) or ()))
+        for name, part in models_in(target).items()
+    }
+
+
+def models_in(target: object) -> dict[str, nn.Module]:
+    """The models of a pipeline by name, or a model alone as "denoiser", without what torch.compile put around them."""
+    parts = components_of(target) or {"denoiser": target}
+    found = {str(name): unwrap(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str, Any]]:
+    """The LoRAs that PEFT runs in a pipeline, by component and adapter, "unet.style", and those that `attach_lora` put on.
+
+    Args:
+        pipeline: What is made of components.
+        why_not: Why no weights are to be read; None: they are.
+
+    Returns:
+        Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
+        number of `layers`, in how many of them it is `active` or merged, the hash of its `content` (None: with the
+        reason in `no_content`), and of its file the name and SHA-256 where these are known.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in models_in(pipeline).items():
+        if getattr(module, "peft_config", None):
+            for layer in modules_in(module):
+                if "scaling" in vars(layer):
+                    _add_lora_layer(found, name, layer)
+            for adapter in adapters_in(module)["denoiser"]:
+                lora = found.get(f"{name}.{adapter}")
+                if lora is not None:
+                    lora |= _content(
+                        adapter_fingerprint(module, adapter) if why_not is None else Reading(None, why_not)
+                    )
+                    lora |= LORA_FILES.of(module, adapter)
+        found |= _attached(name, module)
+    return found
+
+
+def _content(reading: Reading[str]) -> dict[str, str | None]:
+    return {"content": reading.value} | ({} if reading.reason is None else {"no_content": reading.reason})
+
+
+def _add_lora_layer(found: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
+    standing = standing_of(layer)
+    for adapter in adapters_of(layer):
+        scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
+        strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
+        lora = found.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
+        if strength is not None:
+            least, most = lora["strength"] or (strength, strength)
+            lora["strength"] = (min(least, strength), max(most, strength))
+        lora["layers"] += 1
+        is_active = adapter in standing.active and not standing.disabled
+        lora["active"] += is_active or adapter in standing.merged
+
+
+_ATTACHED_CONTENT: "WeakKeyDictionary[Any, Reading[str]]" = WeakKeyDictionary()
+"""Of each LoRA that is attached: its factors never change."""
+
+
+def _attached(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What `attach_lora` put on a model, by the names of the files."""
+    attaching = sys.modules.get(_ATTACHING)
+    found: dict[str, dict[str, Any]] = {}
+    for lora in [] if attaching is None else attaching.attached_to(module):
+        name = "attached" if lora.path is None else lora.path.stem
+        while f"{component}.{name}" in found:
+            name += "'"
+        content = _ATTACHED_CONTENT.get(lora.handle)
+        if content is None:
+            content = _ATTACHED_CONTENT[lora.handle] = attempt(lambda lora=lora: _of_factors(lora.factors))  # type: ignore[misc]
+        found[f"{component}.{name}"] = {
+            "strength": (lora.scale, lora.scale),
+            "layers": lora.layers,
+            "active": lora.layers if lora.scale else 0,
+            **_content(content),
+        }
+    return found
+
+
+def _of_factors(factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> str:
+    tensors = {
+        f"{name}.{part}": tensor
+        for name, (up, down, _) in factors.items()
+        for part, tensor in (("up", up), ("down", down))
+    }
+    return combined_fingerprint(tensors, [(name, factors[name][2]) for name in sorted(factors)])

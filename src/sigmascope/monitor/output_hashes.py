@@ -1,0 +1,178 @@
+"""What the stages of a call made, told by the hash of its bytes, without the call waiting for anything.
+
+A stage's output on the CPU is hashed when the stage is over, if that takes less than a millisecond. Anything larger, and
+all that is on an accelerator, is held until the call has returned (`HeldOutputs`), and hashed then: for no longer, and
+not if it is so large that holding it would be felt. PyTorch counts what is written to a tensor; one that the host wrote
+to meanwhile has no hash. What NumPy writes to the same memory is not counted.
+
+From a CUDA device the bytes are copied while the host goes on, and hashed once they are there (`Arrivals`): at the end of
+a later call, or of the watch.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.accelerators import is_capturing
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
+from sigmascope.probes.tensors import fingerprint, why_unreadable
+from sigmascope.units import MIB, format_size
+
+AT_ONCE_BYTES: Final = 16 * MIB
+"""Hashing as much takes less than half a millisecond."""
+HELD_BYTES: Final = 256 * MIB
+"""Of all outputs of a call together."""
+HELD_ON_DEVICE: Final = 64 * MIB
+"""Of one output: holding it keeps that memory from the host until the call is over."""
+_LONGEST_WAIT: Final = 2.0
+"""Seconds, at the end of a watch, for copies that are on their way."""
+_LOOK_EVERY: Final = 0.0005
+
+CHANGED: Final = "the host wrote to it before the call was over"
+COUNTS_NOTHING: Final = "an inference tensor does not tell whether it was written to before the call was over"
+FAILED: Final = "the call did not return"
+OUTSIDE: Final = (
+    "it is on an accelerator and was made outside of a pipeline's call, where nobody says when to wait"
+)
+CAPTURED: Final = "a graph was being captured"
+ON_ITS_WAY: Final = "its bytes were still on their way from the accelerator"
+
+HasArrived = Callable[[], bool]
+Copier = Callable[[Tensor], tuple[Tensor, HasArrived]]
+"""Gives a copy on the CPU, and what tells whether it is complete."""
+
+
+def output_hash(tensor: Tensor) -> Reading[str]:
+    """Sixteen hexadecimal digits for the bytes of a tensor in row-major order; what is on an accelerator is waited for."""
+    reading = fingerprint(tensor)
+    return Reading(None if reading.value is None else f"{reading.value.digest:016x}", reading.reason)
+
+
+def copy_to_host(tensor: Tensor) -> tuple[Tensor, HasArrived]:
+    """Copy what is on an accelerator; from a CUDA device without waiting."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().cpu(), lambda: True
+    stream = torch.cuda.current_stream(tensor.device)
+    # Into pinned memory, which PyTorch keeps to use again.
+    copy = tensor.detach().to("cpu", non_blocking=True)
+    tensor.record_stream(stream)  # it may have been made on another, and be freed at once
+    passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    passed.record(stream)
+    return copy, passed.query
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    stage: LiveStage
+    name: str
+    tensor: Tensor
+    version: int
+
+
+class HeldOutputs:
+    """What the stages of one call made, until the call has returned."""
+
+    def __init__(self, *, in_call: bool) -> None:
+        self._in_call = in_call
+        self._held: list[_Held] = []
+        self._bytes = 0
+
+    def take(self, stage: LiveStage, name: str, tensor: Tensor) -> None:
+        """Hash what a stage made, which is over, or hold it until the call is."""
+        why = why_unreadable(tensor)
+        on_cpu = tensor.device.type == "cpu"
+        if why is None and on_cpu and (tensor.nbytes <= AT_ONCE_BYTES or not self._in_call):
+            stage.output_hash(name, output_hash(tensor))
+            return
+        why = why or self._why_not_held(tensor)
+        if why is not None:
+            stage.output_hash(name, Reading(None, why))
+            return
+        self._held.append(_Held(stage, name, tensor.detach(), tensor._version))
+        self._bytes += tensor.nbytes
+
+    def _why_not_held(self, tensor: Tensor) -> str | None:
+        if not self._in_call:
+            return OUTSIDE
+        most = HELD_BYTES if tensor.device.type == "cpu" else HELD_ON_DEVICE
+        if tensor.nbytes > most or self._bytes + tensor.nbytes > HELD_BYTES:
+            return f"{format_size(tensor.nbytes)} are too many to be held until the call is over"
+        return COUNTS_NOTHING if tensor.is_inference() else None
+
+    def hand_on(self, outer: "HeldOutputs") -> None:
+        """Let a call around this one, which is over, hold what this one held."""
+        outer._held += self._held
+        outer._bytes += self._bytes
+        self._held, self._bytes = [], 0
+
+    def settle(self, arrivals: "Arrivals") -> None:
+        """Hash what is held, and let go of it: the call has returned."""
+        for held in self._emptied():
+            if held.tensor._version != held.version:
+                held.stage.output_hash(held.name, Reading(None, CHANGED))
+            elif held.tensor.device.type == "cpu":
+                held.stage.output_hash(held.name, output_hash(held.tensor))
+            else:
+                arrivals.send(held.stage, held.name, held.tensor)
+
+    def drop(self) -> None:
+        """Let go of what is held: the call failed, and its device may answer no more."""
+        for held in self._emptied():
+            held.stage.output_hash(held.name, Reading(None, FAILED))
+
+    def _emptied(self) -> Iterator[_Held]:
+        """What is held, each let go of as the next is taken."""
+        held, self._held, self._bytes = self._held, [], 0
+        while held:
+            yield held.pop(0)
+
+
+class Arrivals:
+    """Copies of outputs that are on their way from an accelerator."""
+
+    def __init__(self, copy: Copier = copy_to_host) -> None:
+        self._copy = copy
+        self._waiting: list[tuple[LiveStage, str, Tensor, HasArrived]] = []
+
+    def send(self, stage: LiveStage, name: str, tensor: Tensor) -> None:
+        """Begin to copy an output, and keep no hold of it."""
+        if is_capturing(tensor.device.type):
+            stage.output_hash(name, Reading(None, CAPTURED))
+            return
+        copied = attempt(lambda: self._copy(tensor))
+        if copied.value is None:
+            stage.output_hash(name, Reading(None, copied.reason))
+            return
+        stage.output_hash(name, Reading(None, ON_ITS_WAY))
+        self._waiting.append((stage, name, *copied.value))
+        self.look()
+
+    def look(self) -> None:
+        """Hash those copies that are complete. Waits for nothing."""
+        waiting, self._waiting = self._waiting, []
+        for stage, name, copy, has_arrived in waiting:
+            if _is_true(has_arrived):
+                stage.output_hash(name, output_hash(copy))
+            else:
+                self._waiting.append((stage, name, copy, has_arrived))
+
+    def wait(self, seconds: float = _LONGEST_WAIT) -> None:
+        """Wait for copies that are still on their way, but not for long, and forget those that do not come."""
+        end = time.monotonic() + seconds
+        self.look()
+        while self._waiting and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY)
+            self.look()
+        self._waiting.clear()
+
+
+def _is_true(has_arrived: HasArrived) -> bool:
+    try:
+        return has_arrived()
+    except PROBE_ERRORS:  # a device that failed meanwhile
+        return False

@@ -1,0 +1,162 @@
+"""Which weights a model has, and which an adapter: one short text each, made once and kept for as long as they stay.
+
+A model's fingerprint is the hash of some elements of each of its weights (`probes.tensors.samples`), with their names,
+shapes and types: a fine-tuning changes nearly all elements of the layers that it trains, a few of which are among them.
+What it can miss is a change to single elements. Adapters are left out of the model's, and hashed whole by themselves.
+
+Both are kept as long as nobody replaces a weight, writes to it, or merges an adapter: PyTorch counts what is written to
+a tensor. It does not count what is written to `weight.data`, so that such a change is seen in another process alone.
+What lies on an accelerator is waited for, so these belong after a call.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import xxhash
+from torch import Tensor, nn
+
+from sigmascope.probes.models import (
+    GROUP_OFFLOADING,
+    modules_in,
+    named_modules_in,
+    own_buffers,
+    own_parameters,
+    unwrap,
+)
+from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
+from sigmascope.probes.tensors import fingerprints, samples, why_unreadable
+
+_SAMPLES: Final = 64
+"""Elements of each weight: of weights that lie in a file still unread, as many pages are read."""
+_MERGED: Final = "merged_adapters"
+ON_DISK: Final = "its weights lie on a disk between its calls"
+NO_WEIGHTS: Final = "it has no weights"
+
+_Kept = dict[str, tuple[int, Reading[str]]]
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
+"""What was read of each model, with the state of its weights then: under "" of itself, else of an adapter."""
+
+
+def model_fingerprint(model: object) -> Reading[str]:
+    """Sixteen hexadecimal digits for the weights of a model without its adapters, or why there are none. Never raises.
+
+    Equal for equal weights of one dtype, whatever device they are on. Takes 10 ms for a thousand weights; from then
+    on less than one, until they change.
+
+    Args:
+        model: A module, or what wraps one.
+    """
+    module = attempt(lambda: unwrap(model)).value
+    if module is None:
+        return Reading(None, NO_WEIGHTS)
+    return _kept(module, "", lambda: _of_model(module))
+
+
+def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
+    """The same for all tensors of an adapter that PEFT put on a model, with their ranks and alphas."""
+    return _kept(model, adapter, lambda: _of_adapter(model, adapter))
+
+
+def combined_fingerprint(tensors: Mapping[str, Tensor], more: object = ()) -> str:
+    """Sixteen hexadecimal digits for the whole content of tensors under their names.
+
+    Args:
+        tensors: By name, in any order.
+        more: What else is to tell one from another.
+
+    Raises:
+        ValueError: One cannot be read; the message says which and why.
+    """
+    readings = fingerprints(tensors)
+    for name, reading in readings.items():
+        if reading.value is None:
+            raise ValueError(f"{name}: {reading.reason}")
+    lines = [f"{name!r} {reading.value}\n" for name, reading in sorted(readings.items())]
+    return xxhash.xxh3_64_hexdigest("".join([*lines, repr(more)]).encode())
+
+
+def _kept(module: nn.Module, which: str, read: Callable[[], str]) -> Reading[str]:
+    state = attempt(lambda: _state_of(module))
+    if state.value is None:
+        return Reading(None, state.reason)
+    known = _KEPT.setdefault(module, {})
+    if which not in known or known[which][0] != state.value:
+        reading = attempt(read)
+        if reading.value is None:  # another time they may be there
+            return reading
+        known[which] = state.value, reading
+    return known[which][1]
+
+
+def _state_of(module: nn.Module) -> int:
+    """Another number once a weight is replaced or written to, or an adapter is merged; the same where one is moved."""
+    state: list[object] = []
+    waiting, seen = [module], {id(module)}
+    while waiting:  # after every call of a pipeline: as `probes.models` walks, without names
+        held = vars(waiting.pop())
+        transient = held.get("_non_persistent_buffers_set") or ()
+        tensors = [*(held.get("_parameters") or {}).values()]
+        tensors += [buffer for name, buffer in (held.get("_buffers") or {}).items() if name not in transient]
+        state += [(id(tensor), _version(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+        if _MERGED in held:
+            state.append(tuple(map(str, held[_MERGED])))
+        for child in (held.get("_modules") or {}).values():
+            if isinstance(child, nn.Module) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return hash(tuple(state))
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except PROBE_ERRORS:  # inference tensors count nothing
+        return -1
+
+
+def _of_model(module: nn.Module) -> str:
+    if lies_on_disk(module):
+        raise LookupError(ON_DISK)
+    weights = dict(base_weights(module))
+    if not weights:
+        raise LookupError(NO_WEIGHTS)
+    lacking = [why for tensor in weights.values() if (why := why_unreadable(tensor)) is not None]
+    if lacking:
+        raise LookupError(f"of {len(lacking)} of {len(weights)} weights: {lacking[0]}")
+    shapes = sorted((name, tuple(tensor.shape)) for name, tensor in weights.items())
+    return combined_fingerprint(samples(weights, size=_SAMPLES, floating_only=False), shapes)
+
+
+def lies_on_disk(module: nn.Module) -> bool:
+    """Whether group offloading keeps a model's weights in files, and nothing in their memory while it is not called."""
+    for part in modules_in(module):
+        hooks = attribute(attribute(part, "_diffusers_hook"), "hooks")
+        hook = hooks.get(GROUP_OFFLOADING) if isinstance(hooks, Mapping) else None
+        if attribute(attribute(hook, "config"), "offload_to_disk_path") is not None:
+            return True
+    return False
+
+
+def _of_adapter(model: nn.Module, adapter: str) -> str:
+    tensors: dict[str, Tensor] = {}
+    numbers = []
+    for path, layer in named_modules_in(model):
+        if adapter in adapters_of(layer):
+            tensors |= {f"{path}.{name}": tensor for name, tensor in _tensors_of(layer, adapter)}
+            numbers.append([number_for(layer, name, adapter) for name in ("r", "lora_alpha")])
+    if not tensors:
+        raise LookupError("none of its tensors is where PEFT keeps them")
+    return combined_fingerprint(tensors, numbers)
+
+
+def _tensors_of(layer: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    for name in map(str, attribute(layer, "adapter_layer_names") or ()):
+        held = by_adapter(layer, name).get(adapter)
+        if isinstance(held, Tensor):
+            yield name, held
+        elif isinstance(held, nn.Module):
+            for path, part in named_modules_in(held):
+                for own, tensor in (*own_parameters(part), *own_buffers(part)):
+                    yield f"{name}.{path}.{own}", tensor

@@ -1,0 +1,173 @@
+"""A record knows the weights and the LoRAs that it was made with, by their content, and LoRAs by their files."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.families import generate, make_pipeline
+from tests.families.changes import lora_file
+from tests.integrations.diffusers.marks import left_behind
+from torch import Tensor
+
+import sigmascope
+from sigmascope.analysis.recipe import what_changed
+from sigmascope.integrations.diffusers import pipeline_call
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.reader import load_lora
+from sigmascope.records.run import Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:No LoRA keys")
+
+
+def watched(pipeline: Any, **call: Any) -> Run:
+    with sigmascope.watch(pipeline) as watching:
+        generate(pipeline, "sd15", **call)
+    return watching.record()
+
+
+def loras(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = run.stage("generation").facts["recipe"]["loras"]
+    return found
+
+
+def loaded(file: Path, name: str = "style", **options: Any) -> Any:
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline):
+        pipeline.load_lora_weights(str(file), adapter_name=name, **options)
+    return pipeline
+
+
+def test_a_lora_is_known_by_its_files_hash_also_in_a_later_watch(tmp_path: Path) -> None:
+    file = lora_file(tmp_path, seed=1)
+    lora = loras(watched(loaded(file)))["unet.style"]
+    assert lora["file"] == "style.safetensors"
+    assert lora["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert len(lora["content"]) == 16
+
+
+def test_another_file_of_the_same_name_is_named(tmp_path: Path) -> None:
+    before, now = (watched(loaded(lora_file(tmp_path / str(seed), seed))) for seed in (1, 2))
+    changed = what_changed([now], [before])
+    assert "LoRA unet.style file sha256 " in changed.headline
+    assert "LoRA unet.style content" not in changed.recipe
+    assert changed.output == "denoising: latent"
+
+
+def test_loras_of_no_known_file_are_told_apart_by_content(tmp_path: Path) -> None:
+    runs = []
+    for seed in (1, 2):
+        pipeline = make_pipeline("sd15")
+        pipeline.load_lora_weights(str(lora_file(tmp_path / str(seed), seed)), adapter_name="style")
+        runs.append(watched(pipeline))
+    assert "sha256" not in loras(runs[0])["unet.style"]
+    assert "LoRA unet.style content " in what_changed([runs[1]], [runs[0]]).headline
+
+
+def test_a_copy_of_the_file_under_another_name_is_no_other_content(tmp_path: Path) -> None:
+    first = lora_file(tmp_path, seed=1)
+    second = Path(shutil.copy(first, tmp_path / "renamed.safetensors"))
+    recipe = what_changed([watched(loaded(second))], [watched(loaded(first))]).recipe
+    assert set(recipe) - {"processor used by others"} == {"LoRA unet.style file"}
+
+
+def test_another_file_under_the_same_adapters_name_takes_its_place(tmp_path: Path) -> None:
+    first, second = (lora_file(tmp_path / str(seed), seed) for seed in (1, 2))
+    pipeline = loaded(first)
+    with sigmascope.watch(pipeline):
+        pipeline.load_lora_weights(str(second), adapter_name="style", hotswap=True)
+    lora = loras(watched(pipeline))["unet.style"]
+    assert lora["sha256"] == hashlib.sha256(second.read_bytes()).hexdigest()
+
+
+def test_what_is_loaded_from_memory_has_no_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    pipeline = loaded(lora_file(tmp_path, seed=1))
+    with sigmascope.watch(pipeline):
+        pipeline.delete_adapters("style")
+        pipeline.load_lora_weights(load_file(lora_file(tmp_path, seed=2)), adapter_name="style")
+    assert "file" not in loras(watched(pipeline))["unet.style"]
+
+
+def test_an_attached_lora_is_in_the_recipe(tmp_path: Path) -> None:
+    first, second = (load_lora(lora_file(tmp_path / str(seed), seed)) for seed in (1, 2))
+    pipeline = make_pipeline("sd15")
+    before = watched(pipeline)
+    runs = {}
+    for name, lora in (("first", first), ("second", second)):
+        with attach_lora(pipeline, lora, 0.5):
+            runs[name] = watched(pipeline)
+    assert loras(runs["first"])["unet.style"]["strength"] == [0.5, 0.5]
+    assert loras(runs["first"])["unet.style"]["layers"] == len(first.modules)
+    assert "LoRAs none → unet.style" in what_changed([runs["first"]], [before]).headline
+    assert "LoRA unet.style content" in what_changed([runs["second"]], [runs["first"]]).headline
+    assert loras(watched(pipeline)) == {}
+
+
+def test_a_generator_that_has_drawn_before_is_named() -> None:
+    pipeline, generator = make_pipeline("sd15"), torch.Generator().manual_seed(0)
+    runs = []
+    for _ in range(2):
+        with sigmascope.watch(pipeline) as watching:
+            pipeline("a fox", num_inference_steps=1, height=32, width=32, generator=generator)
+        runs.append(watching.record())
+    changed = what_changed([runs[1]], [runs[0]])
+    assert "seed" not in changed.recipe
+    assert "The outputs differ from the latent of denoising on: generator state " in changed.headline
+
+
+def test_another_seed_is_no_difference_of_state_too(pipeline: Any) -> None:
+    recipe = what_changed([watched(pipeline, seed=4)], [watched(pipeline)]).recipe
+    assert recipe["seed"] == ("0", "4")
+    assert "generator state" not in recipe
+
+
+def test_each_model_has_a_fingerprint_or_a_reason(pipeline: Any) -> None:
+    pipeline.vae.to("cpu")
+    run = watched(pipeline)
+    models = run.stage("generation").facts["recipe"]["models"]
+    assert set(models) == {"unet", "vae", "text_encoder"}
+    assert all(len(fingerprint) == 16 for fingerprint in models.values())
+
+
+def test_an_older_record_has_no_fingerprints_and_no_difference_of_them(pipeline: Any) -> None:
+    from dataclasses import replace
+
+    run = watched(pipeline)
+    (generation,) = run.stages
+    facts = {**generation.facts, "recipe": {**generation.facts["recipe"]}}
+    del facts["recipe"]["models"]
+    older = replace(run, stages=(replace(generation, facts=facts),))
+    assert not any("weights" in name for name in what_changed([run], [older]).recipe)
+
+
+def test_a_probe_that_fails_leaves_the_picture_and_the_rest(
+    pipeline: Any, unwatched: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> Any:
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(pipeline_call, "models_of", broken)
+    monkeypatch.setattr(pipeline_call, "loras_of", broken)
+    with sigmascope.watch(pipeline) as run:
+        assert torch.equal(generate(pipeline, "sd15"), unwatched)
+    assert run.stage("generation").facts["recipe"]["threads"] > 0
+    assert left_behind() == []
+
+
+def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
+    pixels = np.zeros((4, 6, 3), np.uint8)
+    first, same = Image.fromarray(pixels), Image.fromarray(pixels.copy())
+    pixels[0, 0] = 255
+    other = Image.fromarray(pixels)
+    told = [
+        pipeline_call.other_arguments({"image": image}, texts=False)["image"]
+        for image in (first, same, other)
+    ]
+    assert told[0] == told[1] != told[2]
+    assert told[0].startswith("6×4 RGB ")
