@@ -1,6 +1,7 @@
 """How near a LoRA's pictures are to the tuned model's, by the bytes of its file and by how its ranks were chosen.
 
     PYTHONPATH=. python benchmarks/lora_pictures.py [--models lbm unet mmdit] [--ranks 2 4 8 16] [--json] [--plot FILE]
+    PYTHONPATH=. python benchmarks/lora_pictures.py --rows FILE ... [--plot FILE]
 
 Three trained models, each with a fine-tune of another look: the pocket LBM, which translates a picture in one step, and
 the pocket pipelines, a Stable Diffusion and a Stable Diffusion 3 in small, which paint prompts with 4 steps, with 20,
@@ -181,10 +182,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--json", action="store_true", help="rows in place of tables")
     parser.add_argument("--plot", type=Path, help="draw bytes against PSNR into this file; needs matplotlib")
+    parser.add_argument("--rows", type=Path, nargs="+", help="show what --json printed, and measure nothing")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for model in asked.models:
+    for path in asked.rows or ():
+        rows += json.loads(path.read_text(encoding="utf-8"))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        print("\n\n".join(tables(model, [row for row in rows if row["model"] == model])), end="\n\n")
+    for model in asked.models if asked.rows is None else ():
         with tempfile.TemporaryDirectory() as folder:
             if model == "lbm":
                 pair: Pair = LbmPair(asked.inputs, asked.calibration)

@@ -83,7 +83,12 @@ def main() -> None:
                 shares.append(100 * sum(right) / len(right))
             print(f"| {kind} | {look} | {shares[0]:.0f} % | {shares[1]:.0f} % |", flush=True)
             shown += [
-                (solid.prompt.removeprefix("a ") if look == "base" else "tuned", picture)
+                (
+                    f"{solid.colour} {solid.shape}, {solid.wall} wall"
+                    if look == "base"
+                    else f"{kind}, tuned",
+                    picture,
+                )
                 for solid, picture in zip(solids[:SHOWN], made, strict=False)
             ]
     save_image(contact_sheet(shown, columns=SHOWN), target)
