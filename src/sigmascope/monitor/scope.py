@@ -32,7 +32,7 @@ from sigmascope.probes import (
     process_rss_bytes,
     system_memory,
 )
-from sigmascope.probes.accelerators import AcceleratorEvent
+from sigmascope.probes.accelerators import AcceleratorEvent, why_no_devices
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.performance import MEMORY_OVER_TIME, UTILIZATION
 from sigmascope.records.run import (
@@ -516,13 +516,16 @@ class Instruments:
     def step_reasons(self) -> dict[str, str]:
         """For each column of `Steps` that may be missing, why it is."""
         reasons = self.guard.reasons
-        absence = reasons.get("accelerator") or self.accelerator.absence
+        absence = reasons.get("accelerator") or self.guard.call("accelerator_devices", self._why_no_devices)
         known = {
             "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
             "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
             "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
         }
         return {name: reason for name, reason in known.items() if reason is not None}
+
+    def _why_no_devices(self) -> str | None:
+        return None if self.accelerator.devices() else why_no_devices(self.accelerator)
 
     def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
         """For each field of `peak` that is missing, why it is."""

@@ -160,7 +160,7 @@ def _built_for() -> str | None:
 
 def why_no_devices(accelerator: Accelerator) -> str:
     """The reason to record when `accelerator.devices()` is empty."""
-    waiting = f"the devices of {accelerator.kind} cannot be counted before this process uses one"
+    waiting = f"no accelerator in use: the devices of {accelerator.kind} cannot be counted before this process uses one"
     return accelerator.absence or waiting
 
 

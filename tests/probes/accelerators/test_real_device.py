@@ -16,6 +16,8 @@ def accelerator() -> Accelerator:
     found = detect_accelerator()
     if found.absence is not None:
         pytest.skip(found.absence)
+    if not torch.accelerator.is_available():  # torch is built for CUDA, and this machine has no driver
+        pytest.skip(f"torch can use no device of {found.kind}")
     torch.ones(1, device=found.kind)  # a process that uses its device
     return found
 
