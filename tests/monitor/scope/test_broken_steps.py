@@ -71,6 +71,7 @@ class Interruption:
 def test_wherever_ctrl_c_comes_rows_stay_whole_and_have_their_own_times(
     has_device: bool, accelerator: "FakeAccelerator", host: "FakeHost", clock: "FakeClock"
 ) -> None:
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 begins no trace of opcodes inside a trace
     for number in range(100):
         device = accelerator if has_device else NullAccelerator("none")
         recorder = Recorder(sample_hz=None, accelerator=device, clock=clock)
