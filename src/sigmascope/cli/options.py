@@ -418,7 +418,7 @@ def _budget(flags: RankFlags) -> "Budget | None":
         weights=parse_weights(flags.weight_for or []),
         max_rank=flags.max_rank,
         max_conv_rank=flags.max_conv_rank,
-        min_rank=flags.min_rank or 0,
+        min_rank=flags.min_rank,
     )
 
 

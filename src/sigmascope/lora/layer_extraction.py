@@ -261,6 +261,9 @@ class Extraction:
                 if record.reason not in (None, "unchanged")
             }
         weights = layer_weights(self._options, records)
+        competing = {layer: shape for layer, shape in shapes.items() if not rules.is_excluded(layer)}
+        knows_only_weights = self._options.statistics is None and self._options.budget_weights == RELATIVE
+        floor = budget.floor(competing, storage) if knows_only_weights else 0
         number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {
@@ -268,7 +271,9 @@ class Extraction:
             } | lost
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
             try:
-                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0), weights)
+                allocation = allowed.allocate(
+                    spectra, storage, fixed | dict.fromkeys(lost, 0), weights, floor
+                )
             except ConfigError:
                 if budget.max_error is None or allowed is budget:
                     raise

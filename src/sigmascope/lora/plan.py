@@ -263,7 +263,10 @@ class _Sizes:
         for size in sizes:
             budget = Budget(max_bytes=size, max_rank=self._most)
             try:
-                chosen = budget.allocate(self._spectra, self._storage, layer_weights=self._weights)
+                floor = budget.floor(self._shapes, self._storage) if self._weights else 0
+                chosen = budget.allocate(
+                    self._spectra, self._storage, layer_weights=self._weights, floor=floor
+                )
             except ConfigError:
                 continue
             yield self._planned(None, chosen.bytes, chosen.ranks)

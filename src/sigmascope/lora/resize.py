@@ -566,6 +566,8 @@ class Resizer:
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)
+        knows_only_weights = not self.has_metric and self.plan.budget_weights == RELATIVE
+        floor = budget.floor(shapes, self.storage) if knows_only_weights else 0
         if weigh is not None:
             budget = replace(budget, weights=())  # counted in the weights
         spectra: dict[str, Spectrum] = {}
@@ -582,7 +584,7 @@ class Resizer:
                 if weigh is None
                 else {name: weigh(name, sqrt(spectrum.total_energy)) for name, spectrum in spectra.items()}
             )
-            allocation = budget.allocate(spectra, self.storage, pinned, weights)
+            allocation = budget.allocate(spectra, self.storage, pinned, weights, floor)
             wanted = allocation.wanted
         return allocation.ranks
 

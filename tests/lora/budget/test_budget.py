@@ -234,3 +234,13 @@ def test_all_layers_of_a_full_size_model_fill_their_budget() -> None:
     ranks = Budget(max_bytes=100 * 2**20).allocate(many, storage).ranks
     factors = sum(rank * (1280 + 1280 + index) * 2 for index, rank in enumerate(ranks.values()))
     assert 0.98 * 100 * 2**20 < factors < 100 * 2**20
+
+
+def test_a_floor_is_for_budgets_that_set_no_least_rank_and_have_room_for_it() -> None:
+    floored = Budget(max_bytes=5_000).allocate(spectra(), FREE, floor=2)
+    assert floored.ranks == Budget(max_bytes=5_000, min_rank=2).allocate(spectra(), FREE).ranks
+    assert floored.ranks != Budget(max_bytes=5_000).allocate(spectra(), FREE).ranks
+    free = Budget(max_bytes=5_000, min_rank=0).allocate(spectra(), FREE, floor=2)
+    assert free.ranks == Budget(max_bytes=5_000).allocate(spectra(), FREE).ranks
+    tight = Budget(max_bytes=1_500).allocate(spectra(), FREE, floor=4)  # four of each take more
+    assert tight.ranks == Budget(max_bytes=1_500).allocate(spectra(), FREE).ranks

@@ -474,9 +474,19 @@ def test_a_change_that_float16_cannot_hold_within_the_error_is_refused(tmp_path:
     assert not (tmp_path / "lora.safetensors").exists()
 
 
+def test_by_default_each_layer_gets_three_quarters_of_the_one_rank_of_these_bytes(models: Models) -> None:
+    size = extract(models, rank=4, conv_rank=4).file_bytes + 200  # the header says a little more
+    shared = ranks(extract(models, budget_weights="relative", budget=Budget(max_bytes=size)))
+    free = ranks(extract(models, budget_weights="relative", budget=Budget(max_bytes=size, min_rank=0)))
+    assert set(shared) == set(deltas(models))
+    assert min(shared.values()) == 3
+    assert len(set(shared.values())) > 1  # the last quarter is competed for
+    assert min(free.get(layer, 0) for layer in shared) < 3
+
+
 def test_by_default_an_error_counts_by_the_size_of_its_layer_s_weight(models: Models) -> None:
     base, changes = load_file(models[0]), deltas(models)
-    report = extract(models, budget_weights="relative", budget=Budget(max_bytes=60_000))
+    report = extract(models, budget_weights="relative", budget=Budget(max_bytes=60_000, min_rank=0))
     assert report.weighted_error is not None
     found = ranks(report)
     values = sorted(
