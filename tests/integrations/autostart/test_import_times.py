@@ -26,9 +26,9 @@ print(type(importlib.util.find_spec("slow_later").loader).__name__)
 def read_image():
     time.sleep({2 * SLEEP})
 
+from sigmascope.monitor import stage  # stacks are looked at from here on
 read_image()
-import sigmascope
-with sigmascope.stage("generation"):
+with stage("generation"):
     time.sleep({SLEEP})
 import slow_later
 print(slow_later.__loader__.__class__.__name__, slow_later.__spec__.loader is slow_later.__loader__)
