@@ -274,7 +274,11 @@ class RankFlags:
     ] = None
     min_rank: Annotated[
         int | None,
-        _rank_option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
+        _rank_option(
+            "--min_rank",
+            "No changed layer gets less. 0 may leave layers out, as --max_error and --statistics do without this. --max_size gives each three quarters of one rank for all.",
+            "<rank>",
+        ),
     ] = None
     rank_for: Annotated[
         list[str] | None,
