@@ -327,7 +327,7 @@ class Budget:
 
         Weights alone do not say what a model does with them: of two trained pipelines that sample in many steps, ranks
         that layers competed for freely gave pictures up to 4.5 dB worse than one rank for all. With this floor they
-        come within half a dB of it where they lose, and keep most of what they win (`benchmarks/lora_pictures.py`).
+        come within a dB of it where they lose, and keep most of what they win (`benchmarks/lora_pictures.py`).
 
         Args:
             shapes: Weight shapes by layer.
