@@ -930,9 +930,17 @@ def _with_first(output: Any, tensor: Tensor) -> Any:
     if isinstance(output, Tensor):
         return tensor
     if type(output) in (list, tuple):
-        return type(output)([tensor, *output[1:]])
-    name = next(name for name, value in vars(output).items() if isinstance(value, Tensor))
-    setattr(output, name, tensor)
+        index = next(index for index, item in enumerate(output) if _first_tensor(item) is not None)
+        return type(output)([*output[:index], _with_first(output[index], tensor), *output[index + 1 :]])
+    items = output if isinstance(output, dict) else vars(output)
+    name = next(name for name, item in items.items() if _first_tensor(item) is not None)
+    changed = _with_first(items[name], tensor)
+    if isinstance(
+        output, dict
+    ):  # outputs of diffusers and transformers are dicts that know their items as attributes
+        output[name] = changed
+    else:
+        setattr(output, name, changed)
     return output
 
 

@@ -1,11 +1,13 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
@@ -114,6 +116,32 @@ def test_a_sampling_is_taken_back_as_a_whole() -> None:
         assert isinstance(weight, Tensor)
         expected = [gradients(sample(seed), weight, probe) for seed, probe in zip((1, 2), taken, strict=True)]
         agrees(found[name], expected, calls=6)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (lambda x: (None, [x]), lambda out: out[1][0]),
+        (lambda x: {"sample": x}, lambda out: out["sample"]),
+        (lambda x: SimpleNamespace(scale=1, sample=x), lambda out: out.sample),
+        (Transformer2DModelOutput, lambda out: out.sample),
+    ],
+    ids=["nested", "dict", "object", "diffusers"],
+)
+def test_gradients_pass_through_whatever_a_model_gives(
+    given: Callable[[Tensor], Any], taken: Callable[[Any], Tensor]
+) -> None:
+    class Model(Chain):
+        def forward(self, x: Tensor) -> Any:
+            return given(super().forward(x))
+
+    def run() -> Iterator[Tensor]:
+        yield taken(model(inputs())) * 2
+
+    model = Model()
+    found = collect_statistics(model, run)
+    assert found.facts["samplings"] == 1
+    assert found["second"].weight > 0
 
 
 def test_a_large_model_counts_each_call_of_a_sampling_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
