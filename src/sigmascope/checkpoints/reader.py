@@ -416,7 +416,11 @@ def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
         )
     if variant is not None and variant not in variants:
         raise no_such_variant(folder, variant, sorted(variants))
-    skipped = {name: "has no weights in this folder" for name in found if name not in files}
+    skipped = {
+        name: "has no weights in this folder"
+        for name in found
+        if name not in files and _may_have_weights(folder / name)
+    }
     with ExitStack() as opened:
         components = {name: opened.enter_context(_open_file(file)) for name, file in files.items()}
         pipeline = PipelineCheckpoint(folder, components, skipped)
@@ -438,6 +442,11 @@ def _component_names(folder: Path) -> list[str]:
                 hint="Do not use this one unless you know its maker.",
             )
     return names
+
+
+def _may_have_weights(component: Path) -> bool:
+    """Not a scheduler, tokenizer or image processor: their configs have names of their own, and models' is config.json."""
+    return not is_folder(component) or "config.json" in names_in(component)
 
 
 def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Path | None:
