@@ -67,6 +67,6 @@ def test_it_has_all_that_the_commands_need(installed: Path, tmp_path: Path) -> N
     assert run(installed / "python", "-c", read, folder=tmp_path).strip() == "3"
     run(installed / "sigmascope", "show", "run.json", "--html", "report.html", folder=tmp_path)
     assert "3 steps" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "| denoising" in run(installed / "sigmascope", "show", "run.json", "--markdown", folder=tmp_path)
+    assert "| imports" in run(installed / "sigmascope", "show", "run.json", "--markdown", folder=tmp_path)
     run(installed / "sigmascope", "demo", folder=tmp_path)
     assert (tmp_path / "sigmascope-demo").is_dir()

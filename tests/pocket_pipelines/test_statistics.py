@@ -20,7 +20,7 @@ from sigmascope.pipeline.statistics import pipeline_statistics
 
 pytestmark = pytest.mark.slow
 CALL: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 3.0}
-CALIBRATION, SCORED = 8, 8
+CALIBRATION, SCORED = 16, 8
 
 
 class FineTune:
