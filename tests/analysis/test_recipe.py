@@ -57,15 +57,15 @@ def test_more_steps_explain_the_time_that_they_take() -> None:
     )
 
 
-def test_a_larger_picture_explains_up_to_the_square_of_its_pixels() -> None:
-    sizes = ({"height": 64, "width": 64}, {"height": 128, "width": 128})
-    before, proportional, square, more = (
-        generated(step=step, call=size)
-        for step, size in ((1.0, sizes[0]), (4.0, sizes[1]), (16.0, sizes[1]), (40.0, sizes[1]))
-    )
-    for now in (proportional, square):
-        assert headline(now, before).endswith("height 64 → 128 and width 64 → 128 explain it.")
-    assert headline(more, before).endswith("height 64 → 128 and width 64 → 128 explain a part.")
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(4.0, "explain it."), (16.0, "explain it."), (40.0, "explain a part.")],
+    ids=["in proportion", "by the square", "by more"],
+)
+def test_a_larger_picture_explains_up_to_the_square_of_its_pixels(step: float, says: str) -> None:
+    before = generated(step=1.0, call={"height": 64, "width": 64})
+    now = generated(step=step, call={"height": 128, "width": 128})
+    assert headline(now, before).endswith(f"height 64 → 128 and width 64 → 128 {says}")
 
 
 def test_what_no_amount_explains_is_placed_and_the_recipe_asked() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -74,6 +75,11 @@ def test_the_best_ranks_are_never_worse_than_one_rank_of_the_same_bytes() -> Non
         assert enough is not None
         assert enough < fixed.bytes
     assert plan.bytes_for(0.0) is None
+    competing = plan_lora(
+        BASE_PATH, TUNED_PATH, replace(half, budget=Budget(max_bytes=1), budget_weights="plain"), most_rank=4
+    )
+    errors = [one.error for one in competing.curve]
+    assert errors == sorted(errors, reverse=True)
     for smaller, larger in pairwise(plan.curve):  # a higher least rank leaves less to compete for
         has_higher_floor = min(larger.ranks.values()) > min(smaller.ranks.values())
         assert has_higher_floor or larger.weighted_error <= smaller.weighted_error

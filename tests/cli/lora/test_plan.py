@@ -29,7 +29,7 @@ def test_the_table_ends_with_a_command_that_makes_what_was_planned(
     )
     flags = [
         "--max_rank",
-        2,
+        4,  # at the knee no layer wants more than twice as much, of which a plan would know nothing
         "--exclude",
         "conv_in|conv_out",
         "--save_precision",
@@ -42,14 +42,14 @@ def test_the_table_ends_with_a_command_that_makes_what_was_planned(
     assert "Layers that changed  131" in out  # 133 without the two
     assert "knee: " in Path("plan.svg").read_text(encoding="utf-8")
     told = json.loads(plan(BASE_PATH, TUNED_PATH, *flags, "--json")[1])
-    assert [one["rank"] for one in told["fixed"]] == [1, 2]
+    assert [one["rank"] for one in told["fixed"]] == [1, 2, 4]
     assert told["tried"] == []
     command = next(line for line in out.splitlines() if line.startswith("Next: sigmascope "))
     code, made, err = sigmascope(*shlex.split(command)[2:], "--json")
     assert code == 0, err
     report, knee = json.loads(made), told["knee"]
     assert report["options"]["save_precision"] == "bf16"
-    assert abs(report["total_lora_modules"] - knee["layers"]) <= 3  # the size is rounded up to whole KB
+    assert abs(report["total_lora_modules"] - knee["layers"]) <= 2  # the size is rounded up to whole KB
     assert report["weighted_error"] == pytest.approx(knee["weighted_error"], rel=0.02)
     assert 0.95 * knee["bytes"] < Path("my_lora.safetensors").stat().st_size <= knee["bytes"] + 1024
 

@@ -314,23 +314,25 @@ def test_a_model_that_changes_its_input_changes_it_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.mul_(2))
 
-    x = torch.ones(2, 6)
-    found = collected(InPlace(), x)
+    x, model = torch.ones(2, 6), Probed(InPlace())
+    found = collected(model, x)
     assert torch.equal(x, torch.full((2, 6), 2.0))
-    given_twice = collected(Chain(), torch.full((2, 6), 2.0))
-    assert torch.equal(full(found["first"].inputs), full(given_twice["first"].inputs))
+    chain = Chain()
+    expected = gradients(chain(torch.full((2, 6), 2.0)), chain.first.weight, model.seen[0])
+    agrees(found["model.first"], [expected], calls=1)
 
 
 def test_autocast_of_the_host_rounds_no_sum() -> None:
-    model = Chain()
+    chain = Chain()
+    model = Probed(chain)
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             model(inputs())
 
     found = collect_statistics(model, run, full_up_to=4, rank=2)
-    in_float32 = collected(model, inputs(), full_up_to=4, rank=2)
-    assert found["first"].inputs.trace == pytest.approx(in_float32["first"].inputs.trace, rel=0.02)
+    in_float32 = gradients(chain(inputs()), chain.first.weight, model.seen[0].float())
+    assert found["model.first"].inputs.trace == pytest.approx(float(in_float32.square().sum()), rel=0.02)
 
 
 def test_a_model_that_forbids_gradients_itself_is_told() -> None:

@@ -95,6 +95,7 @@ def test_a_payload_that_were_not_escaped_would_be_seen(
 ) -> None:
     page = show(with_script(report, payload))
     page.wait_for_function("window.wasAttacked === true", timeout=5_000)
+    assert page.evaluate("window.wasAttacked")
 
 
 def test_an_error_of_a_script_would_be_seen(show: Callable[..., Any], report: Path) -> None:
