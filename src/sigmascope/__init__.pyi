@@ -46,12 +46,9 @@ from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRu
 from .lora.budget import Budget as Budget
 from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
-from .lora.statistics import (
-    ModelStatistics as ModelStatistics,
-    collect_statistics as collect_statistics,
-    load_statistics as load_statistics,
-)
-from .pipeline.statistics import pipeline_statistics as pipeline_statistics
+from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
+from .lora.calibration import collect_statistics as collect_statistics
+from .pipeline.calibration import pipeline_statistics as pipeline_statistics
 
 # Prove and read LoRAs
 from .lora.validate import validate_lora as validate_lora
@@ -70,7 +67,8 @@ from .lora.bake import bake_loras as bake_loras
 
 # Latent Bridge Matching
 from .lbm.model import build_lbm as build_lbm, load_lbm as load_lbm
-from .lbm.infer import lbm_statistics as lbm_statistics, translate_image as translate_image
+from .lbm.infer import translate_image as translate_image
+from .lbm.calibration import lbm_statistics as lbm_statistics
 from .lbm.base import create_base as create_base
 from .lbm.training.settings import load_train_settings as load_train_settings
 from .lbm.training.train import train as train

@@ -7,7 +7,7 @@ import torch
 from tests.families import make_pipeline
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.statistics import denoiser_of, pipeline_statistics
+from sigmascope.pipeline.calibration import denoiser_of, pipeline_statistics
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux", "wan", "qwen_image"])

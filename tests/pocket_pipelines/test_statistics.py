@@ -16,7 +16,7 @@ from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.reader import load_lora
-from sigmascope.pipeline.statistics import pipeline_statistics
+from sigmascope.pipeline.calibration import pipeline_statistics
 
 pytestmark = pytest.mark.slow
 CALL: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 3.0}

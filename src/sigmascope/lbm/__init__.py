@@ -4,7 +4,8 @@ To use a model:
 
 - `config`: the YAML that describes a model, and where it is found.
 - `model`: denoiser and VAE, built or loaded.
-- `infer`: translate a picture, and sum up what the layers do meanwhile.
+- `infer`: translate a picture.
+- `calibration`: sum up what the layers do meanwhile.
 - `bridge`: the equations.
 - `image_validation`: prove a LoRA on pictures.
 - `images`, `devices`: pictures in and out; device, dtype and memory that runs out.

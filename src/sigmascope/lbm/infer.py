@@ -6,26 +6,19 @@ Each part is a stage of the current recorder (`latent_encoding`, `denoising` wit
 denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
 
 `PictureRows` does it for the rows of a `lora_grid`.
-
-`lbm_statistics` translates a few pictures and watches the layers, for extractions that keep the picture. What the
-pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
 """
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import bridge_sigmas, sample_bridge
-from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import (
     Size,
     check_resolution,
@@ -37,10 +30,7 @@ from sigmascope.lbm.images import (
     to_rgb,
     working_size,
 )
-from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning, load_lbm
-from sigmascope.lbm.streamed import streamed_lbm
-from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics
+from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning
 from sigmascope.monitor import stage, step
 from sigmascope.pipeline.grid_cells import told_apart, told_apart_models
 from sigmascope.progress import Progress, no_progress
@@ -49,7 +39,6 @@ MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
 SEEDS = 2**63
 """Seeds are below this: what fits a signed 64-bit column of the run store."""
-_BLOBS = 8  # along a side of a picture of noise
 
 
 def translate_image(
@@ -89,7 +78,7 @@ def translate_image(
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
     with torch.inference_mode():
-        z_target, frame = _translated_latent(
+        z_target, frame = translated_latent(
             model,
             image,
             num_inference_steps=num_inference_steps,
@@ -106,7 +95,7 @@ def translate_image(
         return _decode(model, z_target, frame, tile_size)
 
 
-def _translated_latent(
+def translated_latent(
     model: LbmModel,
     image: Image.Image,
     *,
@@ -378,108 +367,3 @@ def conditioning_latents(
         grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
         masks.append((grey + 1.0) / 2.0)
     return join_conditioning(masks, images, like)
-
-
-def lbm_statistics(
-    path: str | Path,
-    pictures: Sequence[Image.Image],
-    *,
-    config_path: str | Path | None = None,
-    num_inference_steps: int = 1,
-    size: str | Size = "bucket",
-    resolution: int | None = None,
-    probes: int = 1,
-    full_up_to: int = FULL_UP_TO,
-    rank: int = RANK,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    progress: Progress = no_progress,
-) -> ModelStatistics:
-    """Translate pictures with an LBM, and sum up what its layers do.
-
-    Args:
-        path: The model's checkpoint: the base or the tuned model of a later extraction.
-        pictures: What it translates.
-        config_path: The model's YAML; that beside the checkpoint when left out.
-        num_inference_steps: As the LoRA will be used.
-        size: As of `translate_image`.
-        resolution: The same.
-        probes: Random projections of each output.
-        full_up_to: Width up to which a layer's moments are kept whole.
-        rank: Directions that are kept of wider ones.
-        seed: Of noise and projections.
-        dtype: In which the model computes.
-        device: Where it does.
-        progress: Told after each call of the denoiser.
-
-    Raises:
-        ConfigError: There is no picture, or the model takes other pictures beside the source.
-        CheckpointError: The model cannot be loaded.
-        NonFiniteError: NaN or Inf went through a layer.
-    """
-    if not pictures:
-        raise ConfigError("there is no picture to translate.", hint="Use --images FOLDER or --noise 4.")
-    if asked := resolve_config(path, config_path).conditioning_keys:
-        raise ConfigError(
-            f"the model takes {', '.join(asked)} beside the source.",
-            hint="Call sigmascope.collect_statistics with your own pictures for them.",
-        )
-    with open_checkpoint(path) as checkpoint:
-        fingerprint = denoiser_fingerprint(checkpoint)
-    with _model_for_statistics(path, config_path, dtype, device or torch.device("cpu")) as model:
-
-        def run() -> None:
-            with torch.inference_mode():
-                for number, picture in enumerate(pictures):
-                    _translated_latent(
-                        model,
-                        picture,
-                        num_inference_steps=num_inference_steps,
-                        seed=seed + number,
-                        size=size,
-                        resolution=resolution,
-                        conditioning={},
-                    )
-
-        return collect_statistics(
-            model.denoiser,
-            run,
-            probes=probes,
-            calls=num_inference_steps * len(pictures),
-            full_up_to=full_up_to,
-            rank=rank,
-            seed=seed,
-            fingerprint=fingerprint,
-            progress=progress,
-        )
-
-
-@contextmanager
-def _model_for_statistics(
-    path: str | Path, config_path: str | Path | None, dtype: torch.dtype, device: torch.device
-) -> Iterator[LbmModel]:
-    """On the CPU most weights stay in the file: sums and gradients need the memory."""
-    if device.type == "cpu":
-        with streamed_lbm(path, config_path, dtype=dtype) as model:
-            yield model
-    else:
-        yield load_lbm(path, config_path, dtype=dtype, device=device)
-
-
-def noise_pictures(count: int, *, size: int = 512, seed: int = 0) -> list[Image.Image]:
-    """Blurred coloured noise, (size, size): soft blobs with some grain.
-
-    Raises:
-        ConfigError: `count` is below 1.
-    """
-    if count < 1:
-        raise ConfigError(f"--noise {count} makes no picture.", hint="Use 1 or more, such as 4.")
-    generator = torch.Generator().manual_seed(seed)
-    pictures = []
-    for _ in range(count):
-        soft = torch.randn(1, 3, _BLOBS, _BLOBS, generator=generator)
-        blobs = torch.nn.functional.interpolate(soft, size=(size, size), mode="bicubic")
-        grain = torch.randn(1, 3, size, size, generator=generator)
-        pictures.append(tensor_to_image((0.6 * blobs + 0.05 * grain).clamp(-1.0, 1.0)))
-    return pictures

@@ -4,7 +4,7 @@ Make a LoRA:
 
 - `extract`: the difference of two checkpoints, decomposed layer by layer into a LoRA file.
 - `plan`: how large a LoRA has to be, before one is made.
-- `statistics`: what the model does with its weights, so that an extraction keeps the picture.
+- `statistics`: what the model does with its weights, so that an extraction keeps the picture; `calibration` makes them.
 - `merge`, `resize`: several LoRA files joined into one, and one given other ranks.
 - `convert`: a LoRA file carried to another format without loss.
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_extracted_is_refused_before_the_model_is_run(
     def run_too_early(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("sigmascope.lbm.infer.lbm_statistics", run_too_early)
+    monkeypatch.setattr("sigmascope.lbm.calibration.lbm_statistics", run_too_early)
     flags = {
         "--base_model_path": str(tiny / "base.safetensors"),
         "--tuned_model_path": str(tiny / "tuned.safetensors"),

@@ -11,7 +11,8 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.statistics import LayerStatistics, ModelStatistics, Moments, collect_statistics
+from sigmascope.lora.calibration import collect_statistics
+from sigmascope.lora.statistics import LayerStatistics, ModelStatistics, Moments
 
 
 def full(moments: Moments) -> Tensor:
@@ -145,7 +146,7 @@ def test_gradients_pass_through_whatever_a_model_gives(
 
 
 def test_a_large_model_counts_each_call_of_a_sampling_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sigmascope.lora.statistics._MOST_ADDED_UP", 0)
+    monkeypatch.setattr("sigmascope.lora.calibration._MOST_ADDED_UP", 0)
     model = nn.Sequential(nn.Linear(6, 6, bias=False))
     taken: list[Tensor] = []
     steps = (0.5, 0.3)

@@ -154,7 +154,7 @@ def _of_pipeline(
         lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts {prompts}: {error}", hint="Name a text file.") from error
-    from sigmascope.pipeline.statistics import saved_pipeline_statistics
+    from sigmascope.pipeline.calibration import saved_pipeline_statistics
 
     with progress_bar("Running") as progress:
         return saved_pipeline_statistics(model, lines, call=call, progress=progress, **common)  # type: ignore[arg-type]
@@ -170,8 +170,8 @@ def _of_lbm(
     common: dict[str, object],
 ) -> "ModelStatistics":
     with needs_extra("lbm"):
+        from sigmascope.lbm.calibration import lbm_statistics, noise_pictures
         from sigmascope.lbm.images import find_images, load_image, parse_size
-        from sigmascope.lbm.infer import lbm_statistics, noise_pictures
     if images is not None:
         pictures = [load_image(path) for path in find_images(images)[0]]
     else:

@@ -11,8 +11,9 @@ from torch import nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
+from sigmascope.lora.calibration import collect_statistics, frozen
 from sigmascope.lora.families import denoiser_fingerprint
-from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics, collect_statistics, frozen
+from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 

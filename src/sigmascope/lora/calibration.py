@@ -1,0 +1,590 @@
+"""Run a model on calibration inputs, and sum up what its output feels of each layer's weight.
+
+The pipeline calls the model as it always does. Each call is made a second time, with gradients, and a random
+projection is taken back through it: of the call's own output; or, where the calls of a sampling are given as a whole
+(`collect_statistics`), of what the sampling made. An error of an early step then counts as it arrives at the end.
+
+The second call takes the memory of a training's activations, one call at a time; `enable_gradient_checkpointing` of a
+diffusers model makes it small. A weight's gradient lives until it is summed up; those of a whole sampling are added up
+first where all together they are small.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lora.linalg import matrix_shape
+from sigmascope.lora.statistics import (
+    FULL_UP_TO,
+    RANK,
+    LayerStatistics,
+    ModelStatistics,
+    MomentSum,
+    sketch_columns,
+)
+from sigmascope.progress import Progress, no_progress
+
+__all__ = ["collect_statistics"]
+
+_LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
+_MOST_ADDED_UP: Final = 4 << 30
+"""Bytes of all weights' gradients: of a larger model those of each call count by themselves."""
+_WRAPPED: Final = ("base_layer", "_orig_mod")
+"""What PEFT's adapters and `torch.compile` call the module that they stand around."""
+
+
+def collect_statistics(
+    model: nn.Module,
+    run: Callable[[], object],
+    *,
+    probes: int = 1,
+    calls: int | None = None,
+    full_up_to: int = FULL_UP_TO,
+    rank: int = RANK,
+    seed: int = 0,
+    fingerprint: str = "",
+    progress: Progress = no_progress,
+) -> ModelStatistics:
+    """Sum up second moments for every Linear and convolution layer of a model while a pipeline runs.
+
+    Args:
+        model: The denoiser: a module whose calls give a tensor, or a tuple, dict or object with one first. Its
+            weights are not changed, and it is as it was afterwards.
+        run: Calls the model, directly or through a pipeline, any number of times. If it is a generator, each tensor
+            that it yields is what its calls since the last one made, with gradients allowed: projections are then of
+            that tensor, such as the latents after the last step. A tensor that does not hang together with the
+            calls by its gradients leaves each call's own output.
+        probes: Random projections of each output.
+        calls: How many calls `run` makes, for the progress; None where it is not known.
+        full_up_to: Width up to which a layer's moments are kept whole.
+        rank: Directions that are kept of wider ones.
+        seed: Of the projections.
+        fingerprint: Of the model's weights, for the file.
+        progress: Told after each call.
+
+    Returns:
+        The statistics, by the path of the layer in the model.
+
+    Raises:
+        ConfigError: The model was not called, has no layers, or gives no tensor; or no gradient came back from what
+            the calls made.
+        NonFiniteError: NaN or Inf went through a layer; the message names the first.
+        Exception: Whatever `run` raises.
+    """
+    if probes < 1:
+        raise ConfigError(f"--probes {probes} looks at nothing.", hint="Use 1 or more.")
+    if rank < 1 or full_up_to < 1:
+        raise ConfigError(f"--rank {rank} and --full_up_to {full_up_to}: both are 1 or more.")
+    if getattr(model, "is_cache_enabled", False):
+        raise ConfigError(
+            f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
+        )
+    new_sum = _sums(full_up_to, rank, seed)
+    known = _layers_of(model)
+    of_module = {module: LayerSums(module, new_sum) for module in known.values() if _is_plain(module)}
+    sums = {name: of_module.get(module) for name, module in known.items()}
+    if not of_module:
+        raise ConfigError(
+            f"{type(model).__name__} has no Linear or convolution layer.", hint="Pass the denoiser itself."
+        )
+    watched = _Watched(model, list(of_module.values()), probes, seed, calls, progress)
+    with ExitStack() as hooks:
+        if inspect.isgeneratorfunction(run):
+            hooks.enter_context(frozen(model))
+            hooks.enter_context(watched.linked_calls())
+            with torch.enable_grad():
+                for made in run():
+                    watched.take_back_from(made)
+        else:
+            hooks.enter_context(watched.single_calls())
+            run()
+    if watched.calls == 0:
+        raise ConfigError(
+            f"the model ({type(model).__name__}) was not called.",
+            hint="Pass the module that the pipeline calls at each step, such as pipe.unet or pipe.transformer.",
+        )
+    facts = {"calls": watched.calls, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
+    return _finished(sums, watched.calls, facts | {"samplings": watched.samplings}, fingerprint)
+
+
+def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear and convolution layers by the names that a checkpoint has for them; a shared one by each of its names."""
+    layers: dict[str, nn.Module] = {}
+    adapted: list[str] = []  # prefixes of what PEFT has put its adapters around
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = next((prefix for prefix in adapted if name.startswith(prefix)), None)
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            adapted.append(f"{name}.")
+        elif isinstance(module, _LAYERS) and (inside is None or name == f"{inside}base_layer"):
+            layers[".".join(part for part in name.split(".") if part not in _WRAPPED)] = module
+    return layers
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it multiplies its weight with what PyTorch's own layer does: a causal convolution pads by itself."""
+    if isinstance(module, nn.Linear):
+        return module.weight.shape == (module.out_features, module.in_features)  # packed weights are not
+    own = next(kind for kind in _LAYERS if isinstance(module, kind))
+    is_own = all(getattr(type(module), name) is getattr(own, name) for name in ("forward", "_conv_forward"))
+    return is_own and getattr(module, "groups", 1) == 1
+
+
+def _finished(
+    sums: "Mapping[str, LayerSums | None]", calls: int, facts: Mapping[str, Any], fingerprint: str
+) -> ModelStatistics:
+    layers: dict[str, LayerStatistics] = {}
+    finished: dict[LayerSums, LayerStatistics] = {}  # a shared layer has several names
+    unmet: list[str] = []
+    for name, layer in sums.items():
+        if layer is None or not (layer in finished or layer.is_met):
+            unmet.append(name)
+            continue
+        try:
+            statistics = finished[layer] = finished.get(layer) or layer.result(calls)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"{name}: {error.message}",
+                hint="Use float32 or bfloat16 for the model, and check that its pictures are right.",
+            ) from error
+        if statistics.weight > 0.0:
+            layers[name] = statistics
+        else:  # as before a projection of zeros
+            unmet.append(name)
+    if not layers:
+        raise ConfigError(
+            "no layer was met while the model was called.",
+            hint="Its forward may forbid gradients, or call none of the layers themselves.",
+        )
+    return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
+
+
+NewSum = Callable[[int, torch.device], MomentSum]
+"""Gives an empty sum over rows of a width."""
+
+
+def _sums(full_up_to: int, rank: int, seed: int) -> NewSum:
+    """Whole sums up to a width, and sketches of wider ones; layers of one width share the sketch's columns."""
+
+    @cache
+    def columns(size: int, device: torch.device) -> Tensor:
+        return sketch_columns(size, rank, seed + size).to(device)
+
+    def new_sum(size: int, device: torch.device) -> MomentSum:
+        return MomentSum(size, device, None if size <= full_up_to else columns(size, device))
+
+    return new_sum
+
+
+class LayerSums:
+    """Sums up DᵀD and DDᵀ of one layer while it listens, D the gradients of its weight.
+
+    Args:
+        module: The layer.
+        new_sum: Makes its sums.
+
+    Attributes:
+        adds_up: Whether gradients are added up until `settle`, and are one D together.
+    """
+
+    def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
+        self.adds_up = False
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self._sizes = matrix_shape(tuple(weight.shape))
+        self._module = module
+        self._new_sum = new_sum
+        self._inputs: MomentSum | None = None
+        self._outputs: MomentSum | None = None
+        self._gradient: Tensor | None = None
+        self._rows = 0
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of its weight's gradient."""
+        return 4 * math.prod(self._sizes)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether something went through it and came back."""
+        return self._inputs is not None and self._outputs is not None
+
+    def listen(self) -> None:
+        """Take part in each call with gradients, until `remove`."""
+        self._handle = self._module.register_forward_hook(self._called, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def settle(self) -> None:
+        """Take the gradients that were added up as one."""
+        if self._gradient is not None:
+            self._sum_up(self._gradient)
+            self._gradient = None
+
+    def result(self, calls: int) -> LayerStatistics:
+        """The moments; the sums are let go.
+
+        Raises:
+            NonFiniteError: NaN or Inf was among them.
+        """
+        inputs, outputs = self._inputs, self._outputs
+        assert inputs is not None
+        assert outputs is not None
+        self._inputs = self._outputs = None  # those of all layers take more memory than the results
+        return LayerStatistics(
+            inputs.result(calls), outputs.result(outputs.trace or 1.0), self._rows // calls
+        )
+
+    def _called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        given = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+        if not (isinstance(given, Tensor) and torch.is_grad_enabled()):
+            return output  # where the model itself forbids gradients, none can come back
+        if not output.requires_grad:  # nothing before it needs a gradient, as in a time embedding
+            output = output.detach().requires_grad_()
+        felt: Tensor = _Felt.apply(output, given.detach(), self)  # type: ignore[no-untyped-call]
+        return felt
+
+    def add(self, given: Tensor, gradient: Tensor) -> None:
+        """Add what one call's projection feels of the weight.
+
+        Args:
+            given: The layer's input.
+            gradient: At its output.
+        """
+        out = _rows_out(self._module, gradient).float()
+        total = torch.zeros(self._sizes, device=out.device) if self._gradient is None else self._gradient
+        done = 0
+        with torch.autocast(out.device.type, enabled=False):  # the host's would round what is summed up
+            for rows in _rows_in(self._module, given):
+                total.addmm_(out[done : done + rows.shape[0]].mT, rows.float())
+                done += rows.shape[0]
+        self._rows += done
+        if self.adds_up:
+            self._gradient = total
+        else:
+            self._sum_up(total)
+
+    def _sum_up(self, gradient: Tensor) -> None:
+        if self._inputs is None or self._outputs is None:
+            self._inputs = self._new_sum(self._sizes[1], gradient.device)
+            self._outputs = self._new_sum(self._sizes[0], gradient.device)
+        self._inputs.add(gradient)
+        self._outputs.add(gradient.mT)
+
+
+class _Felt(torch.autograd.Function):
+    """Gives a layer's output on, and the layer its gradient on the way back.
+
+    The input is kept as autograd keeps what it needs, so that a checkpointed block makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, given: Tensor, layer: LayerSums) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(given)
+        return output.clone()  # the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (given,) = ctx.saved_tensors
+        ctx.layer.add(given, gradients[0])
+        return gradients[0], None, None
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Watched:
+    """A model whose calls are made a second time, with gradients, and what its layers sum up then.
+
+    Attributes:
+        calls: How many were taken back.
+        samplings: How many outcomes of several calls were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[LayerSums],
+        probes: int,
+        seed: int,
+        calls: int | None,
+        progress: Progress,
+    ) -> None:
+        self.calls = self.samplings = 0
+        self._model, self._layers = model, layers
+        self._probes, self._seed = probes, seed
+        self._expected, self._progress = calls, progress
+        self._given: list[Arguments] = []
+
+    @contextmanager
+    def single_calls(self) -> Iterator[None]:
+        """Take back each call's own output, when the host's call is over."""
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._given.append((_copied(args), _copied(kwargs)))  # before the model can change them in place
+
+        def after(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
+            self._take_back_alone(self._given.pop())
+
+        with self._hooked(before, after):
+            yield
+
+    @contextmanager
+    def linked_calls(self) -> Iterator[None]:
+        """Let gradients pass through each call, which keeps nothing for them but its arguments."""
+        linked: list[Arguments] = []
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            linked.append((args, kwargs))
+            self._given.append((_copied(args), _copied(kwargs)))
+            return _copied(args), _copied(kwargs)
+
+        def after(_module: nn.Module, _args: object, _kwargs: object, output: object) -> object:
+            made = _first_tensor(output)
+            if made is None:
+                return output
+            back = partial(self._take_back, self._given[-1])
+            anchor = torch.zeros((), requires_grad=True)
+            through = _Call.apply(back, made, anchor, *_floating(linked.pop()))  # type: ignore[no-untyped-call]
+            return _with_first(output, through)
+
+        with self._hooked(before, after):
+            yield
+
+    def take_back_from(self, outcome: object) -> None:
+        """Take projections of what the calls since the last time made back through all of them.
+
+        Raises:
+            ConfigError: They do not come through.
+        """
+        made, given = _first_tensor(outcome), self._given
+        self._given = []
+        if made is None or not made.requires_grad:
+            for arguments in given:
+                self._take_back_alone(arguments)
+            return
+        weights = sum(layer.bytes for layer in self._layers)
+        for layer in self._layers:
+            layer.adds_up = weights <= _MOST_ADDED_UP
+        try:
+            for number, probe in enumerate(self._projections(made)):
+                made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
+                for layer in self._layers:
+                    layer.settle()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no gradient comes back through the sampling: {error}",
+                hint='Use --through calls (in Python through="calls").',
+            ) from error
+        self.samplings += 1
+
+    def _take_back_alone(self, arguments: Arguments) -> None:
+        self._take_back(arguments, None)
+
+    def _take_back(self, arguments: Arguments, gradient: Tensor | None) -> list[Tensor | None]:
+        """Call the model again, and take a gradient of its output back, or without one random projections.
+
+        Returns:
+            The gradients of its floating-point arguments.
+        """
+        model = self._model
+        devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+        # Dropout of a model in training must not move the host's random numbers.
+        fork = torch.random.fork_rng(devices=list(devices))
+        with fork, torch.inference_mode(False), torch.enable_grad(), frozen(model), ExitStack() as hooks:
+            leaves: list[Tensor] = []
+            args, kwargs = (_tracked(_copied(part), leaves) for part in arguments)
+            for layer in self._layers:
+                layer.listen()
+                hooks.callback(layer.remove)
+            inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs
+            output = _first_tensor(inner.forward(*args, **kwargs))
+            if output is None:
+                raise ConfigError(
+                    f"{type(model).__name__} gives no tensor.",
+                    hint="Pass the denoiser itself, not the pipeline.",
+                )
+            if output.requires_grad:  # a layer was met, and under gradients
+                if gradient is not None:
+                    output.backward(gradient)  # type: ignore[no-untyped-call]
+                else:
+                    for number, probe in enumerate(self._projections(output)):
+                        output.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
+        self.calls += 1
+        self._progress(self.calls, self._expected or self.calls, "call")
+        return [leaf.grad for leaf in leaves]
+
+    def _projections(self, output: Tensor) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed + 7919 * self.calls)
+        for _ in range(self._probes):
+            yield torch.randn(output.shape, generator=generator).to(output)
+
+    @contextmanager
+    def _hooked(self, before: Any, after: Any) -> Iterator[None]:
+        handles = [
+            self._model.register_forward_pre_hook(before, with_kwargs=True),
+            self._model.register_forward_hook(after, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Call(torch.autograd.Function):
+    """A call of the model as one step of autograd, which makes the call again on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Callable[[Tensor], list[Tensor | None]], made: Tensor, *_given: Tensor
+    ) -> Tensor:
+        ctx.back = back
+        return made.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.back(gradients[0])
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    """The tensors of `_tracked`'s leaves, in their order."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif type(value) in (dict, list, tuple):
+        for item in value.values() if type(value) is dict else value:
+            yield from _floating(item)
+
+
+def _with_first(output: Any, tensor: Tensor) -> Any:
+    """The same output with another first tensor."""
+    if isinstance(output, Tensor):
+        return tensor
+    if type(output) in (list, tuple):
+        index = next(index for index, item in enumerate(output) if _first_tensor(item) is not None)
+        return type(output)([*output[:index], _with_first(output[index], tensor), *output[index + 1 :]])
+    items = output if isinstance(output, dict) else vars(output)
+    name = next(name for name, item in items.items() if _first_tensor(item) is not None)
+    changed = _with_first(items[name], tensor)
+    if isinstance(
+        output, dict
+    ):  # outputs of diffusers and transformers are dicts that know their items as attributes
+        output[name] = changed
+    else:
+        setattr(output, name, changed)
+    return output
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No weight takes a gradient, which would cost as much memory as the model; no buffer stays changed."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A batch norm in training counts what goes through it.
+    buffers = [
+        (buffer, buffer.clone())
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    ]
+    try:
+        for name in trained:
+            model.get_parameter(name).requires_grad_(False)
+        yield
+    finally:
+        for name in trained:  # by name: offloading puts other objects in their places
+            model.get_parameter(name).requires_grad_(True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _copied(value: Any) -> Any:
+    """The same arguments with tensors of their own, made outside inference mode: autograd may see them."""
+    if isinstance(value, Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _tracked(value: Any, leaves: list[Tensor]) -> Any:
+    """The same with gradients, which go to `leaves`. What is given is none of them: a leaf cannot be changed in place."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            return value
+        leaves.append(value.requires_grad_())
+        return value + 0
+    if type(value) is dict:
+        return {key: _tracked(item, leaves) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_tracked(item, leaves) for item in value)
+    return value
+
+
+def _first_tensor(output: object) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif not isinstance(output, list | tuple):
+        output = list(vars(output).values()) if hasattr(output, "__dict__") else []
+    return next((found for item in output if (found := _first_tensor(item)) is not None), None)
+
+
+def _rows_in(module: nn.Module, given: Tensor) -> Iterator[Tensor]:
+    """What the weight is multiplied with, (positions, columns of the weight's matrix), a piece at a time."""
+    given = given.detach()
+    if isinstance(module, nn.Linear):
+        yield given.reshape(-1, given.shape[-1])
+        return
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    dimensions = len(module.kernel_size)
+    batched = given if given.dim() == dimensions + 2 else given[None]
+    padding = module._reversed_padding_repeated_twice
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = nn.functional.pad(batched, padding, mode=mode)
+    patches = padded
+    for axis, (kernel, stride, dilation) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
+        reach = dilation * (kernel - 1) + 1
+        patches = patches.unfold(axis + 2, reach, stride)[..., ::dilation]
+    # (batch, channels, positions…, kernel…) to (batch, positions…, channels, kernel…)
+    order = [0, *range(2, 2 + dimensions), 1, *range(2 + dimensions, 2 + 2 * dimensions)]
+    patches = patches.permute(order)
+    columns = math.prod(patches.shape[1 + dimensions :])
+    step = max(1, _PIECE // max(1, columns * math.prod(patches.shape[2 : 1 + dimensions])))
+    for picture in patches:
+        for start in range(0, picture.shape[0], step):
+            yield picture[start : start + step].reshape(-1, columns)
+
+
+def _rows_out(module: nn.Module, gradient: Tensor) -> Tensor:
+    """(positions, rows of the weight's matrix)."""
+    if isinstance(module, nn.Linear):
+        return gradient.reshape(-1, gradient.shape[-1])
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    batched = gradient if gradient.dim() == len(module.kernel_size) + 2 else gradient[None]
+    return batched.movedim(1, -1).reshape(-1, batched.shape[1])
