@@ -9,8 +9,9 @@ and with 20 and guidance.
 
 At the bytes of each fixed rank, every other way gets as many: kohya's `sv_fro`, LyCORIS' `quantile` and KJNodes'
 `adaptive_energy` (the largest file of a grid of parameters that fits), a budget whose errors count as they are or by
-the size of the layer's weight, and statistics of calibration inputs that are not scored. A LoRA of rank 64 is resized
-too: to the fixed rank, to its bytes, and to its bytes by statistics.
+the size of the layer's weight, and statistics of calibration inputs that are not scored. Two are then fitted to the
+tuned model's outputs: that of the statistics on the same calibration inputs, and that of the budget on noise, which
+needs no data. A LoRA of rank 64 is resized too: to the fixed rank, to its bytes, and to its bytes by statistics.
 
 PSNR is against the tuned model's picture of the same input and seed: the median over the inputs, and the worst in
 brackets. With statistics both are over all calibration seeds; pictures from prompts are of three sampling seeds.
@@ -32,7 +33,7 @@ from PIL import Image
 from tests.pocket_pipelines import KINDS, load_pocket, prompts, save_pocket
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lbm.calibration import lbm_statistics, noise_pictures
+from sigmascope.lbm.calibration import fit_lbm_lora, lbm_statistics, noise_pictures
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
@@ -46,7 +47,7 @@ from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
 from sigmascope.lora.statistics import ModelStatistics
-from sigmascope.pipeline.calibration import pipeline_statistics
+from sigmascope.pipeline.calibration import fit_saved_pipeline_lora, pipeline_statistics
 
 POLICIES = {
     "kohya sv_fro": "sv_fro",
@@ -83,6 +84,10 @@ class Pair(ABC):
         """Statistics of the "tuned" model, of the "base", or of the tuned one with "noise" for inputs; None: no such."""
 
     @abstractmethod
+    def fit(self, lora: Path, save_to: Path, of: str, seed: int) -> None:
+        """Fit a LoRA to the tuned model's outputs, on the inputs of the "tuned" statistics or on "noise"."""
+
+    @abstractmethod
     def score(self, lora: Path | None) -> Scores:
         """How near the base's pictures come, with a LoRA or without."""
 
@@ -92,19 +97,34 @@ class LbmPair(Pair):
 
     base, tuned = BASE_PATH, TUNED_PATH
 
-    def __init__(self, count: int, calibration: int) -> None:
-        self._calibration = calibration
+    def __init__(self, count: int, calibration: int, steps: int) -> None:
+        self._calibration, self._steps = calibration, steps
         self._pictures = self._scenes(FIRST_SCORED, count)
         self._model = load_lbm(BASE_PATH, CONFIG_PATH)
         self._truth = self._translated(load_lbm(TUNED_PATH, CONFIG_PATH))
 
     def statistics(self, of: str, seed: int) -> ModelStatistics | None:
         """Of scenes that are not scored."""
-        first = FIRST_CALIBRATION + 100 * seed
-        noise = noise_pictures(self._calibration, size=128) if of == "noise" else None
-        pictures = noise or self._scenes(first, self._calibration)
         path = BASE_PATH if of == "base" else TUNED_PATH
-        return lbm_statistics(path, pictures, config_path=CONFIG_PATH, seed=seed)
+        return lbm_statistics(path, self._inputs(of, seed), config_path=CONFIG_PATH, seed=seed)
+
+    def fit(self, lora: Path, save_to: Path, of: str, seed: int) -> None:
+        """On the same scenes, or noise."""
+        fit_lbm_lora(
+            BASE_PATH,
+            TUNED_PATH,
+            lora,
+            save_to,
+            self._inputs(of, seed),
+            config_path=CONFIG_PATH,
+            seed=seed,
+            steps=self._steps,
+        )
+
+    def _inputs(self, of: str, seed: int) -> list[Image.Image]:
+        if of == "noise":
+            return noise_pictures(self._calibration, size=128)
+        return self._scenes(FIRST_CALIBRATION + 100 * seed, self._calibration)
 
     def score(self, lora: Path | None) -> Scores:
         """In one step."""
@@ -125,8 +145,8 @@ class LbmPair(Pair):
 class PipelinePair(Pair):
     """A pocket pipeline: prompts that neither training nor calibration saw."""
 
-    def __init__(self, kind: str, folder: Path, count: int, calibration: int) -> None:
-        self._kind, self._calibration = kind, calibration
+    def __init__(self, kind: str, folder: Path, count: int, calibration: int, steps: int) -> None:
+        self._kind, self._calibration, self._steps = kind, calibration, steps
         self.base, self.tuned = (save_pocket(kind, look, folder / look) for look in ("base", "tuned"))
         self._prompts = prompts(held_out=True)[:count]
         self._pipeline = load_pocket(kind, "base")
@@ -136,7 +156,7 @@ class PipelinePair(Pair):
         """Of prompts of training's, with 20 steps and guidance."""
         if of == "noise":
             return None
-        texts = prompts(held_out=False)[seed * self._calibration :][: self._calibration]
+        texts = self._calibrating(seed)
         with open_checkpoint(self.base if of == "base" else self.tuned) as checkpoint:
             fingerprint = denoiser_fingerprint(checkpoint)
         return pipeline_statistics(
@@ -146,6 +166,24 @@ class PipelinePair(Pair):
             seed=1000 + seed,
             fingerprint=fingerprint,
         )
+
+    def fit(self, lora: Path, save_to: Path, of: str, seed: int) -> None:
+        """On the same prompts, or on as many of random words; four at a time."""
+        fit_saved_pipeline_lora(
+            self.base,
+            self.tuned,
+            lora,
+            save_to,
+            self._calibration if of == "noise" else self._calibrating(seed),
+            call=CALLS["20 steps, guidance"],
+            seed=1000 + seed,
+            steps=self._steps,
+            batch_size=4,
+            gradient_accumulation_steps=1,
+        )
+
+    def _calibrating(self, seed: int) -> Sequence[str]:
+        return prompts(held_out=False)[seed * self._calibration :][: self._calibration]
 
     def score(self, lora: Path | None) -> Scores:
         """Over the whole sampling."""
@@ -182,6 +220,7 @@ def main() -> int:
         "--calibration", type=int, default=8, help="scenes of the statistics; twice as many prompts"
     )
     parser.add_argument("--seeds", type=int, default=3, help="of calibration")
+    parser.add_argument("--fit_steps", type=int, default=400, help="of the optimizer, in each fit")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--json", action="store_true", help="rows in place of tables")
     parser.add_argument("--plot", type=Path, help="draw bytes against PSNR into this file; needs matplotlib")
@@ -196,9 +235,10 @@ def main() -> int:
     for model in asked.models if asked.rows is None else ():
         with tempfile.TemporaryDirectory() as folder:
             if model == "lbm":
-                pair: Pair = LbmPair(asked.inputs, asked.calibration)
+                pair: Pair = LbmPair(asked.inputs, asked.calibration, asked.fit_steps)
             else:
-                pair = PipelinePair(model, Path(folder), max(1, asked.inputs // 2), 2 * asked.calibration)
+                half, twice = max(1, asked.inputs // 2), 2 * asked.calibration
+                pair = PipelinePair(model, Path(folder), half, twice, asked.fit_steps)
             found = measure(pair, Path(folder), asked.seeds, asked.ranks)
         rows += [{"model": model, **row} for row in found]
         if not asked.json:
@@ -225,6 +265,12 @@ def measure(pair: Pair, folder: Path, seeds: int, ranks: Sequence[int]) -> list[
         found.save(path)
         print(f"statistics of {of}, {seed}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
         return path
+
+    def fitted(path: Path, of: str, seed: int) -> Path:
+        started, target = time.perf_counter(), path.with_name(f"{path.stem}-fitted.safetensors")
+        pair.fit(path, target, of, seed)
+        print(f"{target.stem} on {of}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        return target
 
     known = [path for seed in range(seeds) if (path := collected("tuned", seed)) is not None]
     others = {"noise": collected("noise"), "the base": collected("base")}
@@ -260,6 +306,12 @@ def measure(pair: Pair, folder: Path, seeds: int, ranks: Sequence[int]) -> list[
             if path is not None:
                 made = extract(f"{name}-{rank}", ExtractOptions(budget=within, statistics=path))
                 ways[f"statistics of {name}"] = [made]
+        fits = {
+            "statistics, fitted": [(path, "tuned", seed) for seed, path in enumerate(ways["statistics"])],
+            "budget, fitted on noise": [(path, "noise", 0) for path in ways["budget, relative"]],
+        }
+        for name, asked in fits.items():
+            ways[name] = [fitted(path, of, seed) for path, of, seed in asked if path is not None]
         whole = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), within)
         ways["resized, fixed rank"] = [resized(f"cut-{rank}", RankPlan(RankRules(FixedRank(rank, rank))))]
         ways["resized, budget"] = [resized(f"cut-budget-{rank}", whole)]
@@ -320,6 +372,8 @@ DRAWN = {
     "kohya sv_fro": ("#b05a2c", "v"),
     "budget, relative": ("#4a7ebb", "s"),
     "statistics": ("#1a7f4b", "D"),
+    "budget, fitted on noise": ("#7d5fb2", "P"),
+    "statistics, fitted": ("#c2347a", "*"),
 }
 
 
@@ -348,7 +402,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
         if number % columns == 0:
             axes.set_ylabel("PSNR to the tuned picture, dB")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -48,7 +48,11 @@ from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
 from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
 from .lora.calibration import collect_statistics as collect_statistics
-from .pipeline.calibration import pipeline_statistics as pipeline_statistics
+from .lora.fit import FittedLora as FittedLora, fit_lora as fit_lora, record_calls as record_calls
+from .pipeline.calibration import (
+    fit_pipeline_lora as fit_pipeline_lora,
+    pipeline_statistics as pipeline_statistics,
+)
 
 # Prove and read LoRAs
 from .lora.validate import validate_lora as validate_lora
@@ -68,7 +72,7 @@ from .lora.bake import bake_loras as bake_loras
 # Latent Bridge Matching
 from .lbm.model import build_lbm as build_lbm, load_lbm as load_lbm
 from .lbm.infer import translate_image as translate_image
-from .lbm.calibration import lbm_statistics as lbm_statistics
+from .lbm.calibration import fit_lbm_lora as fit_lbm_lora, lbm_statistics as lbm_statistics
 from .lbm.base import create_base as create_base
 from .lbm.training.settings import load_train_settings as load_train_settings
 from .lbm.training.train import train as train

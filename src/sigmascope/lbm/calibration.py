@@ -1,11 +1,15 @@
-"""Statistics of the layers of an LBM: it translates a few pictures while its layers are watched.
+"""What an LBM tells of its denoiser by translating a few pictures.
+
+`lbm_statistics` sums up what the picture feels of each layer's weight, and `fit_lbm_lora` brings a LoRA nearer to the
+model that it was made from.
 
 What the pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -19,10 +23,12 @@ from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.streamed import streamed_lbm
 from sigmascope.lora.calibration import collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fit import FittedLora, fit_lora, record_calls, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["lbm_statistics", "noise_pictures"]
+__all__ = ["fit_lbm_lora", "lbm_statistics", "noise_pictures"]
 
 _BLOBS = 8  # along a side of a picture of noise
 
@@ -65,30 +71,16 @@ def lbm_statistics(
         CheckpointError: The model cannot be loaded.
         NonFiniteError: NaN or Inf went through a layer.
     """
-    if not pictures:
-        raise ConfigError("there is no picture to translate.", hint="Use --images FOLDER or --noise 4.")
-    if asked := resolve_config(path, config_path).conditioning_keys:
-        raise ConfigError(
-            f"the model takes {', '.join(asked)} beside the source.",
-            hint="Call sigmascope.collect_statistics with your own pictures for them.",
-        )
+    _require_pictures(path, config_path, pictures)
     with open_checkpoint(path) as checkpoint:
         fingerprint = denoiser_fingerprint(checkpoint)
-    with _model_for_statistics(path, config_path, dtype, device or torch.device("cpu")) as model:
+    with _calibration_model(path, config_path, dtype, device or torch.device("cpu")) as model:
 
         def run() -> None:
-            with torch.inference_mode():
-                for number, picture in enumerate(pictures):
-                    translated_latent(
-                        model,
-                        picture,
-                        num_inference_steps=num_inference_steps,
-                        seed=seed + number,
-                        size=size,
-                        resolution=resolution,
-                        conditioning={},
-                    )
+            for _ in translations():
+                pass
 
+        translations = _translations(model, pictures, num_inference_steps, seed, size, resolution)
         return collect_statistics(
             model.denoiser,
             run,
@@ -102,8 +94,108 @@ def lbm_statistics(
         )
 
 
+def fit_lbm_lora(
+    base: str | Path,
+    tuned: str | Path,
+    lora: str | Path,
+    save_to: str | Path,
+    pictures: Sequence[Image.Image],
+    *,
+    config_path: str | Path | None = None,
+    num_inference_steps: int = 1,
+    size: str | Size = "bucket",
+    resolution: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> FittedLora:
+    """Fit a LoRA file to the calls of the denoiser with which the tuned LBM translates pictures.
+
+    Args:
+        base: Checkpoint of the model that the LoRA is for.
+        tuned: Of the one that it was made from.
+        lora: The file.
+        save_to: The file to write.
+        pictures: What the tuned model translates.
+        config_path: The models' YAML; that beside each checkpoint when left out.
+        num_inference_steps: As the LoRA will be used.
+        size: As of `translate_image`.
+        resolution: The same.
+        seed: Of the first picture's noise, and of the order of the calls.
+        dtype: In which the models compute.
+        device: Where they do.
+        gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
+        progress: Told after each call of the tuned denoiser and each step of the fit.
+        options: As of `fit_lora`.
+
+    Raises:
+        ConfigError: There is no picture, or the model takes other pictures beside the source.
+        CheckpointError: A model cannot be loaded.
+        SigmascopeError: As of `fit_lora` and `save_fitted`.
+    """
+    _require_pictures(tuned, config_path, pictures)
+    where = device or torch.device("cpu")
+
+    def told(done: int, _total: int, what: str) -> None:
+        progress(done, num_inference_steps * len(pictures), what)
+
+    def fit(original: LoraFile) -> FittedLora:
+        with _calibration_model(tuned, config_path, dtype, where) as model:
+            run = _translations(model, pictures, num_inference_steps, seed, size, resolution)
+            recorded = record_calls(model.denoiser, run, progress=told)
+        del model
+        with _calibration_model(base, config_path, dtype, where) as model:
+            if gradient_checkpointing:
+                model.denoiser.enable_gradient_checkpointing()
+            return fit_lora(model.denoiser, original, recorded, seed=seed, progress=progress, **options)
+
+    return save_fitted(lora, save_to, fit)
+
+
+def _require_pictures(
+    path: str | Path, config_path: str | Path | None, pictures: Sequence[Image.Image]
+) -> None:
+    if not pictures:
+        raise ConfigError("there is no picture to translate.", hint="Use --images FOLDER or --noise 4.")
+    if asked := resolve_config(path, config_path).conditioning_keys:
+        raise ConfigError(
+            f"the model takes {', '.join(asked)} beside the source.",
+            hint="Call sigmascope.collect_statistics, or record_calls and fit_lora, with your own pictures for them.",
+        )
+
+
+def _translations(
+    model: LbmModel,
+    pictures: Sequence[Image.Image],
+    steps: int,
+    seed: int,
+    size: str | Size,
+    resolution: int | None,
+) -> Callable[[], Iterator[None]]:
+    """Translates a picture, and stops after each."""
+
+    def translate() -> Iterator[None]:
+        for number, picture in enumerate(pictures):
+            with torch.inference_mode():
+                translated_latent(
+                    model,
+                    picture,
+                    num_inference_steps=steps,
+                    seed=seed + number,
+                    size=size,
+                    resolution=resolution,
+                    conditioning={},
+                )
+            yield
+
+    return translate
+
+
 @contextmanager
-def _model_for_statistics(
+def _calibration_model(
     path: str | Path, config_path: str | Path | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[LbmModel]:
     """On the CPU most weights stay in the file: sums and gradients need the memory."""

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from itertools import combinations
 from math import frexp, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -79,11 +79,22 @@ def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora
         NonFiniteError: Factors that hold NaN or Inf, or do so in the layer's dtype however they share the change.
         ConfigError: `scale` is NaN or infinite.
     """
+    targets, left_out = hooked_targets(model, lora)
+    _log_what_is_left(model, lora, left_out)
+    return AttachedLora(targets, scale, left_out, lora.path)
+
+
+def hooked_targets(model: Any, lora: LoraFile) -> "tuple[list[LoraTarget], tuple[str, ...]]":
+    """The weights that a LoRA changes by hooks, and the names of its modules for other models of the pipeline.
+
+    Raises:
+        ModelMismatchError: As of `attach_lora`.
+        LoraFormatError: The LoRA holds more than up and down factors.
+    """
     lora, left_out = _for_this_model(model, lora)
     targets = match_modules(model, lora)
     _require_hooks_run(model, targets)
-    _log_what_is_left(model, lora, left_out)
-    return AttachedLora(targets, scale, left_out, lora.path)
+    return targets, left_out
 
 
 def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
@@ -223,9 +234,9 @@ class AttachedLora:
     ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
-        self._strength = _Strength(finite_scale(scale), path)
+        self._strength = Strength(finite_scale(scale), path)
         self._branches = [
-            _Branch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
+            LoraBranch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
             for target in targets
             for layer in target.layers
         ]
@@ -268,7 +279,7 @@ class AttachedLora:
 
 
 @dataclass(eq=False)
-class _Strength:
+class Strength:
     """The scale that all hooks of one LoRA read, and the file that the LoRA was read from, if any."""
 
     value: float
@@ -296,10 +307,10 @@ class AttachedFacts:
 
 def attached_to(model: nn.Module) -> list[AttachedFacts]:
     """The LoRAs that `attach_lora` put on a model and nobody has detached, in the order in which its layers come."""
-    branches: dict[_Strength, list[_Branch]] = {}
+    branches: dict[Strength, list[LoraBranch]] = {}
     for layer in modules_in(model):
         for hook in layer._forward_hooks.values():
-            if isinstance(hook, _Branch):
+            if isinstance(hook, LoraBranch):
                 branches.setdefault(hook.strength, []).append(hook)
     return [
         AttachedFacts(
@@ -307,6 +318,20 @@ def attached_to(model: nn.Module) -> list[AttachedFacts]:
         )
         for strength, own in branches.items()
     ]
+
+
+@runtime_checkable
+class BranchFactors(Protocol):
+    """The two small layers of a branch, wherever the layer runs."""
+
+    scale: float
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor, float]:
+        """Up, down and their scale."""
+
+    def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Up and down on the tensor's device and in its dtype."""
 
 
 class PlacedFactors:
@@ -392,10 +417,10 @@ def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> i
     return shift
 
 
-class _Branch:
+class LoraBranch:
     """The forward hook of one layer: adds the low-rank branch to the layer's output."""
 
-    def __init__(self, name: str, factors: PlacedFactors, strength: _Strength) -> None:
+    def __init__(self, name: str, factors: BranchFactors, strength: Strength) -> None:
         self.name = name
         self.has_run = False
         self.factors = factors

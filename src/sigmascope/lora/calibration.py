@@ -337,7 +337,7 @@ class _Watched:
         """Take back each call's own output, when the host's call is over."""
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._given.append((_copied(args), _copied(kwargs)))  # before the model can change them in place
+            self._given.append((copied(args), copied(kwargs)))  # before the model can change them in place
 
         def after(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
             self._take_back_alone(self._given.pop())
@@ -352,11 +352,11 @@ class _Watched:
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             linked.append((args, kwargs))
-            self._given.append((_copied(args), _copied(kwargs)))
-            return _copied(args), _copied(kwargs)
+            self._given.append((copied(args), copied(kwargs)))
+            return copied(args), copied(kwargs)
 
         def after(_module: nn.Module, _args: object, _kwargs: object, output: object) -> object:
-            made = _first_tensor(output)
+            made = first_tensor(output)
             if made is None:
                 return output
             back = partial(self._take_back, self._given[-1])
@@ -373,7 +373,7 @@ class _Watched:
         Raises:
             ConfigError: They do not come through.
         """
-        made, given = _first_tensor(outcome), self._given
+        made, given = first_tensor(outcome), self._given
         self._given = []
         if made is None or not made.requires_grad:
             for arguments in given:
@@ -411,12 +411,12 @@ class _Watched:
         fork = torch.random.fork_rng(devices=list(devices))
         with fork, torch.inference_mode(False), torch.enable_grad(), frozen(model), ExitStack() as hooks:
             leaves: list[Tensor] = []
-            args, kwargs = (_tracked(_copied(part), leaves) for part in arguments)
+            args, kwargs = (_tracked(copied(part), leaves) for part in arguments)
             for layer in self._layers:
                 layer.listen()
                 hooks.callback(layer.remove)
             inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs
-            output = _first_tensor(inner.forward(*args, **kwargs))
+            output = first_tensor(inner.forward(*args, **kwargs))
             if output is None:
                 raise ConfigError(
                     f"{type(model).__name__} gives no tensor.",
@@ -480,10 +480,10 @@ def _with_first(output: Any, tensor: Tensor) -> Any:
     if isinstance(output, Tensor):
         return tensor
     if type(output) in (list, tuple):
-        index = next(index for index, item in enumerate(output) if _first_tensor(item) is not None)
+        index = next(index for index, item in enumerate(output) if first_tensor(item) is not None)
         return type(output)([*output[:index], _with_first(output[index], tensor), *output[index + 1 :]])
     items = output if isinstance(output, dict) else vars(output)
-    name = next(name for name, item in items.items() if _first_tensor(item) is not None)
+    name = next(name for name, item in items.items() if first_tensor(item) is not None)
     changed = _with_first(items[name], tensor)
     if isinstance(
         output, dict
@@ -517,15 +517,15 @@ def frozen(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """The same arguments with tensors of their own, made outside inference mode: autograd may see them."""
     if isinstance(value, Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().clone()
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return value
 
 
@@ -543,14 +543,15 @@ def _tracked(value: Any, leaves: list[Tensor]) -> Any:
     return value
 
 
-def _first_tensor(output: object) -> Tensor | None:
+def first_tensor(output: object) -> Tensor | None:
+    """What a call gave, or the first tensor in it."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
         output = list(output.values())
     elif not isinstance(output, list | tuple):
         output = list(vars(output).values()) if hasattr(output, "__dict__") else []
-    return next((found for item in output if (found := _first_tensor(item)) is not None), None)
+    return next((found for item in output if (found := first_tensor(item)) is not None), None)
 
 
 def _rows_in(module: nn.Module, given: Tensor) -> Iterator[Tensor]:

@@ -1,4 +1,8 @@
-"""Statistics of the layers of a diffusers pipeline's denoiser: it makes a few pictures by its own call."""
+"""What a diffusers pipeline tells of its denoiser by making a few pictures, by its own call.
+
+`pipeline_statistics` sums up what the picture feels of each layer's weight, and `fit_pipeline_lora` brings a LoRA
+nearer to the pipeline that it was made from.
+"""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +17,25 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.calibration import collect_statistics, frozen
 from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.pipeline.model_state import free_memory
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["pipeline_statistics", "saved_pipeline_statistics"]
+__all__ = [
+    "fit_pipeline_lora",
+    "fit_saved_pipeline_lora",
+    "noise_prompts",
+    "pipeline_statistics",
+    "saved_pipeline_statistics",
+]
 
 Through = Literal["sampling", "calls"]
 _DENOISERS = ("unet", "transformer", "prior")
+_LETTERS = 3  # a random word has at least
+_END_OF_WORD = "</w>"  # which some of CLIP's tokenizers leave in the text
 
 
 def pipeline_statistics(
@@ -56,8 +71,7 @@ def pipeline_statistics(
         NonFiniteError: NaN or Inf went through a layer.
         Exception: Whatever the pipeline raises.
     """
-    if not prompts:
-        raise ConfigError("there is no prompt.", hint="Put one on each line of --prompts FILE.")
+    _require_prompts(prompts)
     denoiser = denoiser_of(pipeline)
     arguments = dict(call or {})
     steps = arguments.get("num_inference_steps")
@@ -98,8 +112,9 @@ def pipeline_statistics(
 
 def saved_pipeline_statistics(
     folder: str | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | int,
     *,
+    seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     **options: Any,
@@ -108,7 +123,8 @@ def saved_pipeline_statistics(
 
     Args:
         folder: With a `model_index.json`: the base or the tuned model of a later extraction.
-        prompts: A picture each.
+        prompts: A picture each; or how many prompts of random words to make.
+        seed: Of noise, projections and random words.
         dtype: In which it computes.
         device: Where it does.
         options: As of `pipeline_statistics`.
@@ -122,7 +138,161 @@ def saved_pipeline_statistics(
     with open_checkpoint(folder) as checkpoint:
         fingerprint = denoiser_fingerprint(checkpoint)
     pipeline = load_pipeline(str(folder), dtype=dtype, device=device or torch.device("cpu"))
-    return pipeline_statistics(pipeline, prompts, fingerprint=fingerprint, **options)
+    texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
+    return pipeline_statistics(pipeline, texts, seed=seed, fingerprint=fingerprint, **options)
+
+
+def fit_pipeline_lora(
+    base: nn.Module,
+    tuned: Any,
+    lora: LoraFile,
+    prompts: Sequence[str],
+    *,
+    call: Mapping[str, Any] | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> FittedLora:
+    """Fit a LoRA to the calls of the denoiser with which a pipeline paints prompts.
+
+    Args:
+        base: The denoiser that the LoRA is for, without it.
+        tuned: The pipeline of diffusers that the LoRA is to give back.
+        lora: As of `fit_lora`.
+        prompts: A picture each.
+        call: Further arguments of the pipeline's call: steps, guidance, size.
+        batch_size: Prompts a call, in recording and in the fit.
+        seed: Of the first picture's noise, and of the order of the calls.
+        progress: Told after each call of the tuned denoiser and each step of the fit.
+        options: As of `fit_lora`.
+
+    Raises:
+        ConfigError: There is no prompt, or no denoiser.
+        SigmascopeError: As of `fit_lora`.
+        Exception: Whatever the pipeline raises.
+    """
+    recorded = _recorded(tuned, prompts, call, batch_size, seed, progress)
+    return fit_lora(base, lora, recorded, seed=seed, progress=progress, **options)
+
+
+def fit_saved_pipeline_lora(
+    base: str | Path,
+    tuned: str | Path,
+    lora: str | Path,
+    save_to: str | Path,
+    prompts: Sequence[str] | int,
+    *,
+    call: Mapping[str, Any] | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> FittedLora:
+    """`fit_pipeline_lora` of folders that `save_pretrained` wrote and a LoRA file; one denoiser is loaded at a time.
+
+    Args:
+        base: The pipeline that the LoRA is for.
+        tuned: The one that it was made from.
+        lora: The file.
+        save_to: The file to write.
+        prompts: A picture each; or how many prompts of random words to make.
+        call: Further arguments of the pipeline's call.
+        batch_size: As of `fit_pipeline_lora`.
+        seed: As of `fit_pipeline_lora`, and of random words.
+        dtype: In which it computes.
+        device: Where it does.
+        gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
+        progress: As of `fit_pipeline_lora`.
+        options: As of `fit_lora`.
+
+    Raises:
+        CheckpointError: A pipeline cannot be loaded.
+        SigmascopeError: As of `fit_pipeline_lora` and `save_fitted`.
+    """
+    from sigmascope.pipeline.bench import load_pipeline
+
+    def fit(original: LoraFile) -> FittedLora:
+        pipeline = load_pipeline(str(tuned), dtype=dtype, device=device or torch.device("cpu"))
+        texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
+        recorded = _recorded(pipeline, texts, call, batch_size, seed, progress)
+        del pipeline
+        free_memory(device or torch.device("cpu"))
+        model = denoiser_of(load_pipeline(str(base), dtype=dtype, device=device or torch.device("cpu")))
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()  # type: ignore[operator]
+        return fit_lora(model, original, recorded, seed=seed, progress=progress, **options)
+
+    return save_fitted(lora, save_to, fit)
+
+
+def _recorded(
+    pipeline: Any,
+    prompts: Sequence[str],
+    call: Mapping[str, Any] | None,
+    batch_size: int,
+    seed: int,
+    progress: Progress,
+) -> list[list[RecordedCall]]:
+    _require_prompts(prompts)
+    if batch_size < 1:
+        raise ConfigError(f"--batch_size {batch_size} paints nothing.", hint="Use 1 or more.")
+    arguments = dict(call or {})
+    starts = range(0, len(prompts), batch_size)
+    steps = arguments.get("num_inference_steps")
+    expected = None if steps is None else int(steps) * len(starts)
+
+    def paint() -> Iterator[object]:
+        for start in starts:
+            texts = list(prompts[start : start + batch_size])
+            generators = [torch.Generator().manual_seed(seed + start + index) for index in range(len(texts))]
+            yield pipeline(texts, **{"generator": generators, "output_type": "latent"} | arguments)
+
+    def told(done: int, _total: int, what: str) -> None:
+        progress(done, max(done, expected or done), what)
+
+    return record_calls(denoiser_of(pipeline), paint, progress=told)
+
+
+def noise_prompts(pipeline: Any, count: int, *, words: int = 8, seed: int = 0) -> list[str]:
+    """Prompts of random words of the pipeline's tokenizer, where there are none of the kind that will be used.
+
+    Raises:
+        ConfigError: `count` is below 1, or the pipeline has no tokenizer that knows words.
+    """
+    if count < 1:
+        raise ConfigError(f"--noise {count} makes no prompt.", hint="Use 1 or more, such as 16.")
+    tokenizer: Any = components_of(pipeline).get("tokenizer")
+    if tokenizer is None:
+        raise ConfigError(f"{type(pipeline).__name__} has no tokenizer.", hint="Use --prompts FILE.")
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[str] = []
+    for index in torch.randperm(len(tokenizer), generator=generator).tolist():
+        word = tokenizer.decode([index]).removesuffix(_END_OF_WORD).strip()
+        # A word, and not a piece of one: it is read back as the token alone.
+        if len(word) >= _LETTERS and word.isalpha() and _ids_of(tokenizer, word) == [index]:
+            drawn.append(word)
+        if len(drawn) == count * words:
+            break
+    if not drawn:
+        raise ConfigError(f"{type(tokenizer).__name__} knows no words.", hint="Use --prompts FILE.")
+    while len(drawn) < count * words:  # a small vocabulary
+        drawn += drawn[: count * words - len(drawn)]
+    order = torch.randperm(len(drawn), generator=generator).tolist()
+    return [" ".join(drawn[index] for index in order[first::count]) for first in range(count)]
+
+
+def _ids_of(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return found
+
+
+def _require_prompts(prompts: Sequence[str]) -> None:
+    if not prompts:
+        raise ConfigError("there is no prompt.", hint="Put one on each line of --prompts FILE.")
 
 
 def denoiser_of(pipeline: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lora import extract, grid, inspect, merge, plan, statistics, validate
+from sigmascope.cli.lora import calibration, extract, grid, inspect, merge, plan, validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,7 +11,8 @@ app = typer.Typer(
 )
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
-app.command("statistics", epilog=statistics.EPILOG)(statistics.statistics)
+app.command("statistics", epilog=calibration.EPILOG)(calibration.statistics)
+app.command("fit", epilog=calibration.FIT_EPILOG)(calibration.fit)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("grid", epilog=grid.EPILOG)(grid.grid)
 app.command("convert", epilog=merge.CONVERT_EPILOG)(merge.convert)

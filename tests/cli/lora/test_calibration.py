@@ -1,4 +1,4 @@
-"""`sigmascope lora statistics`, and extractions that take what it wrote."""
+"""`sigmascope lora statistics`, extractions that take what it wrote, and `sigmascope lora fit`."""
 
 import json
 import shutil
@@ -78,19 +78,29 @@ def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -
     assert "mid_block.resnets.0.conv1" in load_statistics("s.safetensors")
 
 
+def test_a_pipeline_is_run_on_prompts_of_random_words(sigmascope: Run) -> None:
+    make_pipeline("sd15").save_pretrained("pipe")
+    code, out, err = sigmascope(
+        "lora", "statistics", "pipe", "--noise", 2, "--num_inference_steps", 1, "--size", "32x32",
+        "--save_to", "s.safetensors", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["samplings"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "need one kind of input"),
-        (["--noise", 1, "--prompts", "prompts.txt"], "need one kind of input"),
+        ([], "it needs one kind of input"),
+        (["--noise", 1, "--prompts", "prompts.txt"], "it needs one kind of input"),
         (["--noise", 0], "--noise 0 makes no picture"),
         (["--images", "nothing"], "--images nothing cannot be looked into"),
         (["--images", "."], "holds no picture that can be read"),
         (["--prompts", "nothing.txt"], "--prompts nothing.txt"),
         (["--noise", 1, "--probes", 0], "--probes 0 looks at nothing"),
         (["--noise", 1, "--rank", -1], "--rank -1"),
-        (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for --prompts"),
-        (["--noise", 1, "--through", "calls"], "--through is for --prompts"),
+        (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for a pipeline"),
+        (["--noise", 1, "--through", "calls"], "--through is for a pipeline"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nothing_is_lost(
@@ -169,6 +179,100 @@ def test_what_cannot_be_extracted_is_refused_before_the_model_is_run(
     assert code != 0
     assert says in err.replace("\n", " ")
     assert not Path("lora.safetensors").exists()
+
+
+def test_a_lora_of_a_pipeline_is_fitted(sigmascope: Run) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.save_pretrained("base")
+    with torch.no_grad():
+        for parameter in pipeline.unet.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    pipeline.save_pretrained("tuned")
+    models = ["--base_model_path", "base", "--tuned_model_path", "tuned"]
+    code, _, err = sigmascope(
+        "lora", "extract", *models, "--rank", 2, "--conv_rank", 2, "--save_to", "a.safetensors"
+    )
+    assert code == 0, err
+    inputs = ["--noise", 3, "--num_inference_steps", 2, "--size", "32x32", "--steps", 40]
+    code, out, err = sigmascope(
+        "lora", "fit", "a.safetensors", *models, *inputs, "--save_to", "b.safetensors", "--json"
+    )
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["is_nearer"]
+    assert told["error_after"] < told["error_before"] < 1.0
+    assert (told["calls"], told["held_out"]) == (4, 2)
+    one, other = load_file("a.safetensors"), load_file("b.safetensors")
+    assert {key: value.shape for key, value in one.items()} == {
+        key: value.shape for key, value in other.items()
+    }
+
+
+def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run, tiny: Path) -> None:
+    models = [
+        "--base_model_path",
+        tiny / "base.safetensors",
+        "--tuned_model_path",
+        tiny / "tuned.safetensors",
+    ]
+    code, _, err = sigmascope(
+        "lora", "extract", *models, "--rank", 2, "--conv_rank", 2, "--save_to", "a.safetensors"
+    )
+    assert code == 0, err
+    inputs = ["--noise", 3, "--size", "64x64", "--steps", 30]
+    code, out, err = sigmascope(
+        "lora", "fit", "a.safetensors", *models, *inputs, "--save_to", "b.safetensors"
+    )
+    assert code == 0, err
+    assert "of what tuning changes in the outputs" in out
+    assert "1 calls that were held out" in out
+    one, other = load_file("a.safetensors"), load_file("b.safetensors")
+    assert one.keys() == other.keys()
+    assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "it needs one kind of input"),
+        (["--noise", 0], "--noise 0 makes no picture"),
+        (["--images", "nothing"], "--images nothing cannot be looked into"),
+        (["--noise", 1, "--steps", 0], "--steps 0"),
+        (["--noise", 1, "--learning_rate", 0], "--learning_rate 0"),
+        (["--noise", 1, "--batch_size", 2], "--batch_size is for a pipeline"),
+        (["--noise", 1, "--guidance_scale", 2], "--guidance_scale is for a pipeline"),
+        (["--noise", 1, "--torch_dtype", "fp16"], "is in float16"),
+        (["--prompts", "nothing.txt"], "--prompts nothing.txt"),
+    ],
+)
+def test_a_fit_that_makes_no_sense_is_refused_and_nothing_is_lost(
+    arguments: list[object], says: str, sigmascope: Run, tiny: Path
+) -> None:
+    models = [
+        "--base_model_path",
+        tiny / "base.safetensors",
+        "--tuned_model_path",
+        tiny / "tuned.safetensors",
+    ]
+    code, _, err = sigmascope("lora", "extract", *models, "--rank", 1, "--save_to", "a.safetensors")
+    assert code == 0, err
+    Path("b.safetensors").write_bytes(b"what was there")
+    code, _, err = sigmascope(
+        "lora", "fit", "a.safetensors", *models, "--size", "64x64", *arguments, "--save_to", "b.safetensors"
+    )
+    assert code == 2
+    assert says in err
+    assert Path("b.safetensors").read_bytes() == b"what was there"
+
+
+def test_a_fit_writes_over_none_of_its_inputs(sigmascope: Run, tiny: Path) -> None:
+    base, tuned = tiny / "base.safetensors", tiny / "tuned.safetensors"
+    for target in (base, tuned):
+        code, _, err = sigmascope(
+            "lora", "fit", BASE_PATH, "--base_model_path", base, "--tuned_model_path", tuned, "--noise", 1,
+            "--save_to", target,
+        )  # fmt: skip
+        assert (code, "is the input" in err) == (2, True)
 
 
 def scene(seed: int) -> Image.Image:

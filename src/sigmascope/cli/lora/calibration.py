@@ -1,0 +1,391 @@
+"""`sigmascope lora statistics` and `lora fit`: run a model on a few inputs, for LoRAs that keep the picture."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from sigmascope.cli import options
+from sigmascope.cli.console import (
+    facts,
+    needs_extra,
+    number,
+    percent,
+    print_json,
+    print_written,
+    progress_bar,
+    title,
+)
+from sigmascope.cli.options import AsJson, SaveTo, option_groups
+from sigmascope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from sigmascope.lora.fit import FittedLora
+    from sigmascope.lora.statistics import ModelStatistics
+
+_INPUTS = "What it is run on"
+_MODEL = "Model"
+EPILOG = """Examples:
+
+sigmascope lora statistics lbm.safetensors --images photos --save_to stats.safetensors
+
+sigmascope lora statistics sdxl-folder --prompts prompts.txt --num_inference_steps 20 --save_to stats.safetensors
+
+sigmascope lora extract --base_model_path base.safetensors --tuned_model_path lbm.safetensors
+--save_to small.safetensors --max_size 20MB --statistics stats.safetensors
+"""
+FIT_EPILOG = """Examples:
+
+sigmascope lora fit small.safetensors --base_model_path base.safetensors --tuned_model_path tuned.safetensors
+--images photos --save_to fitted.safetensors
+
+sigmascope lora fit small.safetensors --base_model_path sdxl-base --tuned_model_path sdxl-tuned --prompts prompts.txt
+--num_inference_steps 20 --guidance_scale 5 --torch_dtype bf16 --gradient_checkpointing --save_to fitted.safetensors
+"""
+
+
+@dataclass(frozen=True)
+class CalibrationFlags:
+    """On which inputs a model is run, and how."""
+
+    images: Annotated[
+        Path | None,
+        typer.Option("--images", help="Folder of pictures, for an LBM.", rich_help_panel=_INPUTS),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", help="Text file, a prompt on each line, for a pipeline.", rich_help_panel=_INPUTS
+        ),
+    ] = None
+    noise: Annotated[
+        int | None,
+        typer.Option(
+            "--noise",
+            help="So many pictures of blurred noise, or prompts of random words.",
+            rich_help_panel=_INPUTS,
+        ),
+    ] = None
+    num_inference_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--num_inference_steps",
+            help="As the LoRA will be used; 1 for an LBM, the pipeline's own for others.",
+            show_default=False,
+            rich_help_panel=_INPUTS,
+        ),
+    ] = None
+    guidance_scale: Annotated[
+        float | None,
+        typer.Option("--guidance_scale", help="Of a pipeline.", show_default=False, rich_help_panel=_INPUTS),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="WIDTHxHEIGHT.", show_default=False, rich_help_panel=_INPUTS),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is random.", rich_help_panel=_INPUTS)] = 0
+    config_path: Annotated[Path | None, options.config_path(_MODEL)] = None
+    torch_dtype: Annotated[str, options.torch_dtype(_MODEL)] = "float32"
+    device: Annotated[str, options.device(_MODEL)] = "auto"
+
+    def require_one(self) -> None:
+        """Refuse, by a ConfigError, no input or several kinds of them."""
+        if sum(given is not None for given in (self.images, self.noise, self.prompts)) != 1:
+            raise ConfigError(
+                "it needs one kind of input.",
+                hint="Give --images FOLDER for an LBM, --prompts FILE for a pipeline, or --noise 16.",
+            )
+
+    def is_for_pipeline(self, model: Path) -> bool:
+        """Whether the model is a diffusers folder, as the inputs say or the folder itself."""
+        if self.noise is None:
+            return self.prompts is not None
+        return (model / "model_index.json").is_file()
+
+    def refuse(self, **of_pipeline: object) -> None:
+        """Refuse, by a ConfigError, what an LBM has not."""
+        for flag, given in {"guidance_scale": self.guidance_scale, **of_pipeline}.items():
+            if given is not None:
+                raise ConfigError(f"--{flag} is for a pipeline.", hint="Leave it out for an LBM.")
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Seed, dtype and device."""
+        with needs_extra("lbm"):
+            from sigmascope.lbm.devices import resolve_device, resolve_dtype
+
+            return {
+                "seed": self.seed,
+                "dtype": resolve_dtype(self.torch_dtype),
+                "device": resolve_device(self.device),
+            }
+
+    @property
+    def texts(self) -> list[str] | int:
+        """The prompts, or how many of random words."""
+        if self.prompts is None:
+            return self.noise or 0
+        try:
+            lines = self.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--prompts {self.prompts}: {error}", hint="Name a text file.") from error
+        return [line.strip() for line in lines if line.strip()]
+
+    @property
+    def call(self) -> dict[str, object]:
+        """Arguments of the pipeline's call."""
+        call: dict[str, object] = {
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+        }
+        if self.size is not None:
+            width, cross, height = self.size.partition("x")
+            if not (cross and width.isdigit() and height.isdigit()):
+                raise ConfigError(f"--size {self.size} is no size.", hint="Write it as 512x512.")
+            call |= {"width": int(width), "height": int(height)}
+        return {name: value for name, value in call.items() if value is not None}
+
+    @property
+    def pictures(self) -> "list[Image]":
+        """What an LBM translates."""
+        with needs_extra("lbm"):
+            from sigmascope.lbm.calibration import noise_pictures
+            from sigmascope.lbm.images import find_images, load_image
+        if self.images is not None:
+            return [load_image(path) for path in find_images(self.images)[0]]
+        return noise_pictures(self.noise or 0, seed=self.seed)
+
+    @property
+    def translation(self) -> dict[str, Any]:
+        """How an LBM translates."""
+        from sigmascope.lbm.images import parse_size
+
+        return {
+            "config_path": self.config_path,
+            "num_inference_steps": self.num_inference_steps or 1,
+            "size": parse_size(self.size or "bucket"),
+        }
+
+
+@option_groups
+def statistics(
+    *,
+    model: Annotated[
+        Path, typer.Argument(help="LBM checkpoint, or a diffusers folder. The base or the tuned model.")
+    ],
+    save_to: SaveTo,
+    inputs: CalibrationFlags,
+    through: Annotated[
+        Literal["sampling", "calls"] | None,
+        typer.Option(
+            "--through",
+            help="Of a pipeline. sampling: an error counts as it arrives in the picture. calls: as it shows in its step's "
+            "output, for schedulers that let no gradient through.  [default: sampling]",
+            show_default=False,
+            rich_help_panel=_INPUTS,
+        ),
+    ] = None,
+    probes: Annotated[
+        int,
+        typer.Option("--probes", help="Random projections of each output.", rich_help_panel=_INPUTS),
+    ] = 1,
+    full_up_to: Annotated[
+        int,
+        typer.Option(
+            "--full_up_to",
+            help="Layers up to this width keep all their moments, wider ones a diagonal and --rank directions.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 1024,
+    rank: Annotated[
+        int, typer.Option("--rank", help="Directions kept of wider layers.", rich_help_panel=_MODEL)
+    ] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Run a model on a few inputs and keep what its layers do, for extract --statistics.
+
+    The model is called as always, and once more with gradients. For each
+    layer the second moments of what the picture feels of its weight are
+    kept. Eight inputs are enough for an LBM; a pipeline gains by more.
+    """
+    from sigmascope.checkpoints import open_checkpoint
+    from sigmascope.lora.file import check_target, refuse_inputs
+
+    check_target(save_to)
+    inputs.require_one()
+    with open_checkpoint(model) as checkpoint:
+        refuse_inputs(save_to, checkpoint)
+    common = {"probes": probes, "full_up_to": full_up_to, "rank": rank, **inputs.place}
+    if inputs.is_for_pipeline(model):
+        from sigmascope.pipeline.calibration import saved_pipeline_statistics
+
+        with progress_bar("Running") as progress:
+            found = saved_pipeline_statistics(
+                model,
+                inputs.texts,
+                call=inputs.call,
+                through=through or "sampling",
+                progress=progress,
+                **common,
+            )
+    else:
+        inputs.refuse(through=through)
+        pictures = inputs.pictures
+        from sigmascope.lbm.calibration import lbm_statistics
+
+        with progress_bar("Running") as progress:
+            found = lbm_statistics(model, pictures, progress=progress, **inputs.translation, **common)
+    found.save(save_to)
+    if as_json:
+        print_json(_as_dict(found))
+    else:
+        _print(Console(), save_to, found)
+
+
+def _as_dict(found: "ModelStatistics") -> dict[str, object]:
+    return {
+        "layers": len(found),
+        "unmet": list(found.unmet),
+        "captured": found.captured,
+        "fingerprint": found.fingerprint,
+        **found.facts,
+    }
+
+
+def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
+    console.print(title("Statistics", path.name))
+    rows = [
+        ("Layers", f"{len(found)}, and {len(found.unmet)} without statistics"),
+        ("Calls of the model", str(found.facts["calls"])),
+        ("Kept, least of a layer", percent(found.captured)),
+    ]
+    console.print(facts(rows))
+    print_written(console, path, path.stat().st_size)
+    following = f"Next: sigmascope lora plan BASE TUNED --statistics {shlex.quote(str(path))}"
+    console.print(following, markup=False, soft_wrap=True)
+
+
+@option_groups
+def fit(
+    *,
+    lora: Annotated[Path, typer.Argument(help="LoRA of up and down factors, such as extract makes.")],
+    base_model_path: Annotated[
+        Path, typer.Option("--base_model_path", help="LBM checkpoint or diffusers folder it is for.")
+    ],
+    tuned_model_path: Annotated[
+        Path, typer.Option("--tuned_model_path", help="The one whose pictures it is to give back.")
+    ],
+    save_to: SaveTo,
+    inputs: CalibrationFlags,
+    steps: Annotated[int, typer.Option("--steps", help="Of the optimizer.")] = 400,
+    learning_rate: Annotated[
+        float, typer.Option("--learning_rate", help="As a share of each factor's size; falls to 0.")
+    ] = 0.01,
+    batch_size: Annotated[int, typer.Option("--batch_size", help="Prompts a call of a pipeline.")] = 1,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option("--gradient_accumulation_steps", help="Calls for a step of the optimizer.")
+    ] = 4,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient_checkpointing", help="Compute blocks twice, in less memory.", rich_help_panel=_MODEL
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a LoRA to the tuned model's outputs: nearer pictures from the same bytes.
+
+    The tuned model runs on a few inputs, and the LoRA's factors learn to give
+    its outputs back, all layers together. Ranks, names and size stay. Inputs
+    that are held out tell how near it comes; if no nearer, nothing changes.
+    """
+    from sigmascope.lora.file import check_target, refuse_files
+
+    check_target(save_to)
+    refuse_files(save_to, [lora, base_model_path, tuned_model_path])
+    inputs.require_one()
+    common = {
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_checkpointing": gradient_checkpointing,
+        **inputs.place,
+    }
+    if inputs.is_for_pipeline(tuned_model_path):
+        from sigmascope.pipeline.calibration import fit_saved_pipeline_lora
+
+        with progress_bar("Fitting") as progress:
+            fitted = fit_saved_pipeline_lora(
+                base_model_path,
+                tuned_model_path,
+                lora,
+                save_to,
+                inputs.texts,
+                call=inputs.call,
+                batch_size=batch_size,
+                progress=progress,
+                **common,
+            )
+    else:
+        inputs.refuse(batch_size=None if batch_size == 1 else batch_size)
+        pictures = inputs.pictures
+        from sigmascope.lbm.calibration import fit_lbm_lora
+
+        with progress_bar("Fitting") as progress:
+            fitted = fit_lbm_lora(
+                base_model_path,
+                tuned_model_path,
+                lora,
+                save_to,
+                pictures,
+                progress=progress,
+                **inputs.translation,
+                **common,
+            )
+    if as_json:
+        print_json(_fitted_as_dict(fitted))
+    else:
+        _print_fitted(Console(), save_to, fitted)
+
+
+def _fitted_as_dict(fitted: "FittedLora") -> dict[str, object]:
+    return {
+        "is_nearer": fitted.is_nearer,
+        "error_before": fitted.before,
+        "error_after": fitted.after,
+        "calls": fitted.calls,
+        "held_out": fitted.held_out,
+        "steps": fitted.steps,
+        "seconds": fitted.seconds,
+    }
+
+
+def _print_fitted(console: Console, path: Path, fitted: "FittedLora") -> None:
+    console.print(title("Fit", path.name))
+    where = (
+        f"{fitted.held_out} calls that were held out"
+        if fitted.held_out
+        else "the calls it was fitted to: one input"
+    )
+    console.print(
+        facts(
+            [
+                ("Error before", f"{percent(fitted.before)} of what tuning changes in the outputs"),
+                ("Error after", percent(fitted.after)),
+                ("Measured on", where),
+                ("Fitted to", f"{fitted.calls} calls, {fitted.steps} steps, {number(fitted.seconds)} s"),
+            ]
+        )
+    )
+    if not fitted.is_nearer:
+        advice = "No nearer: the factors are as they were. Give more inputs, or a smaller --learning_rate."
+        console.print(advice, markup=False, soft_wrap=True)
+    if fitted.before > 1.0:
+        advice = "The LoRA was farther from the tuned model than the base is: is it of these two models?"
+        console.print(advice, markup=False, soft_wrap=True)
+    print_written(console, path, path.stat().st_size)
