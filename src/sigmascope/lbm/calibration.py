@@ -7,12 +7,13 @@ What the pictures show matters little: blurred noise does nearly as well as phot
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from xxhash import xxh3_128_hexdigest
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
@@ -21,7 +22,7 @@ from sigmascope.lbm.images import Size, tensor_to_image
 from sigmascope.lbm.infer import translated_latent
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.streamed import streamed_lbm
-from sigmascope.lora.calibration import collect_statistics
+from sigmascope.lora.calibration import UnfinishedSums, collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fit import FittedLora, fit_lora, record_calls, save_fitted
@@ -47,6 +48,8 @@ def lbm_statistics(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    save_to: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> ModelStatistics:
     """Translate pictures with an LBM, and sum up what its layers do.
@@ -64,6 +67,8 @@ def lbm_statistics(
         seed: Of noise and projections.
         dtype: In which the model computes.
         device: Where it does.
+        gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
+        save_to: Write the file of statistics here. A run that was killed then goes on where it was.
         progress: Told after each call of the denoiser.
 
     Raises:
@@ -74,24 +79,39 @@ def lbm_statistics(
     _require_pictures(path, config_path, pictures)
     with open_checkpoint(path) as checkpoint:
         fingerprint = denoiser_fingerprint(checkpoint)
-    with _calibration_model(path, config_path, dtype, device or torch.device("cpu")) as model:
+    of_run = {"probes": probes, "full_up_to": full_up_to, "rank": rank, "seed": seed}
+    settings = of_run | {
+        "fingerprint": fingerprint,
+        "pictures": [xxh3_128_hexdigest(picture.tobytes()) for picture in pictures],
+        "call": [num_inference_steps, size, resolution, dtype],
+    }
+    where = device or torch.device("cpu")
+    with ExitStack() as stack:
+        model = stack.enter_context(_calibration_model(path, config_path, dtype, where))
+        if gradient_checkpointing:
+            model.denoiser.enable_gradient_checkpointing()
+        unfinished = None if save_to is None else stack.enter_context(UnfinishedSums(Path(save_to), settings))
 
         def run() -> None:
-            for _ in translations():
-                pass
+            first = 0 if unfinished is None else unfinished.inputs
+            for _ in _translations(
+                model, pictures[first:], num_inference_steps, seed + first, size, resolution
+            )():
+                if unfinished is not None:
+                    unfinished.input_done()
 
-        translations = _translations(model, pictures, num_inference_steps, seed, size, resolution)
-        return collect_statistics(
+        found = collect_statistics(
             model.denoiser,
             run,
-            probes=probes,
             calls=num_inference_steps * len(pictures),
-            full_up_to=full_up_to,
-            rank=rank,
-            seed=seed,
             fingerprint=fingerprint,
+            unfinished=unfinished,
             progress=progress,
+            **of_run,
         )
+        if save_to is not None:
+            found.save(save_to)
+    return found
 
 
 def fit_lbm_lora(

@@ -10,17 +10,22 @@ first where all together they are small.
 """
 
 import inspect
+import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.checkpoints import open_checkpoint, save_safetensors
+from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.statistics import (
     FULL_UP_TO,
@@ -32,12 +37,16 @@ from sigmascope.lora.statistics import (
 )
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["collect_statistics"]
+__all__ = ["UnfinishedSums", "collect_statistics"]
+
+logger = logging.getLogger(__name__)
 
 _LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
 _MOST_ADDED_UP: Final = 4 << 30
 """Bytes of all weights' gradients: of a larger model those of each call count by themselves."""
+_WRITTEN_EVERY: Final = 120.0
+"""Seconds at least from one writing of unfinished sums to the next."""
 _WRAPPED: Final = ("base_layer", "_orig_mod")
 """What PEFT's adapters and `torch.compile` call the module that they stand around."""
 
@@ -52,6 +61,7 @@ def collect_statistics(
     rank: int = RANK,
     seed: int = 0,
     fingerprint: str = "",
+    unfinished: "UnfinishedSums | None" = None,
     progress: Progress = no_progress,
 ) -> ModelStatistics:
     """Sum up second moments for every Linear and convolution layer of a model while a pipeline runs.
@@ -69,6 +79,8 @@ def collect_statistics(
         rank: Directions that are kept of wider ones.
         seed: Of the projections.
         fingerprint: Of the model's weights, for the file.
+        unfinished: Sums of a run that was killed, to go on from; `run` begins at its input and tells it of each that
+            is done.
         progress: Told after each call.
 
     Returns:
@@ -98,6 +110,8 @@ def collect_statistics(
         )
     watched = _Watched(model, list(of_module.values()), probes, seed, calls, progress)
     with ExitStack() as hooks:
+        if unfinished is not None:
+            unfinished.begin(watched, next(model.parameters()).device)
         if inspect.isgeneratorfunction(run):
             hooks.enter_context(frozen(model))
             hooks.enter_context(watched.linked_calls())
@@ -114,6 +128,83 @@ def collect_statistics(
         )
     facts = {"calls": watched.calls, "probes": probes, "seed": seed, "full_up_to": full_up_to, "rank": rank}
     return _finished(sums, watched.calls, facts | {"samplings": watched.samplings}, fingerprint)
+
+
+class UnfinishedSums:
+    """The sums so far, kept beside the file that they are for, so that a run that was killed can go on.
+
+    A context manager: leaving it, in peace or on any exception, removes the file. A kill does not.
+
+    Args:
+        target: The file of statistics that is to be made.
+        settings: What the run is: model, inputs, seeds. Sums of another run are not gone on with.
+
+    Attributes:
+        inputs: How many are summed up; the next run begins there.
+    """
+
+    def __init__(self, target: Path, settings: Mapping[str, object]) -> None:
+        self.path = target.with_name(f".{target.name}.part")
+        self.inputs = 0
+        self._settings = json.dumps(dict(settings), sort_keys=True, default=str)
+        self._watched: _Watched | None = None
+        self._written = time.monotonic()
+
+    def begin(self, watched: "_Watched", device: torch.device) -> None:
+        """Take up the sums of the file, where there is one of the same settings."""
+        self._watched = watched
+        if not self.path.is_file():
+            return
+        try:
+            with open_checkpoint(self.path) as checkpoint:
+                facts = json.loads(checkpoint.metadata.get("facts", "{}"))
+                if facts.get("settings") != self._settings:
+                    return
+                for index, layer in enumerate(watched.layers):
+                    rows = facts["rows"][index]
+                    parts = [checkpoint.tensor(f"{index}.{part}") for part in range(facts["parts"][index])]
+                    layer.restore(rows, parts, device)
+        except (CheckpointError, KeyError, IndexError, TypeError, ValueError):
+            logger.warning("%s: cannot be read; the run begins anew.", self.path)
+            for layer in watched.layers:
+                layer.restore(0, [], device)
+            return
+        self.inputs = facts["inputs"]
+        watched.calls, watched.samplings = facts["calls"], facts["samplings"]
+        logger.warning("%s: goes on after %d inputs.", self.path.name, self.inputs)
+
+    def input_done(self) -> None:
+        """Write the sums if it is time.
+
+        Raises:
+            WriteError: They cannot be written.
+        """
+        self.inputs += 1
+        watched = self._watched
+        if watched is None or time.monotonic() - self._written < _WRITTEN_EVERY:
+            return
+        parts = [layer.parts for layer in watched.layers]
+        tensors = {
+            f"{index}.{number}": part.cpu()
+            for index, of_layer in enumerate(parts)
+            for number, part in enumerate(of_layer)
+        }
+        facts = {
+            "settings": self._settings,
+            "inputs": self.inputs,
+            "calls": watched.calls,
+            "samplings": watched.samplings,
+            "rows": [layer.rows for layer in watched.layers],
+            "parts": [len(of_layer) for of_layer in parts],
+        }
+        save_safetensors(self.path, tensors, {"facts": json.dumps(facts)})
+        self._written = time.monotonic()
+
+    def __enter__(self) -> "UnfinishedSums":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -193,6 +284,7 @@ class LayerSums:
 
     Attributes:
         adds_up: Whether gradients are added up until `settle`, and are one D together.
+        rows: How many positions were met.
     """
 
     def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
@@ -205,7 +297,7 @@ class LayerSums:
         self._inputs: MomentSum | None = None
         self._outputs: MomentSum | None = None
         self._gradient: Tensor | None = None
-        self._rows = 0
+        self.rows = 0
         self._handle: RemovableHandle | None = None
 
     @property
@@ -217,6 +309,30 @@ class LayerSums:
     def is_met(self) -> bool:
         """Whether something went through it and came back."""
         return self._inputs is not None and self._outputs is not None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What it has summed up so far; empty where nothing was met."""
+        return (
+            () if self._inputs is None or self._outputs is None else self._inputs.parts + self._outputs.parts
+        )
+
+    def restore(self, rows: int, parts: Sequence[Tensor], device: torch.device) -> None:
+        """Go on from the `rows` and `parts` of another run.
+
+        Raises:
+            ValueError: They are of another layer.
+        """
+        self.rows, self._inputs, self._outputs = rows, None, None
+        if not parts:
+            return
+        self._inputs = self._new_sum(self._sizes[1], device)
+        self._outputs = self._new_sum(self._sizes[0], device)
+        own = self.parts
+        if [part.shape for part in own] != [part.shape for part in parts]:
+            raise ValueError("the sums are of other layers")
+        for mine, part in zip(own, parts, strict=True):
+            mine.copy_(part)
 
     def listen(self) -> None:
         """Take part in each call with gradients, until `remove`."""
@@ -244,9 +360,7 @@ class LayerSums:
         assert inputs is not None
         assert outputs is not None
         self._inputs = self._outputs = None  # those of all layers take more memory than the results
-        return LayerStatistics(
-            inputs.result(calls), outputs.result(outputs.trace or 1.0), self._rows // calls
-        )
+        return LayerStatistics(inputs.result(calls), outputs.result(outputs.trace or 1.0), self.rows // calls)
 
     def _called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -273,7 +387,7 @@ class LayerSums:
             for rows in _rows_in(self._module, given):
                 total.addmm_(out[done : done + rows.shape[0]].mT, rows.float())
                 done += rows.shape[0]
-        self._rows += done
+        self.rows += done
         if self.adds_up:
             self._gradient = total
         else:
@@ -315,6 +429,7 @@ class _Watched:
     Attributes:
         calls: How many were taken back.
         samplings: How many outcomes of several calls were.
+        layers: Whose sums they go into.
     """
 
     def __init__(
@@ -327,7 +442,7 @@ class _Watched:
         progress: Progress,
     ) -> None:
         self.calls = self.samplings = 0
-        self._model, self._layers = model, layers
+        self._model, self.layers = model, layers
         self._probes, self._seed = probes, seed
         self._expected, self._progress = calls, progress
         self._given: list[Arguments] = []
@@ -379,13 +494,13 @@ class _Watched:
             for arguments in given:
                 self._take_back_alone(arguments)
             return
-        weights = sum(layer.bytes for layer in self._layers)
-        for layer in self._layers:
+        weights = sum(layer.bytes for layer in self.layers)
+        for layer in self.layers:
             layer.adds_up = weights <= _MOST_ADDED_UP
         try:
             for number, probe in enumerate(self._projections(made)):
                 made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
-                for layer in self._layers:
+                for layer in self.layers:
                     layer.settle()
         except torch.OutOfMemoryError:
             raise
@@ -412,7 +527,7 @@ class _Watched:
         with fork, torch.inference_mode(False), torch.enable_grad(), frozen(model), ExitStack() as hooks:
             leaves: list[Tensor] = []
             args, kwargs = (_tracked(copied(part), leaves) for part in arguments)
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.listen()
                 hooks.callback(layer.remove)
             inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs

@@ -212,6 +212,11 @@ class MomentSum:
         """Of the sum."""
         return float((self._sum.diagonal() if self._diagonal is None else self._diagonal).double().sum())
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What it has summed up so far; another of the same size goes on from there when these are copied into it."""
+        return (self._sum,) if self._diagonal is None else (self._sum, self._diagonal)
+
     def result(self, divisor: int | float) -> Moments:
         """The moments, on the CPU.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
-from sigmascope.lora.calibration import collect_statistics, frozen
+from sigmascope.lora.calibration import UnfinishedSums, collect_statistics, frozen
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, save_fitted
@@ -49,6 +49,7 @@ def pipeline_statistics(
     rank: int = RANK,
     seed: int = 0,
     fingerprint: str = "",
+    unfinished: UnfinishedSums | None = None,
     progress: Progress = no_progress,
 ) -> ModelStatistics:
     """Make a picture of each prompt, and sum up what the denoiser's layers do at all timesteps that it visits.
@@ -64,6 +65,7 @@ def pipeline_statistics(
         rank: Directions that are kept of wider ones.
         seed: Of noise and projections.
         fingerprint: Of the denoiser's weights, for the file.
+        unfinished: Sums of a run that was killed, to go on from.
         progress: Told after each call of the denoiser.
 
     Raises:
@@ -85,8 +87,14 @@ def pipeline_statistics(
             pipeline, prompts[number], **asked
         )  # without its no_grad
 
+    def left() -> Iterator[int]:
+        for number in range(0 if unfinished is None else unfinished.inputs, len(prompts)):
+            yield number
+            if unfinished is not None:
+                unfinished.input_done()
+
     def run_calls() -> None:
-        for number in range(len(prompts)):
+        for number in left():
             make(number)
 
     def run_samplings() -> Iterator[object]:
@@ -94,7 +102,7 @@ def pipeline_statistics(
             for part in components_of(pipeline).values():
                 if isinstance(part, nn.Module):
                     stack.enter_context(frozen(part))
-            for number in range(len(prompts)):
+            for number in left():
                 yield make(number)
 
     return collect_statistics(
@@ -106,6 +114,7 @@ def pipeline_statistics(
         rank=rank,
         seed=seed,
         fingerprint=fingerprint,
+        unfinished=unfinished,
         progress=progress,
     )
 
@@ -117,6 +126,8 @@ def saved_pipeline_statistics(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    save_to: str | Path | None = None,
     **options: Any,
 ) -> ModelStatistics:
     """`pipeline_statistics` of a folder that `save_pretrained` wrote.
@@ -127,6 +138,8 @@ def saved_pipeline_statistics(
         seed: Of noise, projections and random words.
         dtype: In which it computes.
         device: Where it does.
+        gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
+        save_to: Write the file of statistics here. A run that was killed then goes on where it was.
         options: As of `pipeline_statistics`.
 
     Raises:
@@ -139,7 +152,18 @@ def saved_pipeline_statistics(
         fingerprint = denoiser_fingerprint(checkpoint)
     pipeline = load_pipeline(str(folder), dtype=dtype, device=device or torch.device("cpu"))
     texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
-    return pipeline_statistics(pipeline, texts, seed=seed, fingerprint=fingerprint, **options)
+    if gradient_checkpointing:
+        denoiser_of(pipeline).enable_gradient_checkpointing()  # type: ignore[operator]
+    if save_to is None:
+        return pipeline_statistics(pipeline, texts, seed=seed, fingerprint=fingerprint, **options)
+    settings = {"prompts": texts, "seed": seed, "dtype": dtype, "fingerprint": fingerprint}
+    settings |= {name: value for name, value in options.items() if name != "progress"}
+    with UnfinishedSums(Path(save_to), settings) as unfinished:
+        found = pipeline_statistics(
+            pipeline, texts, seed=seed, fingerprint=fingerprint, unfinished=unfinished, **options
+        )
+        found.save(save_to)
+    return found
 
 
 def fit_pipeline_lora(

@@ -20,6 +20,7 @@ from sigmascope.lbm.model import build_lbm, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.calibration import UnfinishedSums
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
@@ -76,6 +77,41 @@ def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -
     assert code == 0, err
     assert json.loads(out)["calls"] == 4
     assert "mid_block.resnets.0.conv1" in load_statistics("s.safetensors")
+
+
+@pytest.mark.parametrize("of_pipeline", [True, False])
+def test_a_run_that_was_killed_goes_on(
+    of_pipeline: bool, sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if of_pipeline:
+        make_pipeline("sd15").save_pretrained("pipe")
+    model = "pipe" if of_pipeline else tiny / "tuned.safetensors"
+    flags = ["--noise", 3, "--num_inference_steps", 1, "--size", "32x32", "--json"]
+    code, out, err = sigmascope("lora", "statistics", model, *flags, "--save_to", "a.safetensors")
+    assert code == 0, err
+    counted: list[int] = []
+
+    def dies_at_the_second_input(self: UnfinishedSums) -> None:
+        counted.append(self.inputs)
+        if len(counted) == 2:
+            raise KeyError("the end of the process")
+        input_done(self)
+
+    input_done = UnfinishedSums.input_done
+    with monkeypatch.context() as patched:
+        patched.setattr("sigmascope.lora.calibration._WRITTEN_EVERY", 0.0)
+        patched.setattr(UnfinishedSums, "input_done", dies_at_the_second_input)
+        patched.setattr(UnfinishedSums, "__exit__", lambda *_: None)
+        with pytest.raises(KeyError, match="the end of the process"):
+            sigmascope("lora", "statistics", model, *flags, "--save_to", "b.safetensors")
+        assert Path(".b.safetensors.part").is_file()
+        assert not Path("b.safetensors").exists()
+        code, again, err = sigmascope("lora", "statistics", model, *flags, "--save_to", "b.safetensors")
+    assert code == 0, err
+    assert counted == [0, 1, 1, 2]
+    assert json.loads(again) == json.loads(out)
+    one, other = load_file("a.safetensors"), load_file("b.safetensors")
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_pipeline_is_run_on_prompts_of_random_words(sigmascope: Run) -> None:

@@ -1,6 +1,8 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.calibration import collect_statistics
+from sigmascope.lora.calibration import UnfinishedSums, collect_statistics
 from sigmascope.lora.statistics import LayerStatistics, ModelStatistics, Moments
 
 
@@ -456,3 +458,88 @@ def test_names_are_those_of_the_model_without_peft() -> None:
     model.add_module("proj", Wrapped())
     found = collected(model, inputs())
     assert (list(found), found.unmet) == (["proj"], ())
+
+
+class TestUnfinishedSums:
+    """A run that was killed goes on after the inputs whose sums were written."""
+
+    @pytest.fixture(autouse=True)
+    def written_after_each_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sigmascope.lora.calibration._WRITTEN_EVERY", 0.0)
+
+    def of(
+        self,
+        unfinished: UnfinishedSums,
+        *,
+        sampled: bool,
+        killed_at: int | None = None,
+        full_up_to: int = 1024,
+    ) -> ModelStatistics:
+        model = Chain()
+        begun.append(0)
+
+        def left() -> Iterator[int]:
+            for number in range(unfinished.inputs, 5):
+                if number == killed_at:
+                    raise Killed
+                begun[-1] += 1
+                yield number
+                unfinished.input_done()
+
+        def sampling() -> Iterator[object]:
+            for number in left():
+                yield model(inputs(number)) + model(inputs(number + 50))
+
+        def calls() -> None:
+            for number in left():
+                model(inputs(number))
+
+        run = sampling if sampled else calls
+        return collect_statistics(model, run, full_up_to=full_up_to, rank=2, probes=2, unfinished=unfinished)
+
+    @pytest.mark.parametrize("sampled", [True, False])
+    @pytest.mark.parametrize("full_up_to", [1024, 1])
+    def test_the_sums_are_those_of_a_run_that_was_never_killed(
+        self, tmp_path: Path, sampled: bool, full_up_to: int
+    ) -> None:
+        whole = self.of(UnfinishedSums(tmp_path / "a", {}), sampled=sampled, full_up_to=full_up_to)
+        target = tmp_path / "b"
+        with pytest.raises(Killed):
+            self.of(UnfinishedSums(target, {}), sampled=sampled, killed_at=3, full_up_to=full_up_to)
+        again = self.of(UnfinishedSums(target, {}), sampled=sampled, full_up_to=full_up_to)
+        assert begun[-1] == 2
+        assert again.facts == whole.facts
+        for name, layer in whole.items():
+            assert again[name].rows == layer.rows
+            for one, other in ((layer.inputs, again[name].inputs), (layer.outputs, again[name].outputs)):
+                assert torch.equal(one.diagonal, other.diagonal)
+
+    def test_sums_of_another_run_are_left_alone(self, tmp_path: Path) -> None:
+        with pytest.raises(Killed):
+            self.of(UnfinishedSums(tmp_path / "a", {"seed": 1}), sampled=False, killed_at=3)
+        self.of(UnfinishedSums(tmp_path / "a", {"seed": 2}), sampled=False)
+        assert begun[-1] == 5
+
+    def test_a_damaged_file_begins_the_run_anew(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / ".a.part").write_bytes(b"half of what was to be written")
+        self.of(UnfinishedSums(tmp_path / "a", {}), sampled=False)
+        assert begun[-1] == 5
+        assert "begins anew" in caplog.text
+
+    @pytest.mark.parametrize("killed_at", [None, 3])
+    def test_no_file_is_left_by_a_run_that_ends_or_is_interrupted(
+        self, tmp_path: Path, killed_at: int | None
+    ) -> None:
+        with suppress(Killed), UnfinishedSums(tmp_path / "a", {}) as unfinished:
+            self.of(unfinished, sampled=False, killed_at=killed_at)
+        assert not list(tmp_path.iterdir())
+
+
+begun: list[int] = []
+"""How many inputs each run began."""
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""

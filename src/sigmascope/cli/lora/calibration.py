@@ -92,6 +92,12 @@ class CalibrationFlags:
     config_path: Annotated[Path | None, options.config_path(_MODEL)] = None
     torch_dtype: Annotated[str, options.torch_dtype(_MODEL)] = "float32"
     device: Annotated[str, options.device(_MODEL)] = "auto"
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient_checkpointing", help="Compute blocks twice, in less memory.", rich_help_panel=_MODEL
+        ),
+    ] = False
 
     def require_one(self) -> None:
         """Refuse, by a ConfigError, no input or several kinds of them."""
@@ -115,7 +121,7 @@ class CalibrationFlags:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Seed, dtype and device."""
+        """Seed, dtype, device and what memory may cost."""
         with needs_extra("lbm"):
             from sigmascope.lbm.devices import resolve_device, resolve_dtype
 
@@ -123,6 +129,7 @@ class CalibrationFlags:
                 "seed": self.seed,
                 "dtype": resolve_dtype(self.torch_dtype),
                 "device": resolve_device(self.device),
+                "gradient_checkpointing": self.gradient_checkpointing,
             }
 
     @property
@@ -212,6 +219,7 @@ def statistics(
     The model is called as always, and once more with gradients. For each
     layer the second moments of what the picture feels of its weight are
     kept. Eight inputs are enough for an LBM; a pipeline gains by more.
+    A run that was killed goes on when it is started again.
     """
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.file import check_target, refuse_inputs
@@ -220,7 +228,13 @@ def statistics(
     inputs.require_one()
     with open_checkpoint(model) as checkpoint:
         refuse_inputs(save_to, checkpoint)
-    common = {"probes": probes, "full_up_to": full_up_to, "rank": rank, **inputs.place}
+    common = {
+        "probes": probes,
+        "full_up_to": full_up_to,
+        "rank": rank,
+        "save_to": save_to,
+        **inputs.place,
+    }
     if inputs.is_for_pipeline(model):
         from sigmascope.pipeline.calibration import saved_pipeline_statistics
 
@@ -240,7 +254,6 @@ def statistics(
 
         with progress_bar("Running") as progress:
             found = lbm_statistics(model, pictures, progress=progress, **inputs.translation, **common)
-    found.save(save_to)
     if as_json:
         print_json(_as_dict(found))
     else:
@@ -290,12 +303,6 @@ def fit(
     gradient_accumulation_steps: Annotated[
         int, typer.Option("--gradient_accumulation_steps", help="Calls for a step of the optimizer.")
     ] = 4,
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient_checkpointing", help="Compute blocks twice, in less memory.", rich_help_panel=_MODEL
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fit a LoRA to the tuned model's outputs: nearer pictures from the same bytes.
@@ -313,7 +320,6 @@ def fit(
         "steps": steps,
         "learning_rate": learning_rate,
         "gradient_accumulation_steps": gradient_accumulation_steps,
-        "gradient_checkpointing": gradient_checkpointing,
         **inputs.place,
     }
     if inputs.is_for_pipeline(tuned_model_path):
