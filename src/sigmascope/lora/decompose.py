@@ -193,7 +193,7 @@ def _decompose_weighted(
     weighed_up = metric.weigh_up(wide_up)
     # LᵀSᵀΔW·R and upᵀΔW in one pass over ΔW.
     products = torch.cat([metric.weigh_back(weighed_up.mT), wide_up.mT]) @ plain
-    weighed_products, plain_products = products.split(up.shape[1])
+    weighed_products, plain_products = products[: up.shape[1]], products[up.shape[1] :]
     factors = Projection(gram_in_double(weighed_up), as_float64(metric.weigh_down(weighed_products)))
     down = metric.unweigh_down(factors.least_squares.to(plain.dtype)).to(dtype)
     _require_storable(delta, down)

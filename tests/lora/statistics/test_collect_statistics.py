@@ -422,8 +422,8 @@ def test_a_compiled_model_has_the_names_that_it_had() -> None:
 
 def test_checkpointing_goes_with_the_plain_attention_too() -> None:
     unet = tiny_unet()
-    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())  # type: ignore[operator]
-    unet.enable_gradient_checkpointing()  # type: ignore[operator]
+    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+    unet.enable_gradient_checkpointing()
     assert collect_statistics(unet, denoise(unet)).unmet == ()
 
 
@@ -454,7 +454,7 @@ def test_a_host_that_fails_in_the_middle_gets_its_own_error_and_a_clean_model() 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
     plain, checkpointed = tiny_unet(), tiny_unet()
-    checkpointed.enable_gradient_checkpointing()  # type: ignore[operator]
+    checkpointed.enable_gradient_checkpointing()
     expected = collect_statistics(plain, denoise(plain))
     found = collect_statistics(checkpointed.train(), denoise(checkpointed))
     assert set(found) == set(expected)
