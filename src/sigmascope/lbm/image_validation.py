@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lbm.config import resolve_config
-from sigmascope.lbm.images import UnreadableImage, find_images, load_image
+from sigmascope.lbm.images import UnreadableImage, find_images, load_image, ssim
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.training.objective import PixelLoss
 from sigmascope.lora.alignment import changed_keys
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
@@ -60,6 +62,8 @@ class OutputError:
         image_norm: ‖x_tuned‖.
         latent_difference: ‖z − z_tuned‖ of the latents before they are decoded.
         latent_norm: ‖z_tuned‖.
+        ssim: Structural similarity of the 8-bit pictures, 1 for equal ones.
+        lpips: Perceptual distance (Zhang et al., arXiv 1801.03924, with VGG); None without the package `lpips`.
     """
 
     psnr: float
@@ -67,6 +71,8 @@ class OutputError:
     image_norm: float
     latent_difference: float
     latent_norm: float
+    ssim: float
+    lpips: float | None = None
 
     @property
     def image_error(self) -> float | None:
@@ -84,6 +90,8 @@ class OutputError:
             "psnr": self.psnr if math.isfinite(self.psnr) else None,
             "image_error": self.image_error,
             "latent_error": self.latent_error,
+            "ssim": self.ssim,
+            "lpips": self.lpips,
         }
 
 
@@ -150,13 +158,16 @@ class ImageReport:
 
 
 def together(errors: Sequence[OutputError]) -> OutputError:
-    """Several results as one: mean PSNR (infinite if any is), root-sum-square of the rest."""
+    """Several results as one: mean PSNR (infinite if any is), SSIM and LPIPS, root-sum-square of the rest."""
+    distances = [error.lpips for error in errors if error.lpips is not None]
     return OutputError(
         math.fsum(error.psnr for error in errors) / len(errors),
         math.hypot(*(error.image_difference for error in errors)),
         math.hypot(*(error.image_norm for error in errors)),
         math.hypot(*(error.latent_difference for error in errors)),
         math.hypot(*(error.latent_norm for error in errors)),
+        math.fsum(error.ssim for error in errors) / len(errors),
+        math.fsum(distances) / len(distances) if distances else None,
     )
 
 
@@ -212,9 +223,10 @@ def validate_images(
         against_tuned = []
         for output, file in translate(model, turn, what):
             with np.load(file) as kept:
-                against_tuned.append(output_error(output, Output(kept["pixels"], kept["latent"])))
+                against_tuned.append(output_error(output, Output(kept["pixels"], kept["latent"]), perceptual))
         return against_tuned
 
+    perceptual = PixelLoss("lpips") if find_spec("lpips") is not None else None
     with tempfile.TemporaryDirectory(prefix="sigmascope-") as place:
         model = load_lbm(tuned, config, dtype=run.dtype, device=run.device)
         for output, file in translate(model, 0, "tuned"):
@@ -281,8 +293,8 @@ def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
     return tuple(not_applied)
 
 
-def output_error(output: Output, tuned: Output) -> OutputError:
-    """Compare one result with the tuned model's, in float64."""
+def output_error(output: Output, tuned: Output, perceptual: PixelLoss | None = None) -> OutputError:
+    """Compare one result with the tuned model's, in float64; by LPIPS too, where that is given."""
     reference = tuned.pixels.astype(np.float64) / 255
     difference = output.pixels.astype(np.float64) / 255 - reference
     mean_square = float(np.mean(difference**2))
@@ -293,4 +305,14 @@ def output_error(output: Output, tuned: Output) -> OutputError:
         image_norm=float(np.linalg.norm(reference)),
         latent_difference=float(np.linalg.norm(output.latent.astype(np.float64) - latent)),
         latent_norm=float(np.linalg.norm(latent)),
+        ssim=ssim(output.pixels, tuned.pixels),
+        lpips=None if perceptual is None else _distance(perceptual, output.pixels, tuned.pixels),
     )
+
+
+def _distance(perceptual: PixelLoss, *pictures: NDArray[np.uint8]) -> float:
+    ours, theirs = (
+        torch.from_numpy(picture).movedim(-1, 0)[None].float() / 127.5 - 1.0 for picture in pictures
+    )
+    with torch.no_grad():
+        return float(perceptual.compare(ours, theirs, None))

@@ -23,6 +23,7 @@ from typing import BinaryIO, Final
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
@@ -299,6 +300,35 @@ def psnr(image: Image.Image, truth: Image.Image) -> float:
     difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
     error = float(np.mean(difference**2))
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def ssim(pixels: NDArray[np.uint8], truth: NDArray[np.uint8]) -> float:
+    """Structural similarity of 8-bit pictures, 1 for equal ones (Wang, Bovik, Sheikh and Simoncelli, 2004).
+
+    Means, variances and covariance are under a Gaussian of 1.5 pixels in a window of 11; the mean is over all places
+    where the window is whole, and over the channels.
+
+    Args:
+        pixels: (height, width, 3).
+        truth: The same.
+    """
+    from scipy.ndimage import gaussian_filter
+
+    def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        smoothed: NDArray[np.float64] = gaussian_filter(values, sigma=(1.5, 1.5, 0), truncate=3.5)
+        return smoothed
+
+    ours, theirs = pixels.astype(np.float64), truth.astype(np.float64)
+    our_mean, their_mean = smooth(ours), smooth(theirs)
+    our_variance, their_variance = smooth(ours**2) - our_mean**2, smooth(theirs**2) - their_mean**2
+    covariance = smooth(ours * theirs) - our_mean * their_mean
+    least_mean, least_variance = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    similarity = (2 * our_mean * their_mean + least_mean) * (2 * covariance + least_variance)
+    similarity /= (our_mean**2 + their_mean**2 + least_mean) * (
+        our_variance + their_variance + least_variance
+    )
+    border = 5 if min(pixels.shape[:2]) > 10 else 0
+    return float(similarity[border : pixels.shape[0] - border, border : pixels.shape[1] - border].mean())
 
 
 def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int | None = None) -> Image.Image:

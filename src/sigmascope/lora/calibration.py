@@ -5,7 +5,8 @@ projection is taken back through it: of the call's own output; or, where the cal
 (`collect_statistics`), of what the sampling made. An error of an early step then counts as it arrives at the end.
 
 The second call takes the memory of a training's activations, one call at a time; `enable_gradient_checkpointing` of a
-diffusers model makes it small. A weight's gradient lives until it is summed up; those of a whole sampling are added up
+diffusers model makes it small. Weights that are stored in float8 or moved layer by layer stay wide and on the device
+until gradients have passed. A weight's gradient lives until it is summed up; those of a whole sampling are added up
 first where all together they are small.
 """
 
@@ -35,6 +36,7 @@ from sigmascope.lora.statistics import (
     MomentSum,
     sketch_columns,
 )
+from sigmascope.probes.models import layerwise_casting
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["UnfinishedSums", "collect_statistics"]
@@ -99,6 +101,12 @@ def collect_statistics(
     if getattr(model, "is_cache_enabled", False):
         raise ConfigError(
             f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
+        )
+    if layerwise_casting(model) and getattr(model, "is_gradient_checkpointing", False):
+        raise ConfigError(
+            f"{type(model).__name__} stores its weights in float8 by layerwise casting, which does not go with "
+            "gradient checkpointing.",
+            hint="Call disable_gradient_checkpointing() on it, or load it without enable_layerwise_casting().",
         )
     new_sum = _sums(full_up_to, rank, seed)
     known = _layers_of(model)
@@ -530,6 +538,10 @@ class _Watched:
             for layer in self.layers:
                 layer.listen()
                 hooks.callback(layer.remove)
+            if layerwise_casting(
+                model
+            ):  # narrows each weight after its call, where gradients still need it wide
+                hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _as_it_is))
             inner = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped, without its graphs
             output = first_tensor(inner.forward(*args, **kwargs))
             if output is None:
@@ -563,6 +575,10 @@ class _Watched:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Call(torch.autograd.Function):

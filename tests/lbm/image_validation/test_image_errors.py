@@ -6,6 +6,7 @@ import pytest
 
 from sigmascope.lbm.image_validation import ImageErrors, ImageReport, Output, OutputError, output_error
 from sigmascope.lbm.images import UnreadableImage
+from sigmascope.lbm.training.objective import PixelLoss
 
 
 def output(value: int, latent: float) -> Output:
@@ -26,7 +27,13 @@ def test_bytes_do_not_wrap_round() -> None:
 def test_equal_results_have_infinite_psnr_which_is_null_in_json() -> None:
     found = output_error(output(9, 1.0), output(9, 1.0))
     assert found.psnr == math.inf
-    assert found.as_dict() == {"psnr": None, "image_error": 0.0, "latent_error": 0.0}
+    assert found.as_dict() == {
+        "psnr": None,
+        "image_error": 0.0,
+        "latent_error": 0.0,
+        "ssim": 1.0,
+        "lpips": None,
+    }
 
 
 def test_nothing_is_relative_to_a_black_picture_and_a_zero_latent() -> None:
@@ -38,8 +45,8 @@ def test_all_pictures_together_weigh_by_their_size() -> None:
     def errors(name: str, base: float, with_lora: float, norm: float) -> ImageErrors:
         return ImageErrors(
             name,
-            OutputError(20.0, base, norm, base, norm),
-            OutputError(30.0, with_lora, norm, with_lora, norm),
+            OutputError(20.0, base, norm, base, norm, 0.5, 0.3),
+            OutputError(30.0, with_lora, norm, with_lora, norm, 0.9),
         )
 
     pictures = (errors("a", 3.0, 0.3, 10.0), errors("b", 4.0, 0.4, 20.0))
@@ -49,6 +56,15 @@ def test_all_pictures_together_weigh_by_their_size() -> None:
     assert overall.with_lora.image_difference == pytest.approx(0.5)
     assert overall.remaining == pytest.approx(0.1)
     assert (overall.base.psnr, overall.with_lora.psnr) == (20.0, 30.0)
+    assert (overall.base.ssim, overall.with_lora.ssim) == (0.5, 0.9)
+    assert overall.base.lpips == pytest.approx(0.3)
+    assert overall.with_lora.lpips is None
     loaded = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert loaded["unreadable"] == [{"file": "c", "reason": "damaged"}]
     assert [picture["picture"] for picture in loaded["pictures"]] == ["a", "b"]
+
+
+def test_a_perceptual_distance_sees_pictures_from_minus_one_to_one() -> None:
+    found = output_error(output(255, 0.0), output(0, 0.0), PixelLoss("l1"))
+    assert found.lpips == pytest.approx(2.0)
+    assert output_error(output(255, 0.0), output(0, 0.0)).lpips is None

@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from accelerate import cpu_offload
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
@@ -258,9 +259,9 @@ def test_what_a_convolution_multiplies_is_what_pytorch_multiplies(
     agrees(found["model"], [gradients(layer(x), weight, model.seen[0])], calls=1)
 
 
-def tiny_unet() -> nn.Module:
+def tiny_unet() -> Any:
     torch.manual_seed(0)
-    unet: nn.Module = diffusers.UNet2DConditionModel(
+    return diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(8, 16),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -270,7 +271,6 @@ def tiny_unet() -> nn.Module:
         attention_head_dim=4,
         norm_num_groups=4,
     ).eval()
-    return unet
 
 
 def denoise(unet: nn.Module, wrap: Callable[[], Any] = torch.no_grad) -> Callable[[], Tensor]:
@@ -285,6 +285,46 @@ def denoise(unet: nn.Module, wrap: Callable[[], Any] = torch.no_grad) -> Callabl
             return latent
 
     return run
+
+
+def assert_same_moments(found: ModelStatistics, expected: ModelStatistics) -> None:
+    assert set(found) == set(expected)
+    for name, layer in expected.items():
+        for side in ("inputs", "outputs"):
+            torch.testing.assert_close(full(getattr(found[name], side)), full(getattr(layer, side)))
+
+
+def test_layers_that_are_moved_one_by_one_have_the_same_moments() -> None:
+    unet, moved = tiny_unet(), tiny_unet()
+    cpu_offload(moved, execution_device=torch.device("cpu"))
+    found = collect_statistics(moved, denoise(moved))
+    assert_same_moments(found, collect_statistics(unet, denoise(unet)))
+    assert all(parameter.is_meta for parameter in moved.parameters())
+
+
+def cast_unet() -> Any:
+    unet = tiny_unet()
+    unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    return unet
+
+
+def test_weights_that_are_stored_in_float8_have_the_moments_of_what_they_round_to() -> None:
+    unet, cast = tiny_unet(), cast_unet()
+    stored = {name: parameter.dtype for name, parameter in cast.named_parameters()}
+    for name, parameter in unet.named_parameters():
+        parameter.data.copy_(cast.get_parameter(name).float())
+    found = collect_statistics(cast, denoise(cast))
+    assert_same_moments(found, collect_statistics(unet, denoise(unet)))
+    assert {name: parameter.dtype for name, parameter in cast.named_parameters()} == stored
+    assert torch.float8_e4m3fn in stored.values()
+
+
+def test_float8_with_gradient_checkpointing_is_refused_with_what_to_do() -> None:
+    unet = cast_unet()
+    unet.enable_gradient_checkpointing()
+    with pytest.raises(ConfigError, match="float8 by layerwise casting") as caught:
+        collect_statistics(unet, denoise(unet))
+    assert "disable_gradient_checkpointing" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("wrap", [torch.no_grad, torch.inference_mode])
@@ -384,8 +424,8 @@ def test_a_compiled_model_has_the_names_that_it_had() -> None:
 
 def test_checkpointing_goes_with_the_plain_attention_too() -> None:
     unet = tiny_unet()
-    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())  # type: ignore[operator]
-    unet.enable_gradient_checkpointing()  # type: ignore[operator]
+    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+    unet.enable_gradient_checkpointing()
     assert collect_statistics(unet, denoise(unet)).unmet == ()
 
 
@@ -416,7 +456,7 @@ def test_a_host_that_fails_in_the_middle_gets_its_own_error_and_a_clean_model() 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
     plain, checkpointed = tiny_unet(), tiny_unet()
-    checkpointed.enable_gradient_checkpointing()  # type: ignore[operator]
+    checkpointed.enable_gradient_checkpointing()
     expected = collect_statistics(plain, denoise(plain))
     found = collect_statistics(checkpointed.train(), denoise(checkpointed))
     assert set(found) == set(expected)

@@ -13,7 +13,13 @@ from rich.table import Table
 
 from sigmascope.cli.console import facts, layer, percent, print_json, progress_bar, say, table, title
 from sigmascope.cli.lora.extract import TargetCoverage, Workers
-from sigmascope.cli.lora.validate import ImageFlags, check_image_flags, check_picture, run_images
+from sigmascope.cli.lora.validate import (
+    ImageFlags,
+    check_image_flags,
+    check_picture,
+    likeness_cells,
+    run_images,
+)
 from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.units import format_size, parse_size
@@ -193,12 +199,15 @@ def _layers(found: "LoraPlan") -> Table:
 
 
 def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
-    made = table("Tried", "PSNR to tuned", "Error of the picture", "Left of the way from the base")
+    lpips = [] if any(report.overall.with_lora.lpips is None for report in tried.values()) else ["LPIPS"]
+    made = table(
+        "Tried", "PSNR to tuned", "SSIM", *lpips, "Error of the picture", "Left of the way from the base"
+    )
     for size, report in tried.items():
         overall = report.overall
         made.add_row(
             format_size(size),
-            f"{overall.with_lora.psnr:.1f} dB",
+            *likeness_cells(overall.with_lora),
             percent(overall.with_lora.image_error),
             percent(overall.remaining),
         )

@@ -5,7 +5,7 @@ the weights are measured, `run_images` translates, and `print_images` shows how 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -379,14 +379,26 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
     shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
     overall = [(f"all {len(report.pictures)}", report.overall)] if len(report.pictures) > 1 else []
-    rows = (
+    rows: Iterator[tuple[Text | str, ...]] = (
         (Text(label), model, *_cells(error))
         for name, picture in (*((picture.picture, picture) for picture in shown), *overall)
         for label, model, error in ((name, "base", picture.base), ("", "base + LoRA", picture.with_lora))
     )
     heading = "Against the tuned model's pictures"
+    lpips = () if report.overall.with_lora.lpips is None else ("LPIPS",)
     console.print(
-        table("Picture", "Model", "PSNR", "Image", "Latent", left=("Model",), title=heading, rows=rows)
+        table(
+            "Picture",
+            "Model",
+            "PSNR",
+            "SSIM",
+            *lpips,
+            "Image",
+            "Latent",
+            left=("Model",),
+            title=heading,
+            rows=rows,
+        )
     )
     left = report.overall.remaining
     if left is not None:
@@ -403,9 +415,14 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _cells(error: "OutputError") -> tuple[str, str, str]:
+def likeness_cells(error: "OutputError") -> tuple[str, ...]:
+    """PSNR, SSIM, and LPIPS where it was measured."""
     psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
-    return psnr, percent(error.image_error), percent(error.latent_error)
+    return psnr, f"{error.ssim:.3f}", *(() if error.lpips is None else (f"{error.lpips:.3f}",))
+
+
+def _cells(error: "OutputError") -> tuple[str, ...]:
+    return *likeness_cells(error), percent(error.image_error), percent(error.latent_error)
 
 
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
