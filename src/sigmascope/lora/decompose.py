@@ -34,7 +34,6 @@ from sigmascope.lora.linalg import (
     Spectrum,
     as_float64,
     at_least_float32,
-    fast_dtype,
     frobenius_norm,
     gram_in_double,
     leading_subspace,
@@ -42,7 +41,7 @@ from sigmascope.lora.linalg import (
     max_rank,
     symmetric_eigen,
 )
-from sigmascope.lora.statistics import LayerMetric, SumWithProduct, Weighed
+from sigmascope.lora.statistics import LayerMetric
 
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""
@@ -60,8 +59,6 @@ _CANCELLED: Final = 1e-2
 """Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
 _NOTHING_LEFT: Final = 1e-9
 """The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
-_LITTLE_LEFT: Final = 1e-4
-"""The same of a norm that was summed in float64 over float32 products, which is off by up to 10⁻⁸ of itself."""
 _ROWS: Final = 1 << 20  # elements widened at a time
 
 # For `truncatable` and what it gives.
@@ -131,7 +128,7 @@ def decompose(
             the change has no more.
         dtype: Storage dtype.
         norm: ‖ΔW‖ where it is known, to 10⁻⁶ of itself or better.
-        rounded: ΔW in bfloat16, where it is at hand. In a metric it is overwritten: it only gives its memory.
+        rounded: ΔW in bfloat16, where it is at hand.
         with_spectrum: Decompose at full rank too, to have the singular values.
         metric: In which the error is least; Frobenius norm without.
 
@@ -143,7 +140,7 @@ def decompose(
     if rank >= max_rank(shape) and not with_spectrum:
         return at_full_rank(delta, dtype, metric)
     if metric is not None:
-        return _decompose_weighted(delta, rank, dtype, metric, norm, rounded)
+        return _decompose_weighted(delta, rank, dtype, metric, norm)
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
@@ -162,84 +159,35 @@ def decompose(
 
 
 def _decompose_weighted(
-    delta: Tensor,
-    rank: int,
-    dtype: torch.dtype,
-    metric: LayerMetric,
-    norm: float | None,
-    memory: Tensor | None,
+    delta: Tensor, rank: int, dtype: torch.dtype, metric: LayerMetric, norm: float | None
 ) -> RoundedFactors:
-    """`decompose` in a metric, SᵀΔW·R being formed only where its products are not enough."""
+    """`decompose` in a metric."""
     shape = tuple(delta.shape)
     plain = delta.reshape(matrix_shape(shape))
-    size = frobenius_norm(plain) if norm is None else norm
-    metric, unit = _in_ordinary_scale(metric, size, plain.shape)
-    fast = fast_dtype(plain.device) if plain.dtype == torch.float32 else None
-    fits = memory is not None and memory.dtype == fast
-    work = Weighed(plain, metric, fast, memory.reshape(plain.shape) if fits and memory is not None else None)
-    total = work.energy
+    work, unit = to_ordinary_scale(metric.weigh(plain))
+    total = frobenius_norm(work) ** 2
     if total == 0.0:
         raise NonFiniteError("its change has no weight in these statistics.")
-    left, right = _leading_factors(
-        *_leading(work, rank, total_energy=total, tolerance=TOLERANCE, seed=0, rounded=work.rounded), rank
-    )
+    left = left_directions(leading_images(work, rank, total_energy=total), rank)
     # Mapped back, a direction and its image may be of any length: both get the same, which rounding needs.
-    up, image = metric.unweigh_up(left), metric.unweigh_down(right)
+    up = metric.unweigh_up(left) * unit
+    image = metric.unweigh_down(project(work, left).least_squares.to(work.dtype))
     lengths = torch.linalg.vector_norm(up, dim=0), torch.linalg.vector_norm(image, dim=1)
-    tiny = torch.finfo(plain.dtype).tiny
+    tiny = torch.finfo(work.dtype).tiny
     up = (up * (lengths[1].clamp_min(tiny) / lengths[0].clamp_min(tiny)).sqrt()).to(dtype)
     _require_storable(delta, up)
-    wide_up = up.to(plain.dtype)
-    weighed_up = metric.weigh_up(wide_up)
-    # LᵀSᵀΔW·R and upᵀΔW in one pass over ΔW.
-    products = torch.cat([metric.weigh_back(weighed_up.mT), wide_up.mT]) @ plain
-    weighed_products, plain_products = products[: up.shape[1]], products[up.shape[1] :]
-    factors = Projection(gram_in_double(weighed_up), as_float64(metric.weigh_down(weighed_products)))
-    down = metric.unweigh_down(factors.least_squares.to(plain.dtype)).to(dtype)
+    wide_up = up.to(work.dtype)
+    weighed_up = metric.weigh_up(wide_up) / unit
+    factors = project(work, weighed_up)
+    down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
     _require_storable(delta, down)
-    wide_down = down.to(plain.dtype)
-    weighted = _weighted_errors(work, metric, plain, wide_up, wide_down, factors)
-    of_plain = Projection(gram_in_double(wide_up), as_float64(plain_products))
-    errors = stored_errors(plain, wide_up, wide_down, of_plain, size**2)
+    wide_down = down.to(work.dtype)
+    weighted = stored_errors(work, weighed_up, metric.weigh_down(wide_down), factors, total)
+    energy = (frobenius_norm(plain) if norm is None else norm) ** 2
+    errors = stored_errors(plain, wide_up, wide_down, project(plain, wide_up), energy)
     spectrum = _spectrum(factors, rank, unit, total, shape)
     stored = LoraFactors(up, down, float(up.shape[1]), shape)
     return RoundedFactors(stored, spectrum, errors.cpu(), weighted.cpu() * unit**2)
-
-
-def _in_ordinary_scale(metric: LayerMetric, norm: float, shape: torch.Size) -> tuple[LayerMetric, float]:
-    """A metric whose values of a change of this norm have squares in float32's range, and the power it was divided by."""
-    typical = norm * metric.scale / math.sqrt(prod(shape))
-    for side in (metric.inputs, metric.outputs):
-        typical *= 1.0 if side is None else side.typical_gain
-    if typical == 0.0 or not math.isfinite(typical):
-        return metric, 1.0
-    exponent = math.frexp(typical)[1]
-    if abs(exponent) <= _ORDINARY:
-        return metric, 1.0
-    unit = 4.0 ** (exponent // 2)
-    return replace(metric, scale=metric.scale / unit), unit
-
-
-def _weighted_errors(
-    work: Weighed,
-    metric: LayerMetric,
-    plain: Float[Tensor, "m n"],
-    up: Float[Tensor, "m r"],
-    down: Float[Tensor, "r n"],
-    projection: "Projection",
-) -> Float[Tensor, " ranks"]:
-    """`stored_errors` in a metric: ‖Sᵀ(ΔW − up·down)R‖² for the first 0 … r columns and rows."""
-    total = work.energy
-    errors = _errors(metric.weigh_down(down), projection, total)
-    if float(errors[-1]) < _CANCELLED * total:
-        wide = metric.to(torch.float64)
-        left = wide.weigh_up(as_float64(up))
-        products = _project_in_double(plain, wide.weigh_back(left.mT).mT).products
-        exact = Projection(left.mT @ left, wide.weigh_down(products))
-        errors = _errors(wide.weigh_down(as_float64(down)), exact, total)
-    if float(errors[-1]) < _LITTLE_LEFT * total:
-        errors = _errors_of_rest(work.formed(), metric.weigh_up(up), metric.weigh_down(down))
-    return errors.clamp_min(0.0)
 
 
 def _spectrum(
@@ -366,19 +314,6 @@ def leading_images(
         seed: Of the iteration's random start.
         rounded: `work` in bfloat16, where it is at hand.
     """
-    return _leading(work, rank, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded)[0]
-
-
-def _leading(
-    work: Tensor | Weighed,
-    rank: int,
-    *,
-    total_energy: float,
-    tolerance: float,
-    seed: int,
-    rounded: Tensor | SumWithProduct | None,
-) -> tuple[Float[Tensor, "m k"], Float[Tensor, "n k"]]:
-    """`leading_images` with their V."""
     smaller = min(work.shape)
     kept = min(rank, smaller)
     few = smaller > _SMALL and kept * _MANY <= smaller
@@ -387,10 +322,8 @@ def _leading(
             work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
         )
         if subspace.converged:
-            return subspace.images, subspace.vectors
-    formed = work if isinstance(work, Tensor) else work.formed()
-    vectors = exact_right_subspace(formed, kept)
-    return formed @ vectors, vectors
+            return subspace.images
+    return work @ exact_right_subspace(work, kept)
 
 
 def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m r"]:
@@ -399,25 +332,12 @@ def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m
     Directions that are only rounding are left out, but never all of them: of images that are zero, one column
     of zeros is given.
     """
-    vectors, scale = _turned(images, rank)
-    directions: Tensor = images @ (vectors / scale).to(images)
-    return directions
-
-
-def _leading_factors(
-    images: Float[Tensor, "m k"], vectors: Float[Tensor, "n k"], rank: int
-) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r n"]]:
-    """`left_directions` of A·V, and the same of the right: their product is near A."""
-    turn, scale = _turned(images, rank)
-    return images @ (turn / scale).to(images), (vectors @ (turn * scale).to(vectors)).mT
-
-
-def _turned(images: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The right singular vectors of images, and √σ."""
     energies, vectors = symmetric_eigen(gram_in_double(images))
     real = energies > _rounding(images.dtype) * energies.sum()
     kept = max(1, min(rank, int(real.sum())))
-    return vectors[:, :kept], torch.where(real[:kept], energies[:kept], 1.0) ** 0.25
+    scale = torch.where(real[:kept], energies[:kept], 1.0) ** -0.25
+    directions: Tensor = images @ (vectors[:, :kept] * scale).to(images)
+    return directions
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -15,10 +15,7 @@ vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and 
 
 Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
 perturbation of it by ε costs ε² in energy. Where almost everything is captured, that ε² would show beside what
-is left; then float32 goes on from what was found. Where that cannot see what is left either, what was found is taken
-out of the matrix and the search goes on in the rest.
-
-A matrix need not be there as such: a few products with it are enough (`Products`).
+is left; then what was found is taken out of the matrix and the search goes on in the rest.
 
 A `Spectrum` is what is known of a change's singular values: the largest, the energy of all, stable and effective rank.
 """
@@ -28,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from jaxtyping import Float
@@ -218,9 +215,6 @@ _RESTARTS: Final = 6  # at most, from the best vectors of a basis that is full
 _SAFETY: Final = 0.8  # of the tolerance, since what is still missing is an estimate
 _RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 """Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
-_SEEN: Final = 0.1
-"""Share of it down to which an iteration goes on: its subspace is of use when its energies are not."""
-_SLOWEST: Final = 0.75  # ratio of a gain to the one before, after a warm start
 _NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
 _DEPENDENT: Final = 0.02
 """A new block that leans on the old ones more than this is made orthogonal again."""
@@ -234,7 +228,6 @@ class Subspace:
         vectors: (n, k), orthonormal up to the rounding of the iterations, by falling singular value.
         images: (m, k), A·vectors, as far as the dtype of the iterations tells A.
         captured: Estimate of the energy ‖A·vectors‖².
-        searched: (j, n), the best rows of what was searched for them, twice as many or all that there are.
         converged: Whether the tolerance is met, by the estimate of what more steps would add.
     """
 
@@ -242,51 +235,16 @@ class Subspace:
     images: Float[Tensor, "m k"]
     captured: float
     converged: bool
-    searched: Float[Tensor, "j n"]
-
-
-@runtime_checkable
-class Products(Protocol):
-    """A matrix that is known by its products with a few vectors, and can be formed."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """(m, n)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of vectors and products."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-
-    def times(self, columns: Float[Tensor, "n k"]) -> Float[Tensor, "m k"]:
-        """A·columns."""
-
-    def under(self, rows: Float[Tensor, "k m"]) -> Float[Tensor, "k n"]:
-        """rows·A."""
-
-    def formed(self) -> Float[Tensor, "m n"]:
-        """A itself."""
-
-
-def _times(matrix: "Tensor | Products", columns: Tensor) -> Tensor:
-    return matrix @ columns if isinstance(matrix, Tensor) else matrix.times(columns)
-
-
-def _under(rows: Tensor, matrix: "Tensor | Products") -> Tensor:
-    return rows @ matrix if isinstance(matrix, Tensor) else matrix.under(rows)
 
 
 def leading_subspace(
-    matrix: Float[Tensor, "m n"] | Products,
+    matrix: Float[Tensor, "m n"],
     rank: int,
     *,
     total_energy: float,
     tolerance: float,
     seed: int = 0,
-    rounded: Float[Tensor, "m n"] | Products | None = None,
+    rounded: Float[Tensor, "m n"] | None = None,
     nothing: float = 0.0,
 ) -> Subspace:
     """Find a subspace that holds the energy of the `rank` leading right singular vectors.
@@ -295,8 +253,7 @@ def leading_subspace(
     is so small a part of the discarded energy that the error is within `tolerance` of the optimum.
 
     Args:
-        matrix: float32, finite, of ordinary scale: the squares of its entries are no subnormals. Of one that is given
-            by its products, `rounded` is what is searched first.
+        matrix: float32, finite, of ordinary scale: the squares of its entries are no subnormals.
         rank: At least 1 and well below min(m, n).
         total_energy: ‖matrix‖², summed in float64.
         tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
@@ -309,23 +266,14 @@ def leading_subspace(
     """
     goal = _Goal(rank, total_energy, tolerance, max(nothing, _NOTHING * total_energy))
     fast = fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None
-    start = _random_start(matrix, rank, seed)
+    coarse = matrix
     if fast is not None:
-        coarse = rounded if rounded is not None and rounded.dtype == fast else _formed(matrix).to(fast)
-        resolved = _RESOLVED[fast] * total_energy
-        subspace = _with_restarts(coarse, start, goal, stop_below=_SEEN * resolved)
-        if goal.left(subspace.captured) > resolved:
-            return subspace
-        start = orthonormal_rows(subspace.searched)
-    resolved = _RESOLVED[torch.float32] * total_energy
-    subspace = _with_restarts(matrix, start, goal, stop_below=resolved, is_warm=fast is not None)
+        coarse = matrix.to(fast) if rounded is None or rounded.dtype != fast else rounded
+    resolved = _RESOLVED[fast or torch.float32] * total_energy
+    subspace = _with_restarts(coarse, _random_start(matrix, rank, seed), goal, stop_below=resolved)
     if goal.left(subspace.captured) > resolved:
         return subspace
-    return _deflated(_formed(matrix), subspace, goal, seed)
-
-
-def _formed(matrix: "Tensor | Products") -> Tensor:
-    return matrix if isinstance(matrix, Tensor) else matrix.formed()
+    return _deflated(matrix, subspace, goal, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,29 +288,22 @@ class _Goal:
     def left(self, captured: float) -> float:
         return max(self.total_energy - captured, 0.0)
 
-    def is_met(self, captured: list[float], *, is_warm: bool) -> bool:
-        """Extrapolate the gains of the last steps as a geometric series; of a warm start the first one tells."""
-        # Energies go by the square of the error, so they may exceed by twice the tolerance.
-        allowed = 2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
-        if is_warm and len(captured) == 2:
-            return captured[1] - captured[0] <= allowed * (1.0 - _SLOWEST) / _SLOWEST
+    def is_met(self, captured: list[float]) -> bool:
+        """Extrapolate the gains of the last steps as a geometric series."""
         if len(captured) < 3:
             return False
         before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
+        # Energies go by the square of the error, so they may exceed by twice the tolerance.
+        allowed = 2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
         if not 0.0 < last < before:
             return last == 0.0
         ratio = math.sqrt(last / before)  # later gains fall more slowly than those before them
         return last * ratio / (1.0 - ratio) <= allowed
 
 
-def _with_restarts(
-    matrix: Tensor | Products, start: Tensor, goal: _Goal, stop_below: float, *, is_warm: bool = False
-) -> Subspace:
-    """Iterate, and begin again from the best vectors when the basis has grown large.
-
-    A warm start is a whole basis in which the goal was all but met.
-    """
-    subspace = _iterate(matrix, start, goal, stop_below, is_warm=is_warm)
+def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
+    """Iterate, and begin again from the best vectors when the basis has grown large."""
+    subspace = _iterate(matrix, start, goal, stop_below)
     for _ in range(_RESTARTS):
         if subspace.converged or goal.left(subspace.captured) <= stop_below:
             break
@@ -370,14 +311,10 @@ def _with_restarts(
     return subspace
 
 
-def _iterate(
-    matrix: Tensor | Products, start: Tensor, goal: _Goal, stop_below: float, *, is_warm: bool = False
-) -> Subspace:
+def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
     """Grow one basis until the goal is met, so little is left that another dtype is wanted, or it is full."""
     width = _block_width(goal.rank)
     most = max(_MOST_BLOCKS * width, 2 * goal.rank + _MOST_BLOCKS // 2 * width)
-    if is_warm:
-        most = max(most, start.shape[0] + _MOST_BLOCKS // 2 * width)
     basis = KrylovBasis(matrix, min(most, *matrix.shape))
     captured: list[float] = []
     block = start
@@ -386,15 +323,13 @@ def _iterate(
         image = basis.add(block)
         if basis.size >= min(goal.rank + width, basis.size + basis.room):
             captured.append(basis.captured(goal.rank))
-            converged = goal.is_met(captured, is_warm=is_warm)
+            converged = goal.is_met(captured)
             if goal.left(captured[-1]) <= stop_below:
                 break
         block = basis.next_block(image)[:width] if basis.room > 0 and not converged else block[:0]
     vectors, images = basis.best(goal.rank)
     exhausted = block.shape[0] == 0 and basis.room > 0
-    return Subspace(
-        vectors, images, basis.captured(goal.rank), converged or exhausted, basis.best(2 * goal.rank)[0].mT
-    )
+    return Subspace(vectors, images, basis.captured(goal.rank), converged or exhausted)
 
 
 def _block_width(rank: int) -> int:
@@ -402,10 +337,10 @@ def _block_width(rank: int) -> int:
     return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
 
 
-def _random_start(matrix: Tensor | Products, rank: int, seed: int) -> Tensor:
+def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
-    return orthonormal_rows(random.to(matrix.device, matrix.dtype))
+    return orthonormal_rows(random.to(matrix))
 
 
 def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
@@ -417,9 +352,7 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
     energy = float(blocked_energy(rest.reshape(-1)))
     if energy <= goal.nothing:
-        return Subspace(
-            refined, matrix @ refined, goal.total_energy - energy, converged=True, searched=refined.mT
-        )
+        return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
     weak = leading_subspace(
         rest,
         goal.rank,
@@ -435,7 +368,7 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     energies, turn = symmetric_eigen(gram_in_double(images))
     best = turn[:, : goal.rank].to(both)
     captured = float(energies[: goal.rank].sum())
-    return Subspace(both @ best, images @ best, captured, weak.converged, both.mT)
+    return Subspace(both @ best, images @ best, captured, weak.converged)
 
 
 class KrylovBasis:
@@ -450,7 +383,7 @@ class KrylovBasis:
         most: The largest number of vectors that will be added.
     """
 
-    def __init__(self, matrix: Tensor | Products, most: int) -> None:
+    def __init__(self, matrix: Tensor, most: int) -> None:
         rows, columns = matrix.shape
         self._matrix = matrix
         wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -471,7 +404,7 @@ class KrylovBasis:
         new = slice(self.size, self.size + block.shape[0])
         rounded = block.to(self._matrix.dtype)
         self._vectors[new] = rounded
-        self._images[new] = _times(self._matrix, rounded.mT).mT
+        self._images[new] = (self._matrix @ rounded.mT).mT
         self.size = new.stop
         for gram, rows in ((self._gram, self._vectors), (self._image_gram, self._images)):
             products = rows[new] @ rows[: self.size].mT
@@ -483,7 +416,7 @@ class KrylovBasis:
         """Aᵀ·images without what the basis already holds, orthonormal rows; fewer where little is new."""
         left = orthonormal_rows(images).to(self._matrix.dtype)
         # Uᵀ·A and not Aᵀ·U: up to twice as fast in bfloat16 on a CPU, where A lies row by row.
-        grown = _under(left, self._matrix).to(self._vectors.dtype)
+        grown = (left @ self._matrix).to(self._vectors.dtype)
         held = self._vectors[: self.size]
         block = orthonormal_rows(torch.addmm(grown, grown @ held.mT, held, alpha=-1.0))
         overlap = block @ held.mT

@@ -32,7 +32,7 @@ from torch import Tensor
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.linalg import as_float64, blocked_energy, matrix_shape, symmetric_eigen
+from sigmascope.lora.linalg import as_float64, matrix_shape, symmetric_eigen
 
 __all__ = [
     "LayerMetric",
@@ -49,8 +49,6 @@ FULL_UP_TO: Final = 1024
 """Width up to which a matrix of moments is kept whole: 4 MiB in float32."""
 RANK: Final = 128
 """Directions that are kept of a wider one, beside the diagonal."""
-_PIECE: Final = 1 << 18  # elements at a time that stay in the processor's cache
-_BLOCKS: Final = 4  # of a triangle's columns: five eighths of the work of a square
 _OVERSAMPLED: Final = 2  # columns of the sketch for each direction that is kept
 _KIND: Final = "sigmascope_statistics"
 _VERSION: Final = "1"
@@ -112,12 +110,10 @@ class Moments:
         # diag(d)·(1 + W·Wᵀ)·diag(d) with W = Q·s·Vᵀ, and √(1 + W·Wᵀ) = 1 + Q·(√(1 + s²) − 1)·Qᵀ
         scaled = as_float64(self.low_rank.to(device)) / diagonal[:, None]
         energies, turn = symmetric_eigen(scaled.mT @ scaled)
-        # Directions whose gain a dtype cannot tell from 1 are left out; of others it is as exact as R is in it.
-        least = 1e-12 * float(energies[0]) if dtype == torch.float64 else torch.finfo(dtype).eps
-        kept = energies > max(least, torch.finfo(torch.float64).tiny)
-        directions = scaled.to(dtype) @ (turn[:, kept] * energies[kept].rsqrt()).to(dtype)
+        kept = energies > 1e-12 * energies[0].clamp_min(torch.finfo(torch.float64).tiny)
+        directions = scaled @ (turn[:, kept] * energies[kept].rsqrt())
         gain = (1.0 + energies[kept]).sqrt()
-        return MomentRoot(directions, diagonal.to(dtype), gain.to(dtype))
+        return MomentRoot(directions.to(dtype), diagonal.to(dtype), gain.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,34 +133,9 @@ class MomentRoot:
     def weigh(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
         """Give rows · R."""
         if self.diagonal is None or self.gain is None:
-            return _times_lower(rows, self.matrix)
+            return rows @ self.matrix
         scaled = rows * self.diagonal
-        return scaled.addmm_((scaled @ self.matrix) * (self.gain - 1.0), self.matrix.mT)
-
-    def weigh_back(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """Give rows · Rᵀ."""
-        if self.diagonal is None or self.gain is None:
-            return rows @ self.matrix.mT
-        return torch.addmm(rows, (rows @ self.matrix) * (self.gain - 1.0), self.matrix.mT) * self.diagonal
-
-    @property
-    def typical_gain(self) -> float:
-        """√ of the matrix's mean diagonal: what R does to the length of a random row."""
-        if self.diagonal is None or self.gain is None:
-            return float(self.matrix.double().square().sum(dim=1).mean().sqrt())
-        weighed = (
-            self.diagonal.double()[:, None]
-            * self.matrix.double()
-            * (self.gain.double().square() - 1.0).sqrt()
-        )
-        return float((self.diagonal.double().square().sum() + weighed.square().sum()).sqrt()) / math.sqrt(
-            len(self.diagonal)
-        )
-
-    def to(self, dtype: torch.dtype) -> "MomentRoot":
-        """The same in another dtype."""
-        diagonal, gain = (None if part is None else part.to(dtype) for part in (self.diagonal, self.gain))
-        return MomentRoot(self.matrix.to(dtype), diagonal, gain)
+        return scaled + ((scaled @ self.matrix) * (self.gain - 1.0)) @ self.matrix.mT
 
     def unweigh(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
         """Give rows · R⁻¹."""
@@ -173,14 +144,6 @@ class MomentRoot:
             return solved
         turned = (rows @ self.matrix) * (1.0 / self.gain - 1.0)
         return (rows + turned @ self.matrix.mT) / self.diagonal
-
-
-def _times_lower(rows: Float[Tensor, "m n"], lower: Float[Tensor, "n n"]) -> Float[Tensor, "m n"]:
-    """Rows · L without most of the products by L's zeros."""
-    size = lower.shape[0]
-    step = -(-size // _BLOCKS)
-    parts = [rows[:, at:] @ lower[at:, at : at + step] for at in range(0, size, step)]
-    return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,197 +181,6 @@ class LayerMetric:
     def unweigh_down(self, down: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         """The down whose `weigh_down` this is."""
         return down if self.inputs is None else self.inputs.unweigh(down)
-
-    def weigh_back(self, rows: Float[Tensor, "k m"]) -> Float[Tensor, "k m"]:
-        """rows·Sᵀ, with the scale: rows·SᵀER = (rows·Sᵀ)·E·R."""
-        return (rows if self.outputs is None else self.outputs.weigh_back(rows)) * self.scale
-
-    def to(self, dtype: torch.dtype) -> "LayerMetric":
-        """The same in another dtype."""
-        inputs, outputs = (side and side.to(dtype) for side in (self.inputs, self.outputs))
-        return LayerMetric(inputs, outputs, self.scale)
-
-
-class SumWithProduct:
-    """A matrix and a product of two thin ones, added up by products with a few vectors.
-
-    Args:
-        matrix: X, in the dtype of the vectors.
-        thin: T; None where there is X alone.
-        wide: W.
-    """
-
-    def __init__(
-        self,
-        matrix: Float[Tensor, "m n"],
-        thin: Float[Tensor, "m k"] | None,
-        wide: Float[Tensor, "k n"] | None,
-    ) -> None:
-        self._matrix = matrix
-        self._factors = (
-            None if thin is None or wide is None else (thin.to(matrix.dtype), wide.to(matrix.dtype))
-        )
-        self.shape, self.dtype, self.device = matrix.shape, matrix.dtype, matrix.device
-
-    def times(self, columns: Float[Tensor, "n k"]) -> Float[Tensor, "m k"]:
-        """(X + T·W)·columns."""
-        image = self._matrix @ columns
-        if self._factors is not None:
-            image.addmm_(self._factors[0], self._factors[1] @ columns)
-        return image
-
-    def under(self, rows: Float[Tensor, "k m"]) -> Float[Tensor, "k n"]:
-        """rows·(X + T·W)."""
-        image = rows @ self._matrix
-        if self._factors is not None:
-            image.addmm_(rows @ self._factors[0], self._factors[1])
-        return image
-
-    def formed(self) -> Float[Tensor, "m n"]:
-        """X + T·W."""
-        return self._matrix if self._factors is None else torch.addmm(self._matrix, *self._factors)
-
-
-class Weighed:
-    """SᵀER with its norm, formed only where that is asked for.
-
-    A root that is triangular is multiplied with at once, which leaves Y. One of the form diag(d)·(1 + Q·Γ·Qᵀ), Γ = γ − 1,
-    is not: with X = diag(d_S)·Y·diag(d_R), P = X·Q_R and H = Q_Sᵀ·X,
-
-        SᵀYR = X + [Q_S, P]·[Γ_S·(H + Q_Sᵀ·P·Γ_R·Q_Rᵀ); Γ_R·Q_Rᵀ],
-        ‖SᵀYR‖² = ‖X‖² + Σ (γ_R² − 1)·P² + Σ (γ_S² − 1)·H² + Σ (γ_S² − 1)(γ_R² − 1)·(Q_Sᵀ·P)²,
-
-    where nothing cancels. Products with a few vectors need Y alone.
-
-    Args:
-        change: E, float32 or float64; it is not changed.
-        metric: In the dtype and on the device of the change, and such that SᵀER is of ordinary scale.
-        rounded_to: Dtype of `rounded`; None where that is not wanted.
-        memory: For `rounded`, of E's shape and that dtype, where there is some.
-
-    Attributes:
-        rounded: SᵀER in that dtype, by its products.
-        energy: ‖SᵀER‖².
-    """
-
-    def __init__(
-        self,
-        change: Float[Tensor, "m n"],
-        metric: LayerMetric,
-        rounded_to: torch.dtype | None = None,
-        memory: Float[Tensor, "m n"] | None = None,
-    ) -> None:
-        self._metric, self._change = metric, change
-        core = change
-        right, left = metric.inputs, metric.outputs
-        if right is not None and right.gain is None:
-            core, right = right.weigh(core), None
-        if left is not None and left.gain is None:
-            core, left = left.weigh(core.mT).mT.contiguous(), None
-        self._core, self._left, self._right = core, left, right
-        self._thin, self._wide, added = self._low_rank()
-        coarse = memory
-        if rounded_to is not None and coarse is None:
-            coarse = torch.empty_like(change, dtype=rounded_to)
-        self.energy = self._scaled(coarse) + added
-        self.rounded = None if coarse is None else SumWithProduct(coarse, self._thin, self._wide)
-
-    @property
-    def shape(self) -> torch.Size:
-        """(m, n)."""
-        return self._change.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the change."""
-        return self._change.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self._change.device
-
-    def times(self, columns: Float[Tensor, "n k"]) -> Float[Tensor, "m k"]:
-        """SᵀER·columns."""
-        given = columns if self._right is None else self._right.weigh_back(columns.mT).mT
-        image = self._core @ given
-        return (image if self._left is None else self._left.weigh(image.mT).mT) * self._metric.scale
-
-    def under(self, rows: Float[Tensor, "k m"]) -> Float[Tensor, "k n"]:
-        """rows·SᵀER."""
-        given = rows if self._left is None else self._left.weigh_back(rows)
-        image = given @ self._core
-        return (image if self._right is None else self._right.weigh(image)) * self._metric.scale
-
-    def formed(self) -> Float[Tensor, "m n"]:
-        """SᵀER itself."""
-        whole = torch.empty_like(self._change)
-        self._scaled(whole)
-        if self._thin is not None and self._wide is not None:
-            whole.addmm_(self._thin, self._wide)
-        return whole
-
-    def _scaled(self, into: Tensor | None) -> float:
-        """Put X into a matrix, a piece at a time, and give ‖X‖²."""
-        left = None if self._left is None else self._left.diagonal
-        right = None if self._right is None else self._right.diagonal
-        rows, columns = self.shape
-        step = max(1, _PIECE // columns)
-        energies: list[Tensor] = []
-        for start in range(0, rows, step):
-            part = self._core[start : start + step]
-            part = part * (self._metric.scale if right is None else right * self._metric.scale)
-            if left is not None:
-                part.mul_(left[start : start + step, None])
-            if into is not None:
-                into[start : start + step].copy_(part)
-            energies.append(
-                blocked_energy(part.reshape(-1)) if part.dtype == torch.float32 else part.square().sum()
-            )
-        return math.fsum(map(float, energies))
-
-    def _low_rank(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """What SᵀER has beside X: two factors, and its share of the squared norm."""
-        left, right, core, scale = self._left, self._right, self._core, self._metric.scale
-        thin: list[Tensor] = []
-        wide: list[Tensor] = []
-        energy = 0.0
-        images = image_rows = None
-        if right is not None and right.diagonal is not None and right.gain is not None:
-            images = core @ (right.matrix * (right.diagonal * scale)[:, None])
-            if left is not None and left.diagonal is not None:
-                images = images * left.diagonal[:, None]
-            thin.append(images)
-            wide.append((right.gain - 1.0)[:, None] * right.matrix.mT)
-            energy += _energy(images, columns=right.gain)
-        if left is not None and left.diagonal is not None and left.gain is not None:
-            image_rows = (left.matrix * (left.diagonal * scale)[:, None]).mT @ core
-            if right is not None and right.diagonal is not None:
-                image_rows = image_rows * right.diagonal
-            energy += _energy(image_rows, rows=left.gain)
-            if images is not None and right is not None and right.gain is not None:
-                both = left.matrix.mT @ images
-                energy += _energy(both, rows=left.gain, columns=right.gain)
-                image_rows = image_rows + both @ wide[0]
-            thin.append(left.matrix)
-            wide.append((left.gain - 1.0)[:, None] * image_rows)
-        if not thin:
-            return None, None, 0.0
-        return torch.cat(thin, dim=1), torch.cat(wide), energy
-
-
-def _energy(
-    values: Float[Tensor, "k l"],
-    rows: Float[Tensor, " k"] | None = None,
-    columns: Float[Tensor, " l"] | None = None,
-) -> float:
-    """Σ of the squares, times γ² − 1 of their rows and columns."""
-    squares = as_float64(values).square_()
-    if columns is not None:
-        squares = squares @ (as_float64(columns).square() - 1.0)[:, None]
-    if rows is not None:
-        squares = squares * (as_float64(rows).square() - 1.0)[:, None]
-    return float(squares.sum())
 
 
 class MomentSum:
