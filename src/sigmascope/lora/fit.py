@@ -201,6 +201,7 @@ def _trained(model: nn.Module, lora: LoraFile) -> Iterator[tuple[dict[str, "Trai
     strength = Strength(1.0, lora.path)
     factors: dict[str, TrainedFactors] = {}
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(frozen(model))
         for target in targets:
             name = names[id(target.factors.up)]

@@ -78,3 +78,33 @@ def test_the_same_call_again_has_the_same_recipe_and_outputs(before: Run) -> Non
     again = what_changed([watched(make_pipeline("sd15"))], [before])
     assert {name for name in again.recipe if name != "processor used by others"} == set()
     assert again.output is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device")
+class TestOnADevice:
+    """Changes that only an accelerator has."""
+
+    @pytest.fixture(scope="class")
+    def on_device(self) -> Run:
+        pipe = make_pipeline("sd15").to("cuda")
+        watched(pipe)
+        return watched(pipe)
+
+    def test_offloading_to_the_host_is_named(self, on_device: Run) -> None:
+        pipe = make_pipeline("sd15")
+        pipe.enable_model_cpu_offload()
+        watched(pipe)
+        assert "unet offload none → model" in what_changed([watched(pipe)], [on_device]).headline
+
+    def test_a_text_encoder_that_was_moved_is_named(self, on_device: Run) -> None:
+        pipe = make_pipeline("sd15").to("cuda")
+        pipe.text_encoder.to("cpu")
+        embeddings = dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"))
+        for name in embeddings:
+            tokens = pipe.tokenizer("a fox", return_tensors="pt", padding="max_length").input_ids
+            embeddings[name] = pipe.text_encoder(tokens)[0].to("cuda")
+        with sigmascope.watch(pipe) as watching:
+            pipe(**embeddings, num_inference_steps=2, height=32, width=32, output_type="pt")
+        compared = what_changed([watching.record()], [on_device])
+        assert compared.recipe["text_encoder device"] == ("cuda:0", "cpu")

@@ -194,6 +194,16 @@ def test_the_model_is_as_it_was(base: Net) -> None:
         assert parameter.requires_grad == (name != "first.weight")
 
 
+def test_a_host_in_inference_mode_gets_the_same(base: Net) -> None:
+    tuned = tuned_from(base)
+    lora, recorded = truncated(base, tuned, 2), calls_of(tuned)
+    with torch.inference_mode():
+        inside = fit_lora(base, lora, recorded, steps=5)
+    outside = fit_lora(base, lora, recorded, steps=5)
+    assert inside.after == outside.after
+    assert not inside.lora.modules["first"].up.is_inference()
+
+
 def test_the_seed_decides(base: Net) -> None:
     tuned = tuned_from(base)
     lora, recorded = truncated(base, tuned, 2), calls_of(tuned)

@@ -184,6 +184,16 @@ def test_dark_rooms_get_a_dark_page(show: Callable[..., Any], report: Path) -> N
     assert show(report, color_scheme="dark").evaluate(brightness) < 150
 
 
+def test_paper_is_white_in_a_dark_room_too(show: Callable[..., Any], report: Path) -> None:
+    page = show(report, color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    background, ink = page.evaluate(
+        "[document.body].flatMap(body => [getComputedStyle(body).backgroundColor, getComputedStyle(body).color])"
+    )
+    assert background == "rgb(255, 255, 255)"
+    assert max(map(int, re.findall(r"\d+", ink))) < 100
+
+
 def test_paper_shows_no_buttons_and_the_whole_timeline(show: Callable[..., Any], report: Path) -> None:
     page = show(report)
     page.get_by_text("Zoom in").click()
