@@ -137,5 +137,8 @@ def test_a_fit_needs_prompts_and_a_batch() -> None:
     pipeline = make_pipeline("sd15")
     with pytest.raises(ConfigError, match="there is no prompt"):
         fit_pipeline_lora(pipeline.unet, pipeline, LoraFile({}), [])
+    name = "mid_block.resnets.0.time_emb_proj"
+    shape = tuple(pipeline.unet.get_parameter(f"{name}.weight").shape)
+    lora = LoraFile({name: LoraFactors(torch.zeros(shape[0], 1), torch.zeros(1, shape[1]), 1.0, shape)})
     with pytest.raises(ConfigError, match="--batch_size 0 paints nothing"):
-        fit_pipeline_lora(pipeline.unet, pipeline, LoraFile({}), ["a fox"], batch_size=0)
+        fit_pipeline_lora(pipeline.unet, pipeline, lora, ["a fox"], batch_size=0)

@@ -25,7 +25,7 @@ from sigmascope.lbm.streamed import streamed_lbm
 from sigmascope.lora.calibration import UnfinishedSums, collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.fit import FittedLora, fit_lora, record_calls, save_fitted
+from sigmascope.lora.fit import FittedLora, fit_lora, record_calls, require_sense, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.progress import Progress, no_progress
 
@@ -164,6 +164,7 @@ def fit_lbm_lora(
 
     def fit(original: LoraFile) -> FittedLora:
         with _calibration_model(tuned, config_path, dtype, where) as model:
+            require_sense(model.denoiser, original, **options)
             run = _translations(model, pictures, num_inference_steps, seed, size, resolution)
             recorded = record_calls(model.denoiser, run, progress=told)
         del model

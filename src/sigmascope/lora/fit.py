@@ -132,7 +132,15 @@ def fit_lora(
         LoraFormatError: The LoRA holds more than up and down factors.
         NonFiniteError: The outputs or the loss became NaN or infinite.
     """
-    _require_sense(model, recorded, steps, learning_rate, gradient_accumulation_steps)
+    require_sense(
+        model,
+        lora,
+        steps=steps,
+        learning_rate=learning_rate,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    if not any(recorded):
+        raise ConfigError("no call of the tuned model was recorded.", hint="Give it an input to run on.")
     started = time.perf_counter()
     fitting, held_out = _divided(recorded)
     judged = held_out or fitting
@@ -161,20 +169,40 @@ def fit_lora(
     return FittedLora(result, before, after, len(held_out), len(fitting), steps, seconds)
 
 
-def _require_sense(
-    model: nn.Module, recorded: Sequence[Sequence[RecordedCall]], steps: int, rate: float, calls: int
+def require_sense(
+    model: nn.Module,
+    lora: LoraFile,
+    *,
+    steps: int = STEPS,
+    learning_rate: float = LEARNING_RATE,
+    gradient_accumulation_steps: int = ACCUMULATED,
 ) -> None:
-    if steps < 1 or calls < 1:
-        raise ConfigError(f"--steps {steps}, --gradient_accumulation_steps {calls}: both are 1 or more.")
-    if not (math.isfinite(rate) and rate > 0):
-        raise ConfigError(f"--learning_rate {rate:g} is no share.", hint="Use more than 0, such as 0.01.")
-    if not any(recorded):
-        raise ConfigError("no call of the tuned model was recorded.", hint="Give it an input to run on.")
+    """Refuse, before anything is recorded, what `fit_lora` would refuse.
+
+    Args:
+        model: The base's denoiser, or the tuned one, which has the same layers.
+        lora: As of `fit_lora`.
+        steps: The same.
+        learning_rate: The same.
+        gradient_accumulation_steps: The same.
+
+    Raises:
+        SigmascopeError: As of `fit_lora`.
+    """
+    if steps < 1 or gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"--steps {steps}, --gradient_accumulation_steps {gradient_accumulation_steps}: both are 1 or more."
+        )
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise ConfigError(
+            f"--learning_rate {learning_rate:g} is no share.", hint="Use more than 0, such as 0.01."
+        )
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise ConfigError(
             f"{type(model).__name__} is in float16, where small gradients vanish.",
             hint="Use --torch_dtype bf16 or float32.",
         )
+    hooked_targets(model, lora)
 
 
 def _divided(recorded: Sequence[Sequence[RecordedCall]]) -> tuple[list[RecordedCall], list[RecordedCall]]:

@@ -18,7 +18,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lora.calibration import UnfinishedSums, collect_statistics, frozen
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, save_fitted
+from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, require_sense, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.pipeline.model_state import free_memory
 from sigmascope.probes.models import components_of
@@ -196,6 +196,8 @@ def fit_pipeline_lora(
         SigmascopeError: As of `fit_lora`.
         Exception: Whatever the pipeline raises.
     """
+    _require_prompts(prompts)
+    require_sense(base, lora, **options)
     recorded = _recorded(tuned, prompts, call, batch_size, seed, progress)
     return fit_lora(base, lora, recorded, seed=seed, progress=progress, **options)
 
@@ -241,6 +243,7 @@ def fit_saved_pipeline_lora(
 
     def fit(original: LoraFile) -> FittedLora:
         pipeline = load_pipeline(str(tuned), dtype=dtype, device=device or torch.device("cpu"))
+        require_sense(denoiser_of(pipeline), original, **options)
         texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
         recorded = _recorded(pipeline, texts, call, batch_size, seed, progress)
         del pipeline

@@ -301,6 +301,36 @@ def test_a_fit_that_makes_no_sense_is_refused_and_nothing_is_lost(
     assert Path("b.safetensors").read_bytes() == b"what was there"
 
 
+def test_what_cannot_be_fitted_is_told_before_the_model_is_run(
+    sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [
+        "--base_model_path",
+        tiny / "base.safetensors",
+        "--tuned_model_path",
+        tiny / "tuned.safetensors",
+    ]
+    code, _, err = sigmascope("lora", "extract", *models, "--rank", 1, "--save_to", "a.safetensors")
+    assert code == 0, err
+
+    def run_too_early(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("sigmascope.lbm.calibration.record_calls", run_too_early)
+    other = {key.replace("conv_in", "no_such"): value for key, value in load_file("a.safetensors").items()}
+    save_file(other, "other.safetensors")
+    for lora, flags, says in (
+        ("a.safetensors", ["--steps", 0], "--steps 0"),
+        ("a.safetensors", ["--torch_dtype", "fp16"], "is in float16"),
+        ("other.safetensors", [], "no_such"),
+    ):
+        code, _, err = sigmascope(
+            "lora", "fit", lora, *models, "--noise", 1, *flags, "--save_to", "b.safetensors"
+        )
+        assert code != 0
+        assert says in err
+
+
 def test_a_fit_writes_over_none_of_its_inputs(sigmascope: Run, tiny: Path) -> None:
     base, tuned = tiny / "base.safetensors", tiny / "tuned.safetensors"
     for target in (base, tuned):
