@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.families.group_offload import needs_group_offload
 from tests.families.pipelines import PROMPT
 from torch import Tensor, nn
 
@@ -80,6 +81,7 @@ def with_tuned_encoder(pipe: Any) -> None:
 
 def offload_to_disk(pipe: Any) -> None:
     """Keep the denoiser in files, from which each layer is read when it is called."""
+    needs_group_offload()
     folder = tempfile.mkdtemp()
     weakref.finalize(pipe, shutil.rmtree, folder, ignore_errors=True)
     cpu = torch.device("cpu")

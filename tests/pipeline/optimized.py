@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
+from tests.families.group_offload import OFFLOADS_GROUPS
 from torch import Tensor
 
 from sigmascope.pipeline.optimizer import Hardware, OptimizationConfig, PipelineOptimizer
@@ -51,6 +52,7 @@ NOT_OFFERED: dict[str, set[str]] = {
     "faster_cache": _UNETS | {"sd3"} | _GUIDED_IN_TURN,
     "taylorseer_cache": _UNETS | {"sd3"},
     "compile": {"sd3"},
+    "group_offload": set() if OFFLOADS_GROUPS else set(FAMILIES),
 }
 """Families whose classes in diffusers 0.42 do not have it, or for which it would be wrong."""
 

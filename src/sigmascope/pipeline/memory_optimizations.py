@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from sigmascope import units
@@ -454,6 +456,7 @@ LAYERWISE_CASTING_KIND: Final = Kind(
 PLACEMENT: Final = "placement"
 GROUP_HOOKS: Final = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 """What diffusers calls the hooks of group offloading."""
+_GROUPS_ON_CPU: Final = Version("0.41")
 
 
 def consider_placement(context: PlanningContext) -> Choice | str:
@@ -468,7 +471,7 @@ def consider_placement(context: PlanningContext) -> Choice | str:
     if asked == "model" and has_models:
         return _model_offload(context, "Asked for.", necessary=False)
     if asked == "group" and has_groups:
-        return _group_offload(context, "Asked for.", necessary=False)
+        return _why_no_groups(context) or _group_offload(context, "Asked for.", necessary=False)
     if asked in ("model", "group"):
         return f"this pipeline has no {asked} offloading"
     if not context.hardware.is_accelerator:
@@ -488,6 +491,14 @@ def consider_placement(context: PlanningContext) -> Choice | str:
     if has_groups:
         return _group_offload(context, reason, necessary=True)
     return f"{reason} This pipeline has no group offloading."
+
+
+def _why_no_groups(context: PlanningContext) -> str | None:
+    """Why the diffusers that is installed cannot move groups of layers, or None."""
+    diffusers = attempt(lambda: metadata.version("diffusers")).value
+    if diffusers is None or context.hardware.is_accelerator or Version(diffusers) >= _GROUPS_ON_CPU:
+        return None
+    return f"diffusers {diffusers} offloads groups only to an accelerator; from {_GROUPS_ON_CPU} on it does without"
 
 
 def _sum_in_words(context: PlanningContext, nbytes: int) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from sigmascope import units
@@ -79,9 +78,14 @@ def print_analysis(
 def print_line(console: Console, *parts: tuple[str, str], indent: int = 0) -> None:
     """Print texts with their styles in one line, folded at 80 columns; nothing in them is interpreted."""
     text = Text.assemble(*((_encodable(part, console.encoding), style) for part, style in parts))
-    text.overflow = "fold"
-    padded = Padding(text, (0, 0, 0, indent), expand=False)
-    console.print(padded, width=min(WIDTH, console.width), emoji=False)
+    width = min(WIDTH, console.width)
+    lines = text.wrap(console, max(1, width - indent), overflow="fold")
+    for line in lines:
+        line.rstrip()  # Rich before 14.3 takes ⚠️ for one column, and filled such a line past the last
+        line.pad_left(indent)
+    console.print(
+        Text("\n").join(lines), width=width, emoji=False, no_wrap=True, overflow="ignore", crop=False
+    )
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -7,7 +7,6 @@ A request is the body of `POST /api/jobs`, checked before anything waits in line
 with care, and kept in memory under a name that only their own content gives; `Recent` forgets the longest unused first.
 """
 
-import gc
 import hashlib
 import io
 import tempfile
@@ -42,6 +41,7 @@ from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 from sigmascope.monitor import Recorder
+from sigmascope.pipeline.model_state import free_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Run
@@ -365,9 +365,8 @@ class Translator:
 
 def _out_of_memory(error: BaseException) -> SigmascopeError:
     device = "memory" if isinstance(error, MemoryError) else "the accelerator's memory"
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    accelerator = torch.accelerator.current_accelerator()
+    free_memory(*([] if accelerator is None else [accelerator]))
     return SigmascopeError(
         f"The request does not fit into {device}.",
         hint="Choose a smaller size, or start the server with --tile_size 512.",

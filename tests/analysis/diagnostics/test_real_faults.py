@@ -14,6 +14,7 @@ import torch
 from diffusers import LCMScheduler, UNet2DConditionModel
 from diffusers.hooks import apply_group_offloading
 from tests.families import FAMILIES, make_pipeline
+from tests.families.group_offload import needs_group_offload
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
@@ -91,6 +92,7 @@ def test_offloading_by_layers_and_by_groups(found: Found, pipe: Any) -> None:
     accelerate.cpu_offload(pipe.unet, execution_device=cpu)
     finding = found(pipe=pipeline_facts(pipe))["placement.weights_moved_every_step"]
     assert finding.evidence["offload"] == "sequential"
+    needs_group_offload()
     other = make_pipeline("sd15")
     apply_group_offloading(other.unet, onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
     finding = found(pipe=pipeline_facts(other))["placement.weights_moved_every_step"]

@@ -109,6 +109,9 @@ def _image_encoder(size: int) -> Any:
 
 
 def _image_processor() -> Any:
-    from transformers import CLIPImageProcessorPil
+    if tokenizers.IS_TRANSFORMERS_5:
+        from transformers import CLIPImageProcessorPil as Processor
+    else:
+        from transformers import CLIPImageProcessor as Processor
 
-    return CLIPImageProcessorPil(size=32, crop_size=32)
+    return Processor(size=32, crop_size=32)

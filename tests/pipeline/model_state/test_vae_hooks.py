@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families.group_offload import needs_group_offload
 from tests.pipeline.conftest import MAKERS
 from torch import Tensor
 
@@ -87,6 +88,7 @@ def test_layers_that_are_cast_are_not_moved(cast: Any) -> None:
 
 
 def test_groups_of_layers_that_are_moved_are_known(vae: Any) -> None:
+    needs_group_offload()
     expected = _mode(vae, PIXELS)
     device = torch.device("cpu")
     vae.enable_group_offload(onload_device=device, offload_device=device, offload_type="leaf_level")

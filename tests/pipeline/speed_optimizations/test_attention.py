@@ -2,6 +2,7 @@
 
 import torch
 from tests.families import make_pipeline
+from tests.families.group_offload import needs_group_offload
 from tests.pipeline.optimized import (
     CPU,
     H100,
@@ -72,6 +73,7 @@ def test_what_is_cast_layer_by_layer_is_neither_fused_nor_compiled() -> None:
 
 
 def test_what_moves_layer_by_layer_is_not_compiled() -> None:
+    needs_group_offload()
     pipeline = make_pipeline("flux")
     pipeline.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
     assert "layers move in and out" in reason(automatic(H100).plan(pipeline), "compile")

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES, make_pipeline
+from tests.families.group_offload import needs_group_offload
 from tests.probes.models.pipelines import read_only
 from torch import nn
 
@@ -48,6 +49,8 @@ def test_a_chosen_backend_is_named() -> None:
 
 @pytest.mark.parametrize("kind", ["model", "sequential", "group"])
 def test_offloading_is_told_from_its_hooks(kind: str) -> None:
+    if kind == "group":
+        needs_group_offload()
     pipeline = make_pipeline("sd15")
     assert pipeline_facts(pipeline).components["unet"].offload is None
     switch_on: dict[str, Any] = {

@@ -156,3 +156,20 @@ def test_out_of_memory_says_what_to_do(
         translator.translate(picture, wish(), silent)
     assert caught.value.hint is not None
     assert "smaller size" in caught.value.hint
+
+
+def test_out_of_memory_is_told_of_by_a_torch_that_empties_no_accelerators_cache(
+    translator: Translator, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.delattr(torch.accelerator, "empty_cache")  # torch has it from 2.9 on
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cuda"))
+    monkeypatch.setattr("sigmascope.ui.lbm_model.translate_image", fail)
+    with pytest.raises(SigmascopeError, match="does not fit"):
+        translator.translate(picture, wish(), silent)
+    assert emptied == ["cuda"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import generate, make_pipeline
+from tests.families.group_offload import needs_group_offload
 from tests.integrations.diffusers.marks import left_behind
 from torch import Tensor
 
@@ -27,6 +28,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts what the library moves, each of which takes a millisecond longer, as a copy to a device does."""
     from diffusers.hooks.group_offloading import ModuleGroup
 
+    needs_group_offload()
     seen: Counter[str] = Counter()
     for name in ("_onload_from_memory", "_offload_to_memory", "_onload_from_disk", "_offload_to_disk"):
         original = getattr(ModuleGroup, name)
