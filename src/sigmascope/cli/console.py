@@ -27,6 +27,7 @@ from rich.text import Text
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.progress import Progress as ProgressCallback
+from sigmascope.progress import no_progress
 from sigmascope.svg import Shape, drawn
 from sigmascope.units import format_size, printable
 
@@ -200,6 +201,10 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
     Yields:
         A callback taking (done, total, what is being worked on); a total of 0 is one that nobody knows.
     """
+    console = Console(stderr=True)
+    if not console.is_terminal:  # Rich before 14.3 ends even a disabled bar with a line break
+        yield no_progress
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -207,8 +212,7 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
         TimeRemainingColumn(compact=True),
         TextColumn("[dim]{task.fields[what]}", markup=True),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=None, what="")
 
         def report(done: int, total: int, what: str) -> None:
