@@ -21,7 +21,9 @@ def watched(pipe: Any, **call: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def before() -> Run:
-    return watched(make_pipeline("sd15"))
+    pipe = make_pipeline("sd15")
+    watched(pipe)  # the first is never like the others
+    return watched(pipe)
 
 
 STEPS = Change("num_inference_steps 2 → 3", call={"num_inference_steps": 3})
@@ -31,6 +33,8 @@ STEPS = Change("num_inference_steps 2 → 3", call={"num_inference_steps": 3})
 def test_a_planted_change_is_named(before: Run, change: Change) -> None:
     pipe = make_pipeline("sd15")
     change.act(pipe)
+    if not change.in_first_call:
+        watched(pipe, **change.call)
     assert change.words in what_changed([watched(pipe, **change.call)], [before]).headline
 
 
