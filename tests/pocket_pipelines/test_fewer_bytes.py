@@ -88,7 +88,7 @@ def test_a_fit_on_random_words_alone_gives_pictures_2_db_nearer_than_a_fixed_ran
         target,
         CALIBRATION,
         call=CALL,
-        steps=150,
+        steps=400,
         batch_size=4,
         gradient_accumulation_steps=1,
     )
