@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families.tokenizers import IS_TRANSFORMERS_5
 from tests.stages.lora_targets import apply, clip, unet
 from tests.stages.vaes import encode_pixels, make_comfy_vae, make_vae
 from torch import Tensor, nn
@@ -139,12 +138,7 @@ def qwen() -> nn.Module:
         num_key_value_heads=1,
         bos_token_id=0,
         eos_token_id=1,
-        **{
-            "rope_parameters" if IS_TRANSFORMERS_5 else "rope_scaling": {
-                "rope_type": "default",
-                "mrope_section": [2, 3, 3],
-            }
-        },
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]},
     )
     torch.manual_seed(0)
     model: nn.Module = Qwen2_5_VLTextModel(config).eval()

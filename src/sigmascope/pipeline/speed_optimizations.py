@@ -124,11 +124,10 @@ def _backend_registry() -> Any:
     return importlib.import_module("diffusers.models.attention_dispatch")._AttentionBackendRegistry
 
 
-def _set_default_backend(backend: Any) -> None:
-    _backend_registry()._active_backend = backend  # diffusers has a method for it from 0.37 on
-
-
-_DEFAULT_BACKEND: Final = ProcessSetting(lambda: _backend_registry()._active_backend, _set_default_backend)
+_DEFAULT_BACKEND: Final = ProcessSetting(
+    lambda: _backend_registry()._active_backend,
+    lambda backend: _backend_registry().set_active_backend(backend),
+)
 ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)
 
 

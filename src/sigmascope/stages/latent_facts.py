@@ -541,7 +541,7 @@ def config_facts(vae: object, config: Mapping[str, Any]) -> dict[str, Any]:
     is_video = _is_video(vae, config)
     return {
         "latent_channels": _first_number(config, _LATENT_CHANNELS),
-        "image_channels": _picture_channels(vae, config),
+        "image_channels": _picture_channels(config),
         "spatial_factor": _spatial(vae, config),
         "temporal_factor": _temporal(vae, config) if is_video else 1,
         "first_frame_apart": is_video and _is_causal(vae, config),
@@ -566,12 +566,11 @@ def _first_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | No
     return next((number for number in numbers if number is not None), None)
 
 
-def _picture_channels(vae: object, config: Mapping[str, Any]) -> int | None:
+def _picture_channels(config: Mapping[str, Any]) -> int | None:
     """Where `in_channels` counts what patches or Fourier features make of them, a picture still has 3."""
     if whole(config.get("patch_size")) is not None or "temporal_expansions" in config:
         return 3
-    first = getattr(getattr(vae, "encoder", None), "conv_in", None)  # Qwen-Image's config in diffusers 0.36
-    return _first_number(config, _PICTURE_CHANNELS) or whole(getattr(first, "in_channels", None))
+    return _first_number(config, _PICTURE_CHANNELS)
 
 
 def _spatial(vae: object, config: Mapping[str, Any]) -> int | None:

@@ -109,9 +109,6 @@ def _image_encoder(size: int) -> Any:
 
 
 def _image_processor() -> Any:
-    if tokenizers.IS_TRANSFORMERS_5:
-        from transformers import CLIPImageProcessorPil as Processor
-    else:
-        from transformers import CLIPImageProcessor as Processor
+    from transformers import CLIPImageProcessorPil
 
-    return Processor(size=32, crop_size=32)
+    return CLIPImageProcessorPil(size=32, crop_size=32)

@@ -3,12 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import State, lora_state, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
@@ -125,9 +123,7 @@ def test_mixed_ranks_are_no_mismatch_and_each_is_read(tmp_path: Path) -> None:
     into_pipeline(pipeline, path)
     patches = read_adapters(pipeline).value or ()
     assert sorted(Counter(patch.rank for patch in patches).items()) == [(2, 6), (5, 6)]
-    # Without alphas in the file, diffusers before 0.40 gives every layer the first one's: 5.
-    scales = {1.0} if Version(version("diffusers")) >= Version("0.40") else {1.0, 5 / 2}
-    assert {(patch.scale, patch.strength) for patch in patches} == {(scale, 1.0) for scale in scales}
+    assert {(patch.scale, patch.strength) for patch in patches} == {(1.0, 1.0)}
 
 
 def test_layer_that_an_adapter_excludes_is_missing_by_name(tmp_path: Path) -> None:

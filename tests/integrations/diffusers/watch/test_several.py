@@ -2,13 +2,11 @@
 
 import asyncio
 import threading
-from contextlib import nullcontext
 from functools import partialmethod
 from typing import Any
 
 import torch
 from tests.families import generate, make_pipeline
-from tests.families.tokenizers import IS_TRANSFORMERS_5
 from tests.integrations.diffusers.marks import left_behind, marks
 from tests.integrations.diffusers.watch.test_own_ways import Loop
 from torch import Tensor
@@ -50,14 +48,11 @@ def test_two_threads_with_a_watch_each_have_a_record_each(unwatched: Tensor) -> 
 def test_threads_that_share_a_pipeline_do_not_hear_each_other(pipeline: Any) -> None:
     runs: list[Run] = []
     ready = threading.Barrier(2)
-    # A tokenizer of transformers 4 fails in two threads at once: "Already borrowed".
-    one_at_a_time = nullcontext() if IS_TRANSFORMERS_5 else threading.Lock()
 
     def work() -> None:
         with sigmascope.watch(pipeline) as run:
             ready.wait()
-            with one_at_a_time:
-                pipeline.encode_prompt("a fox", "cpu", 1, False)
+            pipeline.encode_prompt("a fox", "cpu", 1, False)
             ready.wait()
         runs.append(run.record())
 
