@@ -5,6 +5,7 @@ first and its results are kept on disk. Then the base takes its place in memory 
 """
 
 import gc
+import logging
 import math
 import tempfile
 import time
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,13 +25,17 @@ from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import UnreadableImage, find_images, load_image, ssim
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
-from sigmascope.lbm.training.objective import PixelLoss
 from sigmascope.lora.alignment import changed_keys
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.validate import formed
 from sigmascope.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.training.objective import PixelLoss
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,7 @@ def validate_images(
                 against_tuned.append(output_error(output, Output(kept["pixels"], kept["latent"]), perceptual))
         return against_tuned
 
-    perceptual = PixelLoss("lpips") if find_spec("lpips") is not None else None
+    perceptual = _perceptual()
     with tempfile.TemporaryDirectory(prefix="sigmascope-") as place:
         model = load_lbm(tuned, config, dtype=run.dtype, device=run.device)
         for output, file in translate(model, 0, "tuned"):
@@ -293,7 +298,7 @@ def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
     return tuple(not_applied)
 
 
-def output_error(output: Output, tuned: Output, perceptual: PixelLoss | None = None) -> OutputError:
+def output_error(output: Output, tuned: Output, perceptual: "PixelLoss | None" = None) -> OutputError:
     """Compare one result with the tuned model's, in float64; by LPIPS too, where that is given."""
     reference = tuned.pixels.astype(np.float64) / 255
     difference = output.pixels.astype(np.float64) / 255 - reference
@@ -310,7 +315,20 @@ def output_error(output: Output, tuned: Output, perceptual: PixelLoss | None = N
     )
 
 
-def _distance(perceptual: PixelLoss, *pictures: NDArray[np.uint8]) -> float:
+def _perceptual() -> "PixelLoss | None":
+    """LPIPS, where its package is installed and finds its weights."""
+    if find_spec("lpips") is None:
+        return None
+    from sigmascope.lbm.training.objective import PixelLoss
+
+    try:
+        return PixelLoss("lpips")
+    except (OSError, RuntimeError, ImportError) as error:  # it loads VGG's weights from the network once
+        logger.warning("LPIPS is left out, because it cannot load its network: %s", error)
+        return None
+
+
+def _distance(perceptual: "PixelLoss", *pictures: NDArray[np.uint8]) -> float:
     ours, theirs = (
         torch.from_numpy(picture).movedim(-1, 0)[None].float() / 127.5 - 1.0 for picture in pictures
     )

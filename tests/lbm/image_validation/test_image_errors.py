@@ -1,9 +1,11 @@
 import json
 import math
+from urllib.error import URLError
 
 import numpy as np
 import pytest
 
+from sigmascope.lbm import image_validation
 from sigmascope.lbm.image_validation import ImageErrors, ImageReport, Output, OutputError, output_error
 from sigmascope.lbm.images import UnreadableImage
 from sigmascope.lbm.training.objective import PixelLoss
@@ -68,3 +70,15 @@ def test_a_perceptual_distance_sees_pictures_from_minus_one_to_one() -> None:
     found = output_error(output(255, 0.0), output(0, 0.0), PixelLoss("l1"))
     assert found.lpips == pytest.approx(2.0)
     assert output_error(output(255, 0.0), output(0, 0.0)).lpips is None
+
+
+def test_lpips_that_cannot_load_its_network_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_kind: str) -> PixelLoss:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr("sigmascope.lbm.image_validation.find_spec", lambda _name: object())
+    monkeypatch.setattr("sigmascope.lbm.training.objective.PixelLoss", fails)
+    assert image_validation._perceptual() is None
+    assert "no route to host" in caplog.text
