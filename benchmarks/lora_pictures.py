@@ -43,6 +43,7 @@ from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fit import FitOptions
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
@@ -116,9 +117,8 @@ class LbmPair(Pair):
             lora,
             save_to,
             self._inputs(of, seed),
+            FitOptions(steps=self._steps, seed=seed),
             config_path=CONFIG_PATH,
-            seed=seed,
-            steps=self._steps,
         )
 
     def _inputs(self, of: str, seed: int) -> list[Image.Image]:
@@ -175,11 +175,9 @@ class PipelinePair(Pair):
             lora,
             save_to,
             self._calibration if of == "noise" else self._calibrating(seed),
+            FitOptions(steps=self._steps, gradient_accumulation_steps=1, seed=1000 + seed),
             call=CALLS["20 steps, guidance"],
-            seed=1000 + seed,
-            steps=self._steps,
             batch_size=4,
-            gradient_accumulation_steps=1,
         )
 
     def _calibrating(self, seed: int) -> Sequence[str]:

@@ -48,7 +48,8 @@ from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
 from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
 from .lora.calibration import collect_statistics as collect_statistics
-from .lora.fit import FittedLora as FittedLora, fit_lora as fit_lora, record_calls as record_calls
+from .lora.fit import FitOptions as FitOptions, FittedLora as FittedLora
+from .lora.fit import fit_lora as fit_lora, record_calls as record_calls
 from .pipeline.calibration import (
     fit_pipeline_lora as fit_pipeline_lora,
     pipeline_statistics as pipeline_statistics,

@@ -10,6 +10,7 @@ from tests.families import make_pipeline
 from sigmascope.errors import ConfigError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fit import FitOptions
 from sigmascope.pipeline.calibration import (
     denoiser_of,
     fit_pipeline_lora,
@@ -122,10 +123,9 @@ def test_a_lora_comes_nearer_to_the_pipeline_that_it_was_made_from(family: str) 
         pipeline,
         half,
         ["a fox", "a dog", "a house"],
+        FitOptions(steps=40, learning_rate=0.05),
         call=call,
         batch_size=2,
-        steps=40,
-        learning_rate=0.05,
     )
     assert fitted.calls + fitted.held_out >= 4
     assert fitted.after < 0.8 * fitted.before

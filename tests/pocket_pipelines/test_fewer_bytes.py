@@ -15,6 +15,7 @@ from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fit import FitOptions
 from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.calibration import fit_saved_pipeline_lora, pipeline_statistics
 
@@ -87,10 +88,9 @@ def test_a_fit_on_random_words_alone_gives_pictures_2_db_nearer_than_a_fixed_ran
         lora,
         target,
         CALIBRATION,
+        FitOptions(steps=400, gradient_accumulation_steps=1),
         call=CALL,
-        steps=400,
         batch_size=4,
-        gradient_accumulation_steps=1,
     )
     assert fitted.is_nearer
     size_of_fitted, by_fit = fine_tune.score(target)

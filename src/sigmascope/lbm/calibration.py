@@ -9,7 +9,6 @@ What the pictures show matters little: blurred noise does nearly as well as phot
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -22,10 +21,10 @@ from sigmascope.lbm.images import Size, tensor_to_image
 from sigmascope.lbm.infer import translated_latent
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.streamed import streamed_lbm
-from sigmascope.lora.calibration import UnfinishedSums, collect_statistics
+from sigmascope.lora.calibration import UnfinishedSums, checkpoint_gradients, collect_statistics
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.fit import FittedLora, fit_lora, record_calls, require_sense, save_fitted
+from sigmascope.lora.fit import FitOptions, FittedLora, fit_lora, record_calls, require_fittable, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.progress import Progress, no_progress
 
@@ -89,7 +88,7 @@ def lbm_statistics(
     with ExitStack() as stack:
         model = stack.enter_context(_calibration_model(path, config_path, dtype, where))
         if gradient_checkpointing:
-            model.denoiser.enable_gradient_checkpointing()
+            checkpoint_gradients(model.denoiser)
         unfinished = None if save_to is None else stack.enter_context(UnfinishedSums(Path(save_to), settings))
 
         def run() -> None:
@@ -120,17 +119,16 @@ def fit_lbm_lora(
     lora: str | Path,
     save_to: str | Path,
     pictures: Sequence[Image.Image],
+    options: FitOptions | None = None,
     *,
     config_path: str | Path | None = None,
     num_inference_steps: int = 1,
     size: str | Size = "bucket",
     resolution: int | None = None,
-    seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
     progress: Progress = no_progress,
-    **options: Any,
 ) -> FittedLora:
     """Fit a LoRA file to the calls of the denoiser with which the tuned LBM translates pictures.
 
@@ -140,16 +138,15 @@ def fit_lbm_lora(
         lora: The file.
         save_to: The file to write.
         pictures: What the tuned model translates.
+        options: As of `fit_lora`; the seed is that of the first picture's noise too.
         config_path: The models' YAML; that beside each checkpoint when left out.
         num_inference_steps: As the LoRA will be used.
         size: As of `translate_image`.
         resolution: The same.
-        seed: Of the first picture's noise, and of the order of the calls.
         dtype: In which the models compute.
         device: Where they do.
         gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
         progress: Told after each call of the tuned denoiser and each step of the fit.
-        options: As of `fit_lora`.
 
     Raises:
         ConfigError: There is no picture, or the model takes other pictures beside the source.
@@ -157,21 +154,21 @@ def fit_lbm_lora(
         SigmascopeError: As of `fit_lora` and `save_fitted`.
     """
     _require_pictures(tuned, config_path, pictures)
-    where = device or torch.device("cpu")
+    how, where = options or FitOptions(), device or torch.device("cpu")
 
     def told(done: int, _total: int, what: str) -> None:
         progress(done, num_inference_steps * len(pictures), what)
 
     def fit(original: LoraFile) -> FittedLora:
         with _calibration_model(tuned, config_path, dtype, where) as model:
-            require_sense(model.denoiser, original, **options)
-            run = _translations(model, pictures, num_inference_steps, seed, size, resolution)
+            require_fittable(model.denoiser, original)
+            run = _translations(model, pictures, num_inference_steps, how.seed, size, resolution)
             recorded = record_calls(model.denoiser, run, progress=told)
         del model
         with _calibration_model(base, config_path, dtype, where) as model:
             if gradient_checkpointing:
-                model.denoiser.enable_gradient_checkpointing()
-            return fit_lora(model.denoiser, original, recorded, seed=seed, progress=progress, **options)
+                checkpoint_gradients(model.denoiser)
+            return fit_lora(model.denoiser, original, recorded, how, progress=progress)
 
     return save_fitted(lora, save_to, fit)
 

@@ -119,7 +119,7 @@ def collect_statistics(
     watched = _Watched(model, list(of_module.values()), probes, seed, calls, progress)
     with ExitStack() as hooks:
         if unfinished is not None:
-            unfinished.begin(watched, next(model.parameters()).device)
+            unfinished.begin(watched)
         if inspect.isgeneratorfunction(run):
             hooks.enter_context(frozen(model))
             hooks.enter_context(watched.linked_calls())
@@ -158,27 +158,26 @@ class UnfinishedSums:
         self._watched: _Watched | None = None
         self._written = time.monotonic()
 
-    def begin(self, watched: "_Watched", device: torch.device) -> None:
+    def begin(self, watched: "_Watched") -> None:
         """Take up the sums of the file, where there is one of the same settings."""
         self._watched = watched
         if not self.path.is_file():
             return
         try:
             with open_checkpoint(self.path) as checkpoint:
-                facts = json.loads(checkpoint.metadata.get("facts", "{}"))
-                if facts.get("settings") != self._settings:
+                facts = json.loads(checkpoint.metadata["facts"])
+                if facts["settings"] != self._settings:
                     return
                 for index, layer in enumerate(watched.layers):
-                    rows = facts["rows"][index]
                     parts = [checkpoint.tensor(f"{index}.{part}") for part in range(facts["parts"][index])]
-                    layer.restore(rows, parts, device)
+                    layer.restore(facts["rows"][index], parts)
+            inputs, calls, samplings = (int(facts[name]) for name in ("inputs", "calls", "samplings"))
         except (CheckpointError, KeyError, IndexError, TypeError, ValueError):
             logger.warning("%s: cannot be read; the run begins anew.", self.path)
             for layer in watched.layers:
-                layer.restore(0, [], device)
+                layer.restore(0, [])
             return
-        self.inputs = facts["inputs"]
-        watched.calls, watched.samplings = facts["calls"], facts["samplings"]
+        self.inputs, watched.calls, watched.samplings = inputs, calls, samplings
         logger.warning("%s: goes on after %d inputs.", self.path.name, self.inputs)
 
     def input_done(self) -> None:
@@ -325,7 +324,7 @@ class LayerSums:
             () if self._inputs is None or self._outputs is None else self._inputs.parts + self._outputs.parts
         )
 
-    def restore(self, rows: int, parts: Sequence[Tensor], device: torch.device) -> None:
+    def restore(self, rows: int, parts: Sequence[Tensor]) -> None:
         """Go on from the `rows` and `parts` of another run.
 
         Raises:
@@ -334,13 +333,11 @@ class LayerSums:
         self.rows, self._inputs, self._outputs = rows, None, None
         if not parts:
             return
-        self._inputs = self._new_sum(self._sizes[1], device)
-        self._outputs = self._new_sum(self._sizes[0], device)
-        own = self.parts
-        if [part.shape for part in own] != [part.shape for part in parts]:
+        self._place(torch.device("cpu"))  # until it is known where the layer runs
+        if [part.shape for part in self.parts] != [part.shape for part in parts]:
             raise ValueError("the sums are of other layers")
-        for mine, part in zip(own, parts, strict=True):
-            mine.copy_(part)
+        for own, part in zip(self.parts, parts, strict=True):
+            own.copy_(part)
 
     def listen(self) -> None:
         """Take part in each call with gradients, until `remove`."""
@@ -402,11 +399,21 @@ class LayerSums:
             self._sum_up(total)
 
     def _sum_up(self, gradient: Tensor) -> None:
-        if self._inputs is None or self._outputs is None:
-            self._inputs = self._new_sum(self._sizes[1], gradient.device)
-            self._outputs = self._new_sum(self._sizes[0], gradient.device)
+        self._place(gradient.device)
+        assert self._inputs is not None
+        assert self._outputs is not None
         self._inputs.add(gradient)
         self._outputs.add(gradient.mT)
+
+    def _place(self, device: torch.device) -> None:
+        """Have the sums on a device: new ones, or those that were elsewhere."""
+        before = self.parts
+        if before and before[0].device == device:
+            return
+        self._inputs = self._new_sum(self._sizes[1], device)
+        self._outputs = self._new_sum(self._sizes[0], device)
+        for own, part in zip(self.parts, before, strict=bool(before)):
+            own.copy_(part)
 
 
 class _Felt(torch.autograd.Function):
@@ -623,6 +630,21 @@ def _with_first(output: Any, tensor: Tensor) -> Any:
     else:
         setattr(output, name, changed)
     return output
+
+
+def checkpoint_gradients(model: nn.Module) -> None:
+    """Let a model of diffusers compute its blocks twice when gradients are taken, to keep less of them.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} has no gradient checkpointing.",
+            hint="Leave out --gradient_checkpointing, or make smaller pictures.",
+        ) from error
 
 
 @contextmanager

@@ -34,13 +34,39 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import writer_of_aligned
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["FittedLora", "RecordedCall", "fit_lora", "record_calls", "save_fitted"]
+__all__ = ["FitOptions", "FittedLora", "RecordedCall", "fit_lora", "record_calls", "save_fitted"]
 
-STEPS: Final = 400
-LEARNING_RATE: Final = 0.01
-ACCUMULATED: Final = 4
 _HELD_OUT: Final = 8  # one input of so many
 _BETAS: Final = (0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """How a LoRA is fitted.
+
+    Attributes:
+        steps: Of the optimizer. The learning rate falls to 0 over them, along a cosine.
+        learning_rate: As a share of each factor's root mean square.
+        gradient_accumulation_steps: Calls whose gradients are added up for a step of the optimizer.
+        seed: Of the order of the calls.
+
+    Raises:
+        ConfigError: A number makes no sense.
+    """
+
+    steps: int = 400
+    learning_rate: float = 0.01
+    gradient_accumulation_steps: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "gradient_accumulation_steps"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"--{name} {value} fits nothing.", hint="Use 1 or more.")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ConfigError(
+                f"--learning_rate {self.learning_rate:g} is no share.", hint="Use more than 0, such as 0.01."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +130,8 @@ def fit_lora(
     model: nn.Module,
     lora: LoraFile,
     recorded: Sequence[Sequence[RecordedCall]],
+    options: FitOptions | None = None,
     *,
-    steps: int = STEPS,
-    learning_rate: float = LEARNING_RATE,
-    gradient_accumulation_steps: int = ACCUMULATED,
-    seed: int = 0,
     progress: Progress = no_progress,
 ) -> FittedLora:
     """Fit the factors of a LoRA to what the tuned model gave.
@@ -119,26 +142,17 @@ def fit_lora(
         model: The base's denoiser. It is as it was afterwards.
         lora: Plain factors, such as `extract_lora` makes; modules for other parts of the pipeline stay as they are.
         recorded: Calls of the tuned model's denoiser, by the input that they were made for.
-        steps: Of the optimizer. The learning rate falls to 0 over them, along a cosine.
-        learning_rate: As a share of each factor's root mean square.
-        gradient_accumulation_steps: Calls whose gradients are added up for a step of the optimizer.
-        seed: Of the order of the calls.
+        options: Steps, learning rate and the like; the defaults when left out.
         progress: Told after each step.
 
     Raises:
-        ConfigError: Nothing was recorded, tuning changed nothing in the outputs, the model is in float16, or a number
-            makes no sense.
+        ConfigError: Nothing was recorded, tuning changed nothing in the outputs, or the model is in float16.
         ModelMismatchError: The LoRA does not fit the model, or joins layers that the model has apart.
         LoraFormatError: The LoRA holds more than up and down factors.
         NonFiniteError: The outputs or the loss became NaN or infinite.
     """
-    require_sense(
-        model,
-        lora,
-        steps=steps,
-        learning_rate=learning_rate,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
+    how = options or FitOptions()
+    require_fittable(model, lora)
     if not any(recorded):
         raise ConfigError("no call of the tuned model was recorded.", hint="Give it an input to run on.")
     started = time.perf_counter()
@@ -157,46 +171,26 @@ def fit_lora(
             )
         strength.value = 1.0
         before = _error(model, judged, scale)
-        _descend(
-            model, factors, fitting, scale, steps, learning_rate, gradient_accumulation_steps, seed, progress
-        )
+        _descend(model, factors, fitting, scale, how, progress)
         for trained in factors.values():
             trained.round()
         after = _error(model, judged, scale)
         fitted = {name: trained.as_stored() for name, trained in factors.items()}
     result = replace(own, modules={**own.modules, **fitted}, facts={}) if after < before else lora
     seconds = time.perf_counter() - started
-    return FittedLora(result, before, after, len(held_out), len(fitting), steps, seconds)
+    return FittedLora(result, before, after, len(held_out), len(fitting), how.steps, seconds)
 
 
-def require_sense(
-    model: nn.Module,
-    lora: LoraFile,
-    *,
-    steps: int = STEPS,
-    learning_rate: float = LEARNING_RATE,
-    gradient_accumulation_steps: int = ACCUMULATED,
-) -> None:
-    """Refuse, before anything is recorded, what `fit_lora` would refuse.
+def require_fittable(model: nn.Module, lora: LoraFile) -> None:
+    """Refuse, before anything is recorded, a model and a LoRA that `fit_lora` would refuse.
 
     Args:
         model: The base's denoiser, or the tuned one, which has the same layers.
         lora: As of `fit_lora`.
-        steps: The same.
-        learning_rate: The same.
-        gradient_accumulation_steps: The same.
 
     Raises:
         SigmascopeError: As of `fit_lora`.
     """
-    if steps < 1 or gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"--steps {steps}, --gradient_accumulation_steps {gradient_accumulation_steps}: both are 1 or more."
-        )
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise ConfigError(
-            f"--learning_rate {learning_rate:g} is no share.", hint="Use more than 0, such as 0.01."
-        )
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise ConfigError(
             f"{type(model).__name__} is in float16, where small gradients vanish.",
@@ -332,31 +326,28 @@ def _descend(
     factors: Mapping[str, TrainedFactors],
     calls: Sequence[RecordedCall],
     scale: float,
-    steps: int,
-    learning_rate: float,
-    gradient_accumulation_steps: int,
-    seed: int,
+    how: FitOptions,
     progress: Progress,
 ) -> None:
     groups = []
     for trained in factors.values():
         for leaf in (trained.up, trained.down):
             size = float(leaf.detach().square().mean().sqrt())  # a factor of zeros stays
-            groups.append({"params": [leaf], "lr": learning_rate * size, "size": size})
+            groups.append({"params": [leaf], "lr": how.learning_rate * size, "size": size})
     optimizer = torch.optim.Adam(groups, betas=_BETAS)
-    order = _order(len(calls), steps * gradient_accumulation_steps, seed)
-    for step in range(steps):
-        fall = learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    order = _order(len(calls), how.steps * how.gradient_accumulation_steps, how.seed)
+    for step in range(how.steps):
+        fall = how.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / how.steps))
         for group in optimizer.param_groups:
             group["lr"] = fall * group["size"]
         total = 0.0
-        for _ in range(gradient_accumulation_steps):
+        for _ in range(how.gradient_accumulation_steps):
             call = calls[next(order)]
             with torch.enable_grad():
                 output = _called(model, call)
                 wanted = call.output.to(output.device)
                 loss = (output.float() - wanted.float()).square().mean() / (
-                    scale * gradient_accumulation_steps
+                    scale * how.gradient_accumulation_steps
                 )
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -367,7 +358,7 @@ def _descend(
             )
         optimizer.step()
         optimizer.zero_grad()
-        progress(step + 1, steps, f"error {math.sqrt(total):.3g}")
+        progress(step + 1, how.steps, f"error {math.sqrt(total):.3g}")
 
 
 def _order(count: int, length: int, seed: int) -> Iterator[int]:

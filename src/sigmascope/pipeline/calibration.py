@@ -15,10 +15,23 @@ from torch import nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
-from sigmascope.lora.calibration import UnfinishedSums, collect_statistics, frozen
+from sigmascope.lora.calibration import (
+    UnfinishedSums,
+    checkpoint_gradients,
+    collect_statistics,
+    frozen,
+)
 from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, require_sense, save_fitted
+from sigmascope.lora.fit import (
+    FitOptions,
+    FittedLora,
+    RecordedCall,
+    fit_lora,
+    record_calls,
+    require_fittable,
+    save_fitted,
+)
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.pipeline.model_state import free_memory
 from sigmascope.probes.models import components_of
@@ -153,7 +166,7 @@ def saved_pipeline_statistics(
     pipeline = load_pipeline(str(folder), dtype=dtype, device=device or torch.device("cpu"))
     texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
     if gradient_checkpointing:
-        denoiser_of(pipeline).enable_gradient_checkpointing()  # type: ignore[operator]
+        checkpoint_gradients(denoiser_of(pipeline))
     if save_to is None:
         return pipeline_statistics(pipeline, texts, seed=seed, fingerprint=fingerprint, **options)
     settings = {"prompts": texts, "seed": seed, "dtype": dtype, "fingerprint": fingerprint}
@@ -171,12 +184,11 @@ def fit_pipeline_lora(
     tuned: Any,
     lora: LoraFile,
     prompts: Sequence[str],
+    options: FitOptions | None = None,
     *,
     call: Mapping[str, Any] | None = None,
     batch_size: int = 1,
-    seed: int = 0,
     progress: Progress = no_progress,
-    **options: Any,
 ) -> FittedLora:
     """Fit a LoRA to the calls of the denoiser with which a pipeline paints prompts.
 
@@ -185,11 +197,10 @@ def fit_pipeline_lora(
         tuned: The pipeline of diffusers that the LoRA is to give back.
         lora: As of `fit_lora`.
         prompts: A picture each.
+        options: As of `fit_lora`; the seed is that of the first picture's noise too.
         call: Further arguments of the pipeline's call: steps, guidance, size.
         batch_size: Prompts a call, in recording and in the fit.
-        seed: Of the first picture's noise, and of the order of the calls.
         progress: Told after each call of the tuned denoiser and each step of the fit.
-        options: As of `fit_lora`.
 
     Raises:
         ConfigError: There is no prompt, or no denoiser.
@@ -197,9 +208,10 @@ def fit_pipeline_lora(
         Exception: Whatever the pipeline raises.
     """
     _require_prompts(prompts)
-    require_sense(base, lora, **options)
-    recorded = _recorded(tuned, prompts, call, batch_size, seed, progress)
-    return fit_lora(base, lora, recorded, seed=seed, progress=progress, **options)
+    how = options or FitOptions()
+    require_fittable(base, lora)
+    recorded = _recorded(tuned, prompts, call, batch_size, how.seed, progress)
+    return fit_lora(base, lora, recorded, how, progress=progress)
 
 
 def fit_saved_pipeline_lora(
@@ -208,15 +220,14 @@ def fit_saved_pipeline_lora(
     lora: str | Path,
     save_to: str | Path,
     prompts: Sequence[str] | int,
+    options: FitOptions | None = None,
     *,
     call: Mapping[str, Any] | None = None,
     batch_size: int = 1,
-    seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
     progress: Progress = no_progress,
-    **options: Any,
 ) -> FittedLora:
     """`fit_pipeline_lora` of folders that `save_pretrained` wrote and a LoRA file; one denoiser is loaded at a time.
 
@@ -226,14 +237,13 @@ def fit_saved_pipeline_lora(
         lora: The file.
         save_to: The file to write.
         prompts: A picture each; or how many prompts of random words to make.
+        options: As of `fit_pipeline_lora`; the seed is that of random words too.
         call: Further arguments of the pipeline's call.
         batch_size: As of `fit_pipeline_lora`.
-        seed: As of `fit_pipeline_lora`, and of random words.
         dtype: In which it computes.
         device: Where it does.
         gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
         progress: As of `fit_pipeline_lora`.
-        options: As of `fit_lora`.
 
     Raises:
         CheckpointError: A pipeline cannot be loaded.
@@ -241,17 +251,19 @@ def fit_saved_pipeline_lora(
     """
     from sigmascope.pipeline.bench import load_pipeline
 
+    how, where = options or FitOptions(), device or torch.device("cpu")
+
     def fit(original: LoraFile) -> FittedLora:
-        pipeline = load_pipeline(str(tuned), dtype=dtype, device=device or torch.device("cpu"))
-        require_sense(denoiser_of(pipeline), original, **options)
-        texts = noise_prompts(pipeline, prompts, seed=seed) if isinstance(prompts, int) else prompts
-        recorded = _recorded(pipeline, texts, call, batch_size, seed, progress)
+        pipeline = load_pipeline(str(tuned), dtype=dtype, device=where)
+        require_fittable(denoiser_of(pipeline), original)
+        texts = noise_prompts(pipeline, prompts, seed=how.seed) if isinstance(prompts, int) else prompts
+        recorded = _recorded(pipeline, texts, call, batch_size, how.seed, progress)
         del pipeline
-        free_memory(device or torch.device("cpu"))
-        model = denoiser_of(load_pipeline(str(base), dtype=dtype, device=device or torch.device("cpu")))
+        free_memory(where)
+        model = denoiser_of(load_pipeline(str(base), dtype=dtype, device=where))
         if gradient_checkpointing:
-            model.enable_gradient_checkpointing()  # type: ignore[operator]
-        return fit_lora(model, original, recorded, seed=seed, progress=progress, **options)
+            checkpoint_gradients(model)
+        return fit_lora(model, original, recorded, how, progress=progress)
 
     return save_fitted(lora, save_to, fit)
 

@@ -13,6 +13,7 @@ from tests.families import make_pipeline
 from tests.lbm.conftest import TINY
 from torch import nn
 
+from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import translate_image
@@ -20,7 +21,7 @@ from sigmascope.lbm.model import build_lbm, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.calibration import UnfinishedSums
+from sigmascope.lora.calibration import UnfinishedSums, checkpoint_gradients
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
@@ -112,6 +113,27 @@ def test_a_run_that_was_killed_goes_on(
     assert json.loads(again) == json.loads(out)
     one, other = load_file("a.safetensors"), load_file("b.safetensors")
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("of_pipeline", [True, False])
+def test_blocks_that_are_computed_twice_give_the_same(of_pipeline: bool, sigmascope: Run, tiny: Path) -> None:
+    if of_pipeline:
+        make_pipeline("sd15").save_pretrained("pipe")
+    model = "pipe" if of_pipeline else tiny / "tuned.safetensors"
+    flags = ["--noise", 1, "--num_inference_steps", 1, "--size", "64x64"]
+    for name, more in (("a", []), ("b", ["--gradient_checkpointing"])):
+        code, _, err = sigmascope(
+            "lora", "statistics", model, *flags, *more, "--save_to", f"{name}.safetensors"
+        )
+        assert code == 0, err
+    one, other = load_file("a.safetensors"), load_file("b.safetensors")
+    for key, moments in one.items():
+        torch.testing.assert_close(other[key], moments)
+
+
+def test_a_model_without_checkpointing_is_told() -> None:
+    with pytest.raises(ConfigError, match="Linear has no gradient checkpointing"):
+        checkpoint_gradients(nn.Linear(1, 1))
 
 
 def test_a_pipeline_is_run_on_prompts_of_random_words(sigmascope: Run) -> None:
@@ -255,7 +277,7 @@ def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run
         "lora", "extract", *models, "--rank", 2, "--conv_rank", 2, "--save_to", "a.safetensors"
     )
     assert code == 0, err
-    inputs = ["--noise", 3, "--size", "64x64", "--steps", 30]
+    inputs = ["--noise", 3, "--size", "64x64", "--steps", 30, "--gradient_checkpointing"]
     code, out, err = sigmascope(
         "lora", "fit", "a.safetensors", *models, *inputs, "--save_to", "b.safetensors"
     )

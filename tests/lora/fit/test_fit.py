@@ -20,7 +20,7 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, 
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.fit import FittedLora, RecordedCall, fit_lora, record_calls, save_fitted
+from sigmascope.lora.fit import FitOptions, FittedLora, RecordedCall, fit_lora, record_calls, save_fitted
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
 
@@ -125,7 +125,7 @@ def error(base: nn.Module, lora: LoraFile, tuned: nn.Module) -> float:
 def test_outputs_come_nearer_for_inputs_that_it_never_saw(base: Net) -> None:
     tuned = tuned_from(base)
     lora = truncated(base, tuned, 3)
-    fitted = fit_lora(base, lora, calls_of(tuned), steps=100)
+    fitted = fit_lora(base, lora, calls_of(tuned), FitOptions(steps=100))
     assert fitted.is_nearer
     before, after = error(base, lora, tuned), error(base, fitted.lora, tuned)
     assert after < 0.75 * before
@@ -152,7 +152,10 @@ def test_one_layer_reaches_the_best_factors_that_there_are() -> None:
 
     lora = LoraFile({"": truncated(nn.Sequential(base), nn.Sequential(tuned), 3).modules["0"]})
     fitted = fit_lora(
-        nn.Sequential(base), LoraFile({"0": lora.modules[""]}), record_calls(tuned, run), steps=2000
+        nn.Sequential(base),
+        LoraFile({"0": lora.modules[""]}),
+        record_calls(tuned, run),
+        FitOptions(steps=2000),
     )
     change = (tuned.weight - base.weight).detach().double().numpy()
     seen = inputs[:350].double().numpy()
@@ -174,7 +177,7 @@ def test_one_layer_reaches_the_best_factors_that_there_are() -> None:
 def test_what_comes_no_nearer_stays_as_it_was(base: Net) -> None:
     tuned = tuned_from(base)
     lora = truncated(base, tuned, 2)
-    fitted = fit_lora(base, lora, calls_of(tuned), steps=3, learning_rate=30.0)
+    fitted = fit_lora(base, lora, calls_of(tuned), FitOptions(steps=3, learning_rate=30.0))
     assert fitted.after > fitted.before
     assert not fitted.is_nearer
     assert fitted.lora is lora
@@ -185,7 +188,7 @@ def test_the_model_is_as_it_was(base: Net) -> None:
     base.first.weight.requires_grad_(False)
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
     recorded = calls_of(tuned, 3)
-    fit_lora(base, truncated(base, tuned, 2), recorded, steps=2)
+    fit_lora(base, truncated(base, tuned, 2), recorded, FitOptions(steps=2))
     for model in (base, tuned):
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -198,8 +201,8 @@ def test_a_host_in_inference_mode_gets_the_same(base: Net) -> None:
     tuned = tuned_from(base)
     lora, recorded = truncated(base, tuned, 2), calls_of(tuned)
     with torch.inference_mode():
-        inside = fit_lora(base, lora, recorded, steps=5)
-    outside = fit_lora(base, lora, recorded, steps=5)
+        inside = fit_lora(base, lora, recorded, FitOptions(steps=5))
+    outside = fit_lora(base, lora, recorded, FitOptions(steps=5))
     assert inside.after == outside.after
     assert not inside.lora.modules["first"].up.is_inference()
 
@@ -209,7 +212,7 @@ def test_the_seed_decides(base: Net) -> None:
     lora, recorded = truncated(base, tuned, 2), calls_of(tuned)
 
     def ups(seed: int) -> Tensor:
-        return fit_lora(base, lora, recorded, steps=5, seed=seed).lora.modules["first"].up
+        return fit_lora(base, lora, recorded, FitOptions(steps=5, seed=seed)).lora.modules["first"].up
 
     assert torch.equal(ups(0), ups(0))
     assert not torch.equal(ups(0), ups(1))
@@ -220,7 +223,7 @@ def test_checkpointed_blocks_give_the_same(base: Net) -> None:
     lora, recorded = truncated(base, tuned, 2), calls_of(tuned)
     checkpointed = Net(checkpointed=True)
     checkpointed.load_state_dict(base.state_dict())
-    one, other = (fit_lora(model, lora, recorded, steps=5) for model in (base, checkpointed))
+    one, other = (fit_lora(model, lora, recorded, FitOptions(steps=5)) for model in (base, checkpointed))
     for name in lora.modules:
         assert torch.allclose(one.lora.modules[name].up, other.lora.modules[name].up, rtol=1e-5)
 
@@ -235,7 +238,7 @@ def test_strength_goes_into_the_factors_and_shares_are_even(base: Net) -> None:
         }
     )  # the same change: 4000 / 1000 · 0.5 / 2 = 1
     recorded = calls_of(tuned)
-    one, other = (fit_lora(base, given, recorded, steps=20) for given in (lora, skewed))
+    one, other = (fit_lora(base, given, recorded, FitOptions(steps=20)) for given in (lora, skewed))
     assert one.before == pytest.approx(other.before, rel=1e-4)
     for name, found in other.lora.modules.items():
         assert found.alpha == found.up.shape[1]
@@ -246,7 +249,7 @@ def test_strength_goes_into_the_factors_and_shares_are_even(base: Net) -> None:
 
 def test_one_input_is_measured_on_itself(base: Net) -> None:
     tuned = tuned_from(base)
-    fitted = fit_lora(base, truncated(base, tuned, 2), calls_of(tuned, 1), steps=20)
+    fitted = fit_lora(base, truncated(base, tuned, 2), calls_of(tuned, 1), FitOptions(steps=20))
     assert (fitted.calls, fitted.held_out) == (1, 0)
     assert fitted.is_nearer
 
@@ -271,7 +274,7 @@ def test_numbers_that_make_no_sense(
 ) -> None:
     tuned = tuned_from(base)
     with pytest.raises(error, match=says):
-        fit_lora(base, truncated(base, tuned, 2), calls_of(tuned, 2), **options)
+        fit_lora(base, truncated(base, tuned, 2), calls_of(tuned, 2), FitOptions(**options))
     assert not any(module._forward_hooks for module in base.modules())
 
 
@@ -369,7 +372,7 @@ class TestFiles:
 
     def fitted(self, base: nn.Module, tuned: nn.Module) -> Callable[[LoraFile], FittedLora]:
         recorded = calls_of(tuned)
-        return lambda lora: fit_lora(base, lora, recorded, steps=60)
+        return lambda lora: fit_lora(base, lora, recorded, FitOptions(steps=60))
 
     def test_names_dtype_and_header_stay(self, base: Net, tmp_path: Path) -> None:
         tuned = tuned_from(base)
@@ -428,7 +431,7 @@ def test_a_part_of_a_pipeline_is_fitted_and_the_others_stay(tmp_path: Path, make
             tuned(*arguments)
 
     recorded = record_calls(tuned, run)
-    save_fitted(source, target, lambda lora: fit_lora(pipe.unet, lora, recorded, steps=2))
+    save_fitted(source, target, lambda lora: fit_lora(pipe.unet, lora, recorded, FitOptions(steps=2)))
     made = load_file(target)
     assert made.keys() == tensors.keys()
     moved = {name for name in made if not torch.equal(made[name], tensors[name])}

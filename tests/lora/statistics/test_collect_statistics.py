@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
@@ -554,16 +555,40 @@ class TestUnfinishedSums:
             for one, other in ((layer.inputs, again[name].inputs), (layer.outputs, again[name].outputs)):
                 assert torch.equal(one.diagonal, other.diagonal)
 
+    def test_a_model_whose_weights_wait_elsewhere_goes_on_where_it_runs(self, tmp_path: Path) -> None:
+        def summed(unfinished: UnfinishedSums, killed_at: int | None = None) -> ModelStatistics:
+            model = Chain()
+            cpu_offload(model, execution_device=torch.device("cpu"))
+
+            def run() -> None:
+                for number in range(unfinished.inputs, 3):
+                    if number == killed_at:
+                        raise Killed
+                    model(inputs(number))
+                    unfinished.input_done()
+
+            return collect_statistics(model, run, unfinished=unfinished)
+
+        whole = summed(UnfinishedSums(tmp_path / "a", {}))
+        with pytest.raises(Killed):
+            summed(UnfinishedSums(tmp_path / "b", {}), killed_at=2)
+        again = summed(UnfinishedSums(tmp_path / "b", {}))
+        assert_same_moments(again, whole)
+
     def test_sums_of_another_run_are_left_alone(self, tmp_path: Path) -> None:
         with pytest.raises(Killed):
             self.of(UnfinishedSums(tmp_path / "a", {"seed": 1}), sampled=False, killed_at=3)
         self.of(UnfinishedSums(tmp_path / "a", {"seed": 2}), sampled=False)
         assert begun[-1] == 5
 
+    @pytest.mark.parametrize("facts", [None, {}, {"facts": '{"settings": "{}"}'}])
     def test_a_damaged_file_begins_the_run_anew(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, facts: dict[str, str] | None
     ) -> None:
-        (tmp_path / ".a.part").write_bytes(b"half of what was to be written")
+        if facts is None:
+            (tmp_path / ".a.part").write_bytes(b"half of what was to be written")
+        else:
+            save_file({"0.0": torch.zeros(1)}, tmp_path / ".a.part", facts)
         self.of(UnfinishedSums(tmp_path / "a", {}), sampled=False)
         assert begun[-1] == 5
         assert "begins anew" in caplog.text

@@ -121,12 +121,11 @@ class CalibrationFlags:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Seed, dtype, device and what memory may cost."""
+        """Dtype, device and what memory may cost."""
         with needs_extra("lbm"):
             from sigmascope.lbm.devices import resolve_device, resolve_dtype
 
             return {
-                "seed": self.seed,
                 "dtype": resolve_dtype(self.torch_dtype),
                 "device": resolve_device(self.device),
                 "gradient_checkpointing": self.gradient_checkpointing,
@@ -232,6 +231,7 @@ def statistics(
         "probes": probes,
         "full_up_to": full_up_to,
         "rank": rank,
+        "seed": inputs.seed,
         "save_to": save_to,
         **inputs.place,
     }
@@ -312,16 +312,13 @@ def fit(
     that are held out tell how near it comes; if no nearer, nothing changes.
     """
     from sigmascope.lora.file import check_target, refuse_files
+    from sigmascope.lora.fit import FitOptions
 
     check_target(save_to)
     refuse_files(save_to, [lora, base_model_path, tuned_model_path])
     inputs.require_one()
-    common = {
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        **inputs.place,
-    }
+    how = FitOptions(steps, learning_rate, gradient_accumulation_steps, inputs.seed)
+    place = inputs.place
     if inputs.is_for_pipeline(tuned_model_path):
         from sigmascope.pipeline.calibration import fit_saved_pipeline_lora
 
@@ -332,10 +329,11 @@ def fit(
                 lora,
                 save_to,
                 inputs.texts,
+                how,
                 call=inputs.call,
                 batch_size=batch_size,
                 progress=progress,
-                **common,
+                **place,
             )
     else:
         inputs.refuse(batch_size=None if batch_size == 1 else batch_size)
@@ -349,9 +347,10 @@ def fit(
                 lora,
                 save_to,
                 pictures,
+                how,
                 progress=progress,
                 **inputs.translation,
-                **common,
+                **place,
             )
     if as_json:
         print_json(_fitted_as_dict(fitted))
