@@ -123,7 +123,7 @@ def test_a_lora_comes_nearer_to_the_pipeline_that_it_was_made_from(family: str) 
         pipeline,
         half,
         ["a fox", "a dog", "a house"],
-        FitOptions(steps=40, learning_rate=0.05),
+        FitOptions(steps=40, learning_rate=0.05, gradient_accumulation_steps=1),
         call=call,
         batch_size=2,
     )

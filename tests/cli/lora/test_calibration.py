@@ -251,7 +251,8 @@ def test_a_lora_of_a_pipeline_is_fitted(sigmascope: Run) -> None:
         "lora", "extract", *models, "--rank", 2, "--conv_rank", 2, "--save_to", "a.safetensors"
     )
     assert code == 0, err
-    inputs = ["--noise", 3, "--num_inference_steps", 2, "--size", "32x32", "--steps", 40]
+    inputs = ["--noise", 3, "--num_inference_steps", 2, "--size", "32x32", "--steps", 20]
+    inputs += ["--gradient_accumulation_steps", 1]
     code, out, err = sigmascope(
         "lora", "fit", "a.safetensors", *models, *inputs, "--save_to", "b.safetensors", "--json"
     )
@@ -277,7 +278,8 @@ def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run
         "lora", "extract", *models, "--rank", 2, "--conv_rank", 2, "--save_to", "a.safetensors"
     )
     assert code == 0, err
-    inputs = ["--noise", 3, "--size", "64x64", "--steps", 30, "--gradient_checkpointing"]
+    inputs = ["--noise", 3, "--size", "64x64", "--steps", 10, "--gradient_checkpointing"]
+    inputs += ["--gradient_accumulation_steps", 1]
     code, out, err = sigmascope(
         "lora", "fit", "a.safetensors", *models, *inputs, "--save_to", "b.safetensors"
     )
