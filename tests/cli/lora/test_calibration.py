@@ -285,7 +285,7 @@ def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run
     )
     assert code == 0, err
     assert "of what tuning changes in the outputs" in out
-    assert "1 calls that were held out" in out
+    assert "1 of 3 calls, held out" in out
     one, other = load_file("a.safetensors"), load_file("b.safetensors")
     assert one.keys() == other.keys()
     assert any(not torch.equal(one[key], other[key]) for key in one)

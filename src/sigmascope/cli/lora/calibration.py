@@ -372,8 +372,9 @@ def _fitted_as_dict(fitted: "FittedLora") -> dict[str, object]:
 
 def _print_fitted(console: Console, path: Path, fitted: "FittedLora") -> None:
     console.print(title("Fit", path.name))
+    every = fitted.calls + fitted.held_out
     where = (
-        f"{fitted.held_out} calls that were held out"
+        f"{fitted.held_out} of {every} calls, held out"
         if fitted.held_out
         else "the calls it was fitted to: one input"
     )
@@ -383,7 +384,10 @@ def _print_fitted(console: Console, path: Path, fitted: "FittedLora") -> None:
                 ("Error before", f"{percent(fitted.before)} of what tuning changes in the outputs"),
                 ("Error after", percent(fitted.after)),
                 ("Measured on", where),
-                ("Fitted to", f"{fitted.calls} calls, {fitted.steps} steps, {number(fitted.seconds)} s"),
+                (
+                    "Fitted to",
+                    f"{fitted.calls} of {every} calls, {fitted.steps} steps, {number(fitted.seconds)} s",
+                ),
             ]
         )
     )
