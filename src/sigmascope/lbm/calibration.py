@@ -66,7 +66,8 @@ def lbm_statistics(
         seed: Of noise and projections.
         dtype: In which the model computes.
         device: Where it does.
-        gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
+        gradient_checkpointing: Spend a second forward pass of each block to keep less of it. On the CPU, where most
+            weights stay in the file to save memory, it is always done.
         save_to: Write the file of statistics here. A run that was killed then goes on where it was.
         progress: Told after each call of the denoiser.
 
@@ -87,7 +88,7 @@ def lbm_statistics(
     where = device or torch.device("cpu")
     with ExitStack() as stack:
         model = stack.enter_context(_calibration_model(path, config_path, dtype, where))
-        if gradient_checkpointing:
+        if gradient_checkpointing or where.type == "cpu":
             checkpoint_gradients(model.denoiser)
         unfinished = None if save_to is None else stack.enter_context(UnfinishedSums(Path(save_to), settings))
 

@@ -19,9 +19,12 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.config import LbmConfig, resolve_config
 from sigmascope.lbm.model import LbmModel, assign_weights, build_lbm, is_finite
+from sigmascope.probes.host import trim_heap
 
 LARGE: Final = 1 << 18
 """Elements from which a weight stays in the file: 1 MiB in float32."""
+_HELD_FREE: Final = 1 << 29
+"""Bytes that malloc may hold free from layer to layer."""
 
 
 @contextmanager
@@ -81,12 +84,13 @@ class _WeightReader:
         self._unchecked = set(keys)
 
     def read(self, key: str) -> Tensor:
-        """A weight; lost when another is read.
+        """A weight; lost when another is read. What earlier layers left free goes back to the system.
 
         Raises:
             NonFiniteError: It holds NaN or Inf.
             CheckpointError: It cannot be read.
         """
+        trim_heap(_HELD_FREE)
         stored = self._checkpoint.tensor_into(key, self._stored)
         if key in self._unchecked:
             if not is_finite(stored):

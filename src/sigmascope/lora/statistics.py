@@ -135,7 +135,8 @@ class MomentRoot:
         if self.diagonal is None or self.gain is None:
             return rows @ self.matrix
         scaled = rows * self.diagonal
-        return scaled + ((scaled @ self.matrix) * (self.gain - 1.0)) @ self.matrix.mT
+        # In place: of a large layer, fresh memory costs as much as the product.
+        return scaled.addmm_((scaled @ self.matrix) * (self.gain - 1.0), self.matrix.mT)
 
     def unweigh(self, rows: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
         """Give rows · R⁻¹."""

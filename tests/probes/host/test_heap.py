@@ -8,6 +8,7 @@ import torch
 
 from sigmascope.probes import heap_in_use
 from sigmascope.probes import host as memory
+from sigmascope.probes.host import process_rss, trim_heap
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
@@ -37,3 +38,31 @@ def test_a_c_library_without_it_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(memory, "_mallinfo2", missing)
     assert heap_in_use().reason == "AttributeError: undefined symbol: mallinfo2"
+
+
+def test_what_malloc_holds_free_goes_back_to_the_system() -> None:
+    def free() -> int:
+        return int(memory._mallinfo2()().fordblks)
+
+    trim_heap(0)
+    before = process_rss().value
+    assert before is not None
+    blocks = [torch.ones(64 * 1024 // 4) for _ in range(2000)]  # too small for mappings of their own
+    last = torch.ones(64 * 1024 // 4)  # keeps the heap from shrinking by itself
+    del blocks
+    held = process_rss().value
+    assert held is not None and held - before > 100 * MIB
+    trim_heap(free() + 2**30)
+    assert free() > 100 * MIB
+    trim_heap(64 * MIB)
+    after = process_rss().value
+    assert after is not None and after - before < 20 * MIB
+    assert float(last.sum()) == 64 * 1024 / 4
+
+
+def test_trimming_does_nothing_where_malloc_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise AttributeError("undefined symbol: mallinfo2")
+
+    monkeypatch.setattr(memory, "_mallinfo2", missing)
+    trim_heap(0)
