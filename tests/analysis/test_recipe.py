@@ -146,13 +146,25 @@ def test_outputs_that_differ_on_one_side_alone_or_were_not_read_say_nothing() ->
     assert first_difference([generated()], [generated()]) is None
 
 
-def test_noise_that_nobody_seeded_accuses_nobody() -> None:
+def test_noise_that_nobody_seeded_accuses_no_part() -> None:
     runs = []
     for mean in (0.5, 0.6):
         run = generated(means=(0.1, mean))
         facts = {name: value for name, value in run.stages[0].facts.items() if name != "seeds"}
         runs.append(replace(run, stages=(replace(run.stages[0], facts=facts),)))
-    assert headline(runs[1], runs[0]) == "Nothing differs beyond noise."
+    assert headline(runs[1], runs[0]) == (
+        "Times are as before. "
+        "The outputs differ from the latent of denoising on, as they do where no seed is set."
+    )
+
+
+def test_what_takes_time_alone_explains_no_output() -> None:
+    before = generated(disk_read_bytes=4 << 20, others_cpu_share=0.0)
+    now = generated(disk_read_bytes=400 << 20, others_cpu_share=0.6, means=(0.1, 0.4))
+    assert headline(now, before).endswith(
+        "The outputs differ from the latent of denoising on: nothing in the recipe explains it. "
+        "The recipe differs: read from disk 4 MB → 400 MB."
+    )
 
 
 def test_records_that_do_not_add_up_are_compared_all_the_same() -> None:

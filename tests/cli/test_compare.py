@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 import sigmascope
 from sigmascope.cli.root import app
-from sigmascope.errors import RecordError
+from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.run import Folded, HostFacts
 
 
@@ -36,6 +36,20 @@ def test_ratios_come_with_their_interval(tmp_path: Path) -> None:
     lower, upper = map(float, bounds.split("-"))
     assert change.startswith("-")
     assert 0.45 < lower <= ratio <= upper < 0.55
+
+
+def test_of_two_runs_the_first_is_the_one_before(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=0.5), saved(tmp_path / "old", seed=1)
+    assert compare(old, new).output == compare(new, "--baseline", old).output
+    assert "as fast" in compare(old, new).output
+
+
+def test_a_third_run_or_one_alone_needs_to_know_which_are_before(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one")
+    for runs in ([one], [one, saved(tmp_path / "other"), saved(tmp_path / "third")]):
+        done = compare(*runs)
+        assert isinstance(done.exception, ConfigError)
+        assert "--baseline" in done.exception.message
 
 
 def test_slower_runs_are_no_error(tmp_path: Path) -> None:

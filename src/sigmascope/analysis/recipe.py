@@ -72,8 +72,13 @@ _AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "hei
 """Denoising takes time in proportion to these, or more."""
 _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
+_FAULTS: Final = "page faults from disk"
+_READ: Final = "read from disk"
+_COLLECTED: Final = "full garbage collections"
+_LOAD: Final = (_OTHERS, _FAULTS, _READ, _COLLECTED)
+"""What takes time and changes no value."""
 _MACHINE: Final = re.compile(
-    r"processor.*|page faults from disk|read from disk|full garbage collections|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
+    rf"processor.*|{_FAULTS}|{_READ}|{_COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?"
 )
 _BELONGS_TO: Final = {
@@ -302,15 +307,16 @@ def _short(value: str) -> str:
 
 
 def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool) -> str | None:
-    """Which output differs first, and why; None where none does, or noise of its own explains it that nobody seeded."""
+    """Which output differs first, and why; None where none does."""
     if output is None:
         return None
     stage, _, tensor = output.partition(": ")
+    recipe = {name: sides for name, sides in recipe.items() if name not in _LOAD}
     before = list(_BELONGS_TO)[: list(_BELONGS_TO).index(stage) + 1] if stage in _BELONGS_TO else []
     causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
     if not causes and not is_seeded and stage != "text_encoding":
-        return None
+        return f"The outputs differ from the {tensor} of {stage} on, as they do where no seed is set."
     why = (
         ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
     )
@@ -391,12 +397,12 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         differences[_OTHERS] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
     faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
     if _are_apart(faults, _NOTABLE_FAULTS):
-        differences["page faults from disk"] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
+        differences[_FAULTS] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
     read = [_median_fact(runs, DISK_READ) for runs in (baseline, new)]
     if _are_apart(read, _NOTABLE_READ):
-        differences["read from disk"] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
+        differences[_READ] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
     for name, fact, notable in (
-        ("full garbage collections", COLLECTIONS, _NOTABLE_COLLECTIONS),
+        (_COLLECTED, COLLECTIONS, _NOTABLE_COLLECTIONS),
         ("graphs compiled", COMPILED_GRAPHS, 0.0),
     ):
         counts = [_median_fact(runs, fact) for runs in (baseline, new)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EPILOG = """Examples:
 
-sigmascope compare after.json --baseline before.json
+sigmascope compare before.json after.json
 
 sigmascope compare after --baseline before --by-step
 """
@@ -79,9 +79,13 @@ def _path_argument(help_text: str) -> Any:
 def compare(
     runs: Annotated[list[Path], _path_argument("Runs: files written by Run.save, or folders of them.")],
     baseline: Annotated[
-        list[Path],
-        typer.Option("--baseline", help="Runs before the change; several may follow.", show_default=False),
-    ],
+        list[Path] | None,
+        typer.Option(
+            "--baseline",
+            help="Runs before the change; several may follow. Without it, the first of two runs is the one before.",
+            show_default=False,
+        ),
+    ] = None,
     by_step: Annotated[
         bool, typer.Option("--by_step", help="Also each step by its number, the first among them.")
     ] = False,
@@ -100,6 +104,13 @@ def compare(
     """
     from sigmascope.analysis.run_comparison import compare_work, require_pairs
 
+    if not baseline:
+        if len(runs) != 2:
+            raise ConfigError(
+                "it takes two runs, or --baseline with those before the change.",
+                hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
+            )
+        baseline, runs = runs[:1], runs[1:]
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     comparisons = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
     if as_json:
