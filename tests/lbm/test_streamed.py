@@ -41,7 +41,7 @@ def compared(model: LbmModel) -> tuple[Tensor, ModelStatistics]:
     return results[0].clone(), found
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_result_and_statistics_are_those_of_the_loaded_model(stored: torch.dtype, tmp_path: Path) -> None:
     path = stored_as(stored, tmp_path)
     result, expected = compared(load_lbm(path, CONFIG_PATH))

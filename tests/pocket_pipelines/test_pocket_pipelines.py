@@ -33,6 +33,7 @@ def test_each_word_is_a_token(kind: str) -> None:
         assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2 <= tokenizer.model_max_length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", list(LIGHTS))
 def test_walls_are_lit_as_the_look_says(kind: str, look: str) -> None:
     """In nine of ten pictures at least: now and then a wall has not the colour that the prompt asks for."""

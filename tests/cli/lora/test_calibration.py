@@ -253,6 +253,7 @@ def test_what_cannot_be_extracted_is_refused_before_the_model_is_run(
     assert not Path("lora.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_lora_of_a_pipeline_is_fitted(sigmascope: Run) -> None:
     pipeline = make_pipeline("sd15")
     pipeline.save_pretrained("base")

@@ -72,6 +72,7 @@ def test_each_package_has_its_own_time_and_the_rows_sum_to_the_whole(folder: Pat
     assert sum(row.seconds for row in rows.values()) == pytest.approx(run.seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_program_notices_nothing(folder: Path) -> None:
     alone, under_watch = plain(["script.py"], folder), watched(["script.py"], folder)
     assert (under_watch.code, under_watch.out, under_watch.err) == (alone.code, alone.out, alone.err)

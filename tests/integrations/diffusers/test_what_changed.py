@@ -29,7 +29,13 @@ def before() -> Run:
 STEPS = Change("num_inference_steps 2 → 3", call={"num_inference_steps": 3})
 
 
-@pytest.mark.parametrize("change", [*CHANGES.values(), STEPS], ids=[*CHANGES, "steps"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=kind, marks=[pytest.mark.slow] if kind == "first run compiles" else [])
+        for kind, change in {**CHANGES, "steps": STEPS}.items()
+    ],
+)
 def test_a_planted_change_is_named(before: Run, change: Change) -> None:
     pipe = make_pipeline("sd15")
     change.act(pipe)
@@ -54,6 +60,7 @@ def test_weights_that_are_read_from_a_disk_again_are_named(before: Run) -> None:
     assert "page faults from disk 0 → " in what_changed([watched(pipe)], [before]).headline
 
 
+@pytest.mark.slow
 def test_what_is_compiled_again_is_named() -> None:
     pipe = make_pipeline("sd15")
     pipe.unet.compile(backend="eager")

@@ -138,7 +138,9 @@ def relaxed_knapsack(one: Problem, size: int) -> float:
     return one.lost([0] * len(one.spectra)) + float(solved.fun)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.1, marks=pytest.mark.slow), 0.3, pytest.param(0.6, marks=pytest.mark.slow)]
+)
 def test_many_layers_come_close_to_the_bound_of_fractional_values(share: float) -> None:
     one = problem(layers=120, most=48, seed=7)
     size = one.share(share)

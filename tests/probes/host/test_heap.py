@@ -47,7 +47,7 @@ def test_what_malloc_holds_free_goes_back_to_the_system() -> None:
     trim_heap(0)
     before = process_rss().value
     assert before is not None
-    blocks = [torch.ones(64 * 1024 // 4) for _ in range(2000)]  # too small for mappings of their own
+    blocks = [torch.ones(64 * 1024 // 4) for _ in range(4000)]  # too small for mappings of their own
     last = torch.ones(64 * 1024 // 4)  # keeps the heap from shrinking by itself
     del blocks
     held = process_rss().value
