@@ -47,7 +47,7 @@ def test_two_threads_with_a_watch_each_have_a_record_each(unwatched: Tensor) -> 
 
 def test_threads_that_share_a_pipeline_do_not_hear_each_other(pipeline: Any) -> None:
     runs: list[Run] = []
-    ready = threading.Barrier(2)
+    ready = threading.Barrier(2, timeout=60)
 
     def work() -> None:
         with sigmascope.watch(pipeline) as run:
