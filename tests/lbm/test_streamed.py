@@ -57,6 +57,16 @@ def test_result_and_statistics_are_those_of_the_loaded_model(stored: torch.dtype
             assert one.trace == pytest.approx(other.trace, rel=1e-5), (name, side)
 
 
+def test_what_malloc_holds_free_is_given_back_at_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr("sigmascope.lbm.streamed.trim_heap", limits.append)
+    with streamed_lbm(BASE_PATH, CONFIG_PATH, large=SMALL) as model, torch.inference_mode():
+        model(*latent())
+        in_file = [name for name, weight in model.denoiser.named_parameters() if weight.is_meta]
+    assert len(limits) >= len(in_file) > 50
+    assert max(limits) <= 1 << 30
+
+
 def test_nothing_of_a_weight_is_kept_for_the_way_back(tmp_path: Path) -> None:
     held: list[int] = []
 
