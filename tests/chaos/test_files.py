@@ -21,6 +21,7 @@ def specimens(tmp_path_factory: pytest.TempPathFactory) -> list[Specimen]:
     return make_specimens(tmp_path_factory.mktemp("specimens"))
 
 
+@pytest.mark.slow
 def test_each_opener_finds_a_sound_file_right(
     specimens: list[Specimen], monkeypatch: pytest.MonkeyPatch
 ) -> None:

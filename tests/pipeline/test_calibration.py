@@ -99,7 +99,14 @@ def test_no_random_words_without_a_tokenizer_or_a_number() -> None:
         noise_prompts(pipeline, 1)
 
 
-@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux", "wan", "qwen_image"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "sd15",
+        "flux",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "sd3", "wan", "qwen_image")),
+    ],
+)
 def test_a_lora_comes_nearer_to_the_pipeline_that_it_was_made_from(family: str) -> None:
     pipeline = make_pipeline(family)
     tuned = denoiser_of(pipeline)

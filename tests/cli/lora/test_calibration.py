@@ -201,6 +201,7 @@ def test_neither_the_model_nor_the_statistics_are_written_over(sigmascope: Run) 
     assert Path("model.safetensors").read_bytes() == TUNED_PATH.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_extraction_calibrates_itself_as_the_two_commands_do(sigmascope: Run, tiny: Path) -> None:
     Path("scenes").mkdir()
     scene(101).resize((64, 64)).save("scenes/101.png")
