@@ -131,7 +131,7 @@ def test_blocks_that_are_computed_twice_give_the_same(sigmascope: Run) -> None:
 def test_on_the_cpu_an_lbm_always_computes_blocks_twice_and_gives_the_same(
     sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpointed = []
+    checkpointed: list[object] = []
     for name in ("a", "b"):
         with monkeypatch.context() as patched:
             if name == "b":
