@@ -63,8 +63,13 @@ def test_what_malloc_holds_free_goes_back_to_the_system() -> None:
 
 
 def test_trimming_does_nothing_where_malloc_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
     def missing() -> None:
+        asked.append("mallinfo2")
         raise AttributeError("undefined symbol: mallinfo2")
 
     monkeypatch.setattr(memory, "_mallinfo2", missing)
+    monkeypatch.setattr(ctypes, "CDLL", asked.append)
     trim_heap(0)
+    assert asked == ["mallinfo2"]
