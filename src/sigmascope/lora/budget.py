@@ -17,10 +17,11 @@ No layer is decomposed further than the outcome needs: the search says which unk
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -40,6 +41,11 @@ __all__ = ["Allocation", "Budget", "StorageCost"]
 _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
 _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
+_AHEAD: Final = 1.5  # times those known, values to compute next where ranks are even
+_MEASURED_UP_TO: Final = (
+    16 << 20
+)  # of more bytes, what the header was thought to take and does not is below 0.1 %
+_FITTINGS: Final = 3  # of the room that is left: with more values an offset may have a digit more
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
@@ -55,6 +61,7 @@ WEIGHT_FOR: Final = "--weight_for"
 BUDGET_WEIGHTS: Final = "--budget_weights"
 RELATIVE: Final = "relative"
 PLAIN: Final = "plain"
+_ONE_STEP: Final = frozenset({"lbm"})  # families that make a picture in one step
 Weights = tuple[tuple[str, float], ...]
 """(pattern, weight); of several patterns that match a layer, the last wins."""
 
@@ -144,6 +151,8 @@ class StorageCost:
         numbers: Gives how many numbers one rank of a layer of that shape takes.
         offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
         rounding: What rounding to storage precision adds: its share of ‖up·down‖, as a fraction.
+        measure: Gives the size of a file of these ranks; without it, what the header was thought to take and does not
+            stays free.
     """
 
     value_bytes: int
@@ -152,6 +161,7 @@ class StorageCost:
     numbers: Callable[[str, Sequence[int]], int] = plain_numbers
     offset_digits: int = 12
     rounding: float = 0.0
+    measure: Callable[[Mapping[str, int]], int] | None = None
 
     @classmethod
     def of(
@@ -236,7 +246,7 @@ class Budget:
         max_rank: No layer gets more.
         max_conv_rank: The same for convolutions; `max_rank` when left out.
         min_rank: No layer that changed gets less; 0 lets layers go that bring too little for their bytes. None is 0,
-            and the `floor` of a caller that knows one.
+            but where ranks are asked to be even.
 
     Raises:
         ConfigError: Neither or both limits, or a value that makes no sense.
@@ -273,7 +283,8 @@ class Budget:
         storage: StorageCost,
         pinned: Mapping[str, int] | None = None,
         layer_weights: Mapping[str, float] | None = None,
-        floor: int = 0,
+        *,
+        even: bool = False,
     ) -> Allocation:
         """Choose the rank of every layer.
 
@@ -285,29 +296,70 @@ class Budget:
                 singular value needs to be known.
             layer_weights: How much the squared error of each layer counts, on top of `weights`; once where it is
                 not here.
-            floor: Rank that each layer gets first, if `min_rank` is None and there is room for it.
+            even: All layers get one rank, and some of them, the best, one more; for a budget without a `min_rank`.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
         """
-        if floor > 0 and self.min_rank is None:
-            caps = [cap for cap in (self.max_rank, self.max_conv_rank) if cap is not None]
-            try:
-                spread = replace(self, min_rank=min(floor, *caps) if caps else floor)
-                return spread.allocate(spectra, storage, pinned, layer_weights)
-            except ConfigError:
-                pass  # pinned layers took the room
-        pinned, beside = pinned or {}, layer_weights or {}
-        storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
-        contestants = [
-            self._contestant(
-                layer, spectrum, storage, pinned, weight_of(layer, self.weights) * beside.get(layer, 1.0)
+
+        def choose(cost: StorageCost) -> Allocation:
+            return self._choose(spectra, cost, pinned or {}, layer_weights or {}, even=even)
+
+        return choose(storage) if self.max_bytes is None else _filled(choose, storage, self.max_bytes)
+
+    def _choose(
+        self,
+        spectra: Mapping[str, Spectrum],
+        storage: StorageCost,
+        pinned: Mapping[str, int],
+        layer_weights: Mapping[str, float],
+        *,
+        even: bool,
+    ) -> Allocation:
+        """`allocate` at an estimated cost."""
+        weights = {layer: weight_of(layer, self.weights) * layer_weights.get(layer, 1.0) for layer in spectra}
+
+        def between(least: int, most: int | None) -> Allocation:
+            contestants = [
+                self._contestant(layer, spectrum, storage, pinned, weights[layer], least, most)
+                for layer, spectrum in spectra.items()
+            ]
+            return allocate(
+                BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
             )
-            for layer, spectrum in spectra.items()
-        ]
-        return allocate(
-            BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
-        )
+
+        if even and self.min_rank is None:
+            return self._evenly(between, spectra)
+        return between(self.min_rank or 0, None)
+
+    def _evenly(
+        self, between: Callable[[int, int], Allocation], spectra: Mapping[str, Spectrum]
+    ) -> Allocation:
+        """The highest rank of all layers that a size holds, or the lowest that with one more in some meets an error."""
+
+        @cache
+        def with_rank(rank: int) -> Allocation | ConfigError:
+            try:
+                return between(rank, rank + 1)
+            except ConfigError as error:
+                return error
+
+        highest = max((spectrum.largest_rank for spectrum in spectra.values()), default=0)
+        if self.max_bytes is not None:
+            ranks = range(1, highest + 1)
+            # How many do fit is the last of them, too.
+            chosen = with_rank(bisect_left(ranks, True, key=lambda rank: not _is_met(with_rank(rank))))
+        else:
+            chosen = with_rank(bisect_left(range(highest), True, key=lambda rank: _is_met(with_rank(rank))))
+        if isinstance(chosen, ConfigError):
+            raise chosen
+        # One more of each, as they ask for, would take a round for each rank.
+        ahead = {layer: math.ceil(_AHEAD * spectra[layer].known) for layer in chosen.wanted}
+        wanted = {
+            layer: max(asked, min(ahead[layer], self._cap(spectra[layer].weight_shape)))
+            for layer, asked in chosen.wanted.items()
+        }
+        return replace(chosen, wanted=wanted)
 
     def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
         """How many singular values of each layer to compute first.
@@ -322,24 +374,11 @@ class Budget:
         guess = _FIRST_GUESS if one_rank is None else max(math.floor(2 * one_rank), _LEAST_GUESS)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
 
-    def floor(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> int:
-        """Three quarters of the one rank for all layers that would fill the file; 0 for an error.
-
-        Weights alone do not say what a model does with them: of two trained pipelines that sample in many steps, ranks
-        that layers competed for freely gave pictures up to 4.5 dB worse than one rank for all. With this floor they
-        come within a dB of it where they lose, and keep most of what they win (`benchmarks/lora_pictures.py`).
-
-        Args:
-            shapes: Weight shapes by layer.
-            storage: What the values and modules take.
-        """
-        one_rank = self._one_rank(shapes, storage)
-        return 0 if one_rank is None else min(round(0.75 * one_rank), math.floor(one_rank))
-
     def _one_rank(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> float | None:
         """The rank for all layers that would fill the file, were none of them capped; None for an error."""
         if self.max_bytes is None:
             return None
+        storage = storage.within(self.max_bytes)
         modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
         one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
         return max(self.max_bytes - storage.empty_bytes - modules, 0) / max(one_rank, 1)
@@ -379,17 +418,20 @@ class Budget:
         storage: StorageCost,
         pinned: Mapping[str, int],
         weight: float,
+        least: int,
+        most: int | None,
     ) -> BudgetLayer:
         shape = spectrum.weight_shape
         if pinned.get(layer, 0) >= spectrum.largest_rank:
             spectrum = _known_to_the_end(spectrum)
-        most = spectrum.significant if spectrum.complete else spectrum.largest_rank
-        cap = min(pinned.get(layer, self._cap(shape)), most)
+        there = spectrum.significant if spectrum.complete else spectrum.largest_rank
+        limit = self._cap(shape) if most is None else min(self._cap(shape), most)
+        cap = min(pinned.get(layer, limit), there)
         return BudgetLayer(
             layer=layer,
             spectrum=spectrum,
             weight=weight,
-            floor=cap if layer in pinned else min(self.min_rank or 0, cap),
+            floor=cap if layer in pinned else min(least, cap),
             cap=cap,
             rank_bytes=storage.rank_bytes(layer, shape),
             module_bytes=storage.module_bytes(layer, shape),
@@ -538,6 +580,29 @@ def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
     return Spectrum(
         torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
     )
+
+
+def _is_met(allocation: Allocation | ConfigError) -> bool:
+    return isinstance(allocation, Allocation)
+
+
+def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:
+    """Choose again with the room that the header does not take after all, as long as the file keeps its size."""
+    storage = storage.within(max_bytes)
+    allocation = choose(storage)
+    if storage.measure is None or allocation.wanted or max_bytes > _MEASURED_UP_TO:
+        return allocation
+    size = storage.measure(allocation.ranks)
+    free = allocation.bytes - size
+    allocation = replace(allocation, bytes=size)
+    for _ in range(_FITTINGS):
+        fitted = choose(replace(storage, fixed_bytes=storage.fixed_bytes - free))
+        if fitted.wanted:
+            return fitted
+        if (size := storage.measure(fitted.ranks)) <= max_bytes:
+            return replace(fitted, bytes=size)
+        free -= size - fitted.bytes
+    return allocation
 
 
 def allocate(
@@ -823,6 +888,21 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
                 f"{BUDGET_WEIGHTS} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more."
             )
     return {layer: float(weight) for layer, weight in given.items()}
+
+
+def asks_for_even_ranks(weighing: str, family: str, *, has_statistics: bool) -> bool:
+    """Whether nothing is known that would justify ranks far from even.
+
+    Weights alone do not say what a model does with them. Of one that makes its picture in one step, ranks that layers
+    compete for gave pictures 3 to 5 dB better than one rank for all; of two that sample in many steps, up to 4.5 dB
+    worse (`benchmarks/lora_pictures.py`).
+
+    Args:
+        weighing: As `--budget_weights`.
+        family: Of the model, as `ModelLayout.family`.
+        has_statistics: Whether statistics weigh the errors.
+    """
+    return weighing == RELATIVE and not has_statistics and family not in _ONE_STEP
 
 
 def weight_of(layer: str, weights: Weights) -> float:

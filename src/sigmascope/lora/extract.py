@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.alignment import joined_sizes
 from sigmascope.lora.budget import StorageCost, file_weights
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import (
     BASE_FINGERPRINT,
     TUNED_FINGERPRINT,
@@ -129,7 +131,7 @@ def extract_lora(
         metadata = extraction_metadata(pair, options, statistics)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
         extraction = Extraction(pair, options, journal, device, progress, statistics)
-        layers = extraction.run(storage_cost(lora_format, pair, options, metadata, diffs))
+        layers = extraction.run(storage_cost(lora_format, pair, options, metadata, diffs, target.name))
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         report = replace(report, weighted_error=extraction.weighted_error(layers))
@@ -290,8 +292,9 @@ def storage_cost(
     options: ExtractOptions,
     metadata: Mapping[str, str],
     diffs: Iterable[str] = (),
+    name: str = "lora.safetensors",
 ) -> StorageCost:
-    """What factors take in the file, never too little.
+    """What factors take in the file, never too little; it measures while the checkpoints are open.
 
     A format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
     layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down` of
@@ -303,6 +306,7 @@ def storage_cost(
         options: Precision.
         metadata: Texts for the header.
         diffs: Keys of tensors whose change is stored whole.
+        name: Of the file.
     """
     lora_format, layout, blocks = format_named(format), pair.layout, blocks_of_model(pair.layers, pair.layout)
     divides = lora_format.naming(layout.family) == "diffusers"
@@ -329,12 +333,15 @@ def storage_cost(
         sizes = {part: pair.shape(start + part)[0] for part in row.parts if start + part in layers}
         return sum(joined_sizes(sizes, row, inner)) + inner
 
-    return StorageCost.of(
+    cost = StorageCost.of(
         options.storage_dtype,
         metadata,
         other_bytes=other,
         names=lambda layer: lora_format.keys_for(layer, layout, blocks),
         numbers=numbers,
+    )
+    return replace(
+        cost, measure=lambda ranks: _measured_size(name, format, pair, ranks, options, metadata, diffs)
     )
 
 
@@ -364,24 +371,57 @@ def write_extracted(
         WriteError: The target cannot be written.
         NonFiniteError: A change does not fit the storage precision.
     """
-    reader = LayerReader(pair, _CPU)
-    writer = LoraWriter(
+    reader, dtype = LayerReader(pair, _CPU), options.storage_dtype
+    kept = [layer for layer, decomposed in layers.items() if decomposed.rank > 0]
+    with _writer(target, format, pair, kept, options, metadata) as writer:
+        for layer in kept:
+            writer.write(layer, read_factors(journal, reader, layer, layers[layer], dtype))
+        for key in diffs:
+            writer.write_diff(key, pair.change(key, _CPU).delta)
+
+
+def _writer(
+    target: Path,
+    format: FormatName,
+    pair: CheckpointPair,
+    layers: Sequence[str],
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+) -> LoraWriter:
+    return LoraWriter(
         target,
         format=format,
         layout=pair.layout,
         metadata=metadata,
-        expected=[layer for layer, decomposed in layers.items() if decomposed.rank > 0],
+        expected=layers,
         model_layers=pair.layers,
         dtype=options.storage_dtype,
         compact=options.budget is not None,
     )
-    with writer:
-        for layer, decomposed in layers.items():
-            if decomposed.rank > 0:
-                dtype = options.storage_dtype
-                writer.write(layer, read_factors(journal, reader, layer, decomposed, dtype))
-        for key in diffs:
-            writer.write_diff(key, pair.change(key, _CPU).delta)
+
+
+def _measured_size(
+    name: str,
+    format: FormatName,
+    pair: CheckpointPair,
+    ranks: Mapping[str, int],
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+    diffs: Iterable[str],
+) -> int:
+    """The size of a file of these ranks, found by writing one of zeros."""
+    kept = [layer for layer in pair.layers if ranks.get(layer, 0) > 0]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        with _writer(file, format, pair, kept, options, metadata) as writer:
+            for layer in kept:
+                shape, rank = pair.shape(layer), ranks[layer]
+                rows, columns = matrix_shape(shape)
+                up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
+                writer.write(layer, LoraFactors(up, down, float(rank), shape))
+            for key in diffs:
+                writer.write_diff(key, torch.zeros(pair.base.info(key).shape))
+        return file.stat().st_size
 
 
 def _refuse_nothing(

@@ -26,6 +26,7 @@ from sigmascope.lora.budget import (
     Budget,
     StorageCost,
     Weights,
+    asks_for_even_ranks,
     file_weights,
     refuse_storage,
     require_weighing,
@@ -261,9 +262,11 @@ class Extraction:
                 if record.reason not in (None, "unchanged")
             }
         weights = layer_weights(self._options, records)
-        competing = {layer: shape for layer, shape in shapes.items() if not rules.is_excluded(layer)}
-        knows_only_weights = self._options.statistics is None and self._options.budget_weights == RELATIVE
-        floor = budget.floor(competing, storage) if knows_only_weights else 0
+        even = asks_for_even_ranks(
+            self._options.budget_weights,
+            self._pair.layout.family,
+            has_statistics=self._options.statistics is not None,
+        )
         number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {
@@ -272,7 +275,7 @@ class Extraction:
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
             try:
                 allocation = allowed.allocate(
-                    spectra, storage, fixed | dict.fromkeys(lost, 0), weights, floor
+                    spectra, storage, fixed | dict.fromkeys(lost, 0), weights, even=even
                 )
             except ConfigError:
                 if budget.max_error is None or allowed is budget:

@@ -257,6 +257,7 @@ def merge_loras(
                 storage=output.storage(
                     changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
                 ),
+                family=changes.united.layout.family,
                 has_metric=metrics is not None,
             )
             vectors = ((name, DiffChange({"diff": changes.combined(name)})) for name in changes.vectors)

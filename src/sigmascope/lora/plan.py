@@ -5,7 +5,7 @@ extraction would store, so that the error of every rank and every budget is know
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from os import PathLike
@@ -15,7 +15,7 @@ from typing import Any, Final
 from sigmascope import svg
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.budget import Budget, StorageCost, asks_for_even_ranks
 from sigmascope.lora.extract import extraction_metadata, resolve_format, statistics_for, storage_cost
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -38,6 +38,7 @@ from sigmascope.units import format_size
 _DEEPER: Final = 2  # a budget gives some layers more than the fixed rank of the same bytes
 _POINTS: Final = 32  # of the curve
 _BELOW: Final = 8  # the curve begins at this part of rank 1's bytes
+_ANY_SIZE: Final = 1 << 30  # for the header of a file of one rank, which tells none
 _LAYERS: Final = 10  # that are named
 
 # The picture, in pixels.
@@ -169,22 +170,28 @@ def plan_lora(
     with open_pair(base, tuned, options.pairing) as pair:
         statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
         records = _decomposed(pair, options, statistics, _DEEPER * most_rank, progress)
-        # As of a budget, whose header is longer.
-        limited = replace(options, budget=Budget(max_bytes=1 << 30))
-        metadata = extraction_metadata(pair, limited, statistics)
-        storage = storage_cost(resolve_format(options, pair), pair, limited, metadata)
-    if not records:
-        raise ModelMismatchError(
-            f"{base} and {tuned} hold the same weights in all layers that are wanted: there is nothing to plan.",
-            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+        format = resolve_format(options, pair)
+
+        def storage(size: int) -> StorageCost:
+            limited = replace(options, budget=Budget(max_bytes=size))
+            return storage_cost(format, pair, limited, extraction_metadata(pair, limited, statistics))
+
+        even = asks_for_even_ranks(
+            options.budget_weights, pair.layout.family, has_statistics=statistics is not None
         )
-    weights = layer_weights(options, records)
-    sizes = _Sizes(records, storage, weights, _DEEPER * most_rank)
-    fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
-    smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
-    steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
-    curve = tuple(sizes.within([math.ceil(step) for step in steps]))
-    knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
+        if not records:
+            raise ModelMismatchError(
+                f"{base} and {tuned} hold the same weights in all layers that are wanted: there is nothing to plan.",
+                hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+            )
+        weights = layer_weights(options, records)
+        sizes = _Sizes(records, storage, weights, _DEEPER * most_rank, even=even)
+        fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
+        smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
+        steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+        curve = tuple(sizes.within([math.ceil(step) for step in steps]))
+        at_fixed = tuple(sizes.within([one.bytes for one in fixed]))
+        knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
     shares = {layer: weights.get(layer, 1.0) * record.weighted_norm**2 for layer, record in records.items()}
     largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]
     return LoraPlan(
@@ -192,7 +199,7 @@ def plan_lora(
         tuned=Path(tuned),
         statistics=options.statistics,
         fixed=fixed,
-        budget=tuple(sizes.within([one.bytes for one in fixed])),
+        budget=at_fixed,
         curve=curve,
         knee=knee,
         layers=tuple(
@@ -235,19 +242,23 @@ class _Sizes:
 
     Args:
         records: Of all layers.
-        storage: What factors take in the file.
+        storage: What factors take in a file of a size, which its header tells.
         weights: How much each layer's squared error counts.
         most: No layer's rank is known beyond it.
+        even: Whether the best ranks are near one rank for all; see `Budget.allocate`.
     """
 
     def __init__(
         self,
         records: Mapping[str, LayerRecord],
-        storage: StorageCost,
+        storage: Callable[[int], StorageCost],
         weights: Mapping[str, float],
         most: int,
+        *,
+        even: bool,
     ) -> None:
         self._records, self._storage, self._weights, self._most = records, storage, weights, most
+        self._even = even
         self._shapes = {layer: record.shape for layer, record in records.items()}
         self._spectra = {layer: record.spectrum for layer, record in records.items()}
 
@@ -255,17 +266,17 @@ class _Sizes:
         """One rank for all layers."""
         same = FixedRank(rank, rank)
         ranks = {layer: same.rank_for(shape) for layer, shape in self._shapes.items()}
-        size = self._storage.file_bytes(ranks, self._shapes)
-        return self._planned(rank, self._storage.within(size).file_bytes(ranks, self._shapes), ranks)
+        storage = self._storage(_ANY_SIZE)
+        size = storage.file_bytes(ranks, self._shapes)
+        return self._planned(rank, storage.within(size).file_bytes(ranks, self._shapes), ranks)
 
     def within(self, sizes: Sequence[int]) -> Iterator[PlannedLora]:
         """The best ranks for each size; none for one that holds nothing."""
         for size in sizes:
             budget = Budget(max_bytes=size, max_rank=self._most)
             try:
-                floor = budget.floor(self._shapes, self._storage) if self._weights else 0
                 chosen = budget.allocate(
-                    self._spectra, self._storage, layer_weights=self._weights, floor=floor
+                    self._spectra, self._storage(size), layer_weights=self._weights, even=self._even
                 )
             except ConfigError:
                 continue

@@ -32,6 +32,7 @@ from sigmascope.lora.budget import (
     RELATIVE,
     Budget,
     StorageCost,
+    asks_for_even_ranks,
     file_weights,
     require_weighing,
     weight_of,
@@ -381,6 +382,7 @@ def resize_lora(
                 storage=output.storage(
                     dtype, {name: 4 * layers.facts_of(name).parameters for name in carried}
                 ),
+                family=aligned.layout.family,
                 has_metric=metrics is not None,
             )
             unchanged = ((name, layers.changes[name]) for name in carried)
@@ -515,6 +517,7 @@ class Resizer:
         load: Reads one module; safe to call from threads.
         plan: How much rank there is.
         storage: What a module takes in the file that is written.
+        family: Of the model that the changes are for.
         has_metric: Whether statistics weigh the errors of what `load` gives.
     """
 
@@ -523,6 +526,7 @@ class Resizer:
     load: Load
     plan: RankPlan
     storage: StorageCost
+    family: str = "unknown"
     has_metric: bool = False
 
     def run(self, progress: Progress) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
@@ -566,8 +570,7 @@ class Resizer:
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)
-        knows_only_weights = not self.has_metric and self.plan.budget_weights == RELATIVE
-        floor = budget.floor(shapes, self.storage) if knows_only_weights else 0
+        even = asks_for_even_ranks(self.plan.budget_weights, self.family, has_statistics=self.has_metric)
         if weigh is not None:
             budget = replace(budget, weights=())  # counted in the weights
         spectra: dict[str, Spectrum] = {}
@@ -584,7 +587,7 @@ class Resizer:
                 if weigh is None
                 else {name: weigh(name, sqrt(spectrum.total_energy)) for name, spectrum in spectra.items()}
             )
-            allocation = budget.allocate(spectra, self.storage, pinned, weights, floor)
+            allocation = budget.allocate(spectra, self.storage, pinned, weights, even=even)
             wanted = allocation.wanted
         return allocation.ranks
 

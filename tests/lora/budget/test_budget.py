@@ -1,11 +1,13 @@
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sigmascope.errors import ConfigError
 from sigmascope.lora.budget import Allocation, Budget, StorageCost
 from sigmascope.lora.linalg import Spectrum
 
@@ -236,11 +238,71 @@ def test_all_layers_of_a_full_size_model_fill_their_budget() -> None:
     assert 0.98 * 100 * 2**20 < factors < 100 * 2**20
 
 
-def test_a_floor_is_for_budgets_that_set_no_least_rank_and_have_room_for_it() -> None:
-    floored = Budget(max_bytes=5_000).allocate(spectra(), FREE, floor=2)
-    assert floored.ranks == Budget(max_bytes=5_000, min_rank=2).allocate(spectra(), FREE).ranks
-    assert floored.ranks != Budget(max_bytes=5_000).allocate(spectra(), FREE).ranks
-    free = Budget(max_bytes=5_000, min_rank=0).allocate(spectra(), FREE, floor=2)
+@pytest.mark.parametrize("size", [1_500, 3_000, 5_000, 9_000])
+def test_even_ranks_differ_by_one_at_most_and_use_the_size(size: int) -> None:
+    ranks = Budget(max_bytes=size).allocate(spectra(), FREE, even=True).ranks
+    free = {layer: rank for layer, rank in ranks.items() if rank < spectra()[layer].largest_rank}
+    least = min(free.values())
+    assert set(free.values()) <= {least, least + 1}
+    cost = FREE.within(size)
+    assert cost.file_bytes(ranks, LAYERS) <= size
+    more = {layer: min(least + 1, spectrum.largest_rank) for layer, spectrum in spectra().items()}
+    assert cost.file_bytes(more, LAYERS) > size  # else all could have one more
+    cheapest = min(cost.rank_bytes(layer, LAYERS[layer]) for layer in free if free[layer] == least)
+    module = max(cost.module_bytes(layer, LAYERS[layer]) for layer in LAYERS) if least == 0 else 0
+    assert size - cost.file_bytes(ranks, LAYERS) < cheapest + module
+
+
+@pytest.mark.parametrize("error", [0.05, 0.2, 0.6])
+def test_even_ranks_are_the_lowest_that_meet_an_error(error: float) -> None:
+    ranks = Budget(max_error=error).allocate(spectra(), FREE, even=True).ranks
+    highest = max(ranks.values())
+    assert all(rank in {highest, highest - 1, spectra()[layer].largest_rank} for layer, rank in ranks.items())
+    assert math.sqrt(discarded(ranks) / TOTAL) <= error
+    lower = {layer: min(highest - 1, spectrum.largest_rank) for layer, spectrum in spectra().items()}
+    assert math.sqrt(discarded(lower) / TOTAL) > error
+
+
+@pytest.mark.parametrize("limit", [{"max_bytes": 5_000}, {"max_error": 0.2}])
+def test_even_ranks_ask_for_values_until_they_are_those_of_whole_spectra(limit: dict[str, float]) -> None:
+    budget = Budget(**limit)  # type: ignore[arg-type] # one is an int
+    counts = dict.fromkeys(LAYERS, 1)
+    for _ in range(20):
+        allocation = budget.allocate(spectra(counts), FREE, even=True)
+        if not allocation.wanted:
+            break
+        assert all(counts[layer] < more for layer, more in allocation.wanted.items())
+        counts |= allocation.wanted
+    assert allocation.ranks == budget.allocate(spectra(), FREE, even=True).ranks
+
+
+def test_even_ranks_are_for_budgets_without_a_least_rank_and_keep_limits_and_pins() -> None:
+    free = Budget(max_bytes=5_000, min_rank=0).allocate(spectra(), FREE, even=True)
     assert free.ranks == Budget(max_bytes=5_000).allocate(spectra(), FREE).ranks
-    tight = Budget(max_bytes=1_500).allocate(spectra(), FREE, floor=4)  # four of each take more
-    assert tight.ranks == Budget(max_bytes=1_500).allocate(spectra(), FREE).ranks
+    limited = Budget(max_bytes=9_000, max_rank=6, max_conv_rank=2).allocate(spectra(), FREE, even=True).ranks
+    assert limited == {"down.attn": 6, "mid.conv": 2, "up.attn": 6, "up.conv_out": 2}
+    pinned = Budget(max_bytes=5_000).allocate(spectra(), FREE, {"down.attn": 12}, even=True).ranks
+    assert pinned["down.attn"] == 12
+    assert max(pinned[layer] for layer in LAYERS if layer != "down.attn") < 12
+    with pytest.raises(ConfigError, match="--max_size"):
+        Budget(max_bytes=300).allocate(spectra(), FREE, even=True)
+    with pytest.raises(ConfigError, match="--max_error"):
+        Budget(max_error=0.05, max_rank=1).allocate(spectra(), FREE, even=True)
+
+
+def test_room_that_the_header_does_not_take_is_used_where_the_file_can_be_measured() -> None:
+    def real(ranks: Mapping[str, int]) -> int:
+        return FREE.within(5_000).file_bytes(ranks, LAYERS) - 700
+
+    budget, measured = Budget(max_bytes=5_000), replace(FREE, measure=real)
+    loose, full = budget.allocate(spectra(), FREE).ranks, budget.allocate(spectra(), measured).ranks
+    assert full == Budget(max_bytes=5_700).allocate(spectra(), FREE).ranks
+    assert real(loose) < real(full) <= 5_000
+
+
+def test_a_file_that_is_larger_than_was_reckoned_with_loses_values_until_it_fits() -> None:
+    def real(ranks: Mapping[str, int]) -> int:
+        return FREE.within(5_000).file_bytes(ranks, LAYERS) + 400
+
+    full = Budget(max_bytes=5_000).allocate(spectra(), replace(FREE, measure=real)).ranks
+    assert 4_500 < real(full) <= 5_000

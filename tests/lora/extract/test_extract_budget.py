@@ -474,14 +474,42 @@ def test_a_change_that_float16_cannot_hold_within_the_error_is_refused(tmp_path:
     assert not (tmp_path / "lora.safetensors").exists()
 
 
-def test_by_default_each_layer_gets_three_quarters_of_the_one_rank_of_these_bytes(models: Models) -> None:
-    size = extract(models, rank=4, conv_rank=4).file_bytes + 200  # the header says a little more
-    shared = ranks(extract(models, budget_weights="relative", budget=Budget(max_bytes=size)))
-    free = ranks(extract(models, budget_weights="relative", budget=Budget(max_bytes=size, min_rank=0)))
-    assert set(shared) == set(deltas(models))
-    assert min(shared.values()) == 3
-    assert len(set(shared.values())) > 1  # the last quarter is competed for
-    assert min(free.get(layer, 0) for layer in shared) < 3
+def sd3_named(models: Models, folder: Path) -> Models:
+    """The same weights as those of a model that samples in many steps."""
+    named = {f"transformer_blocks.{index}.attn.to_q": layer for index, layer in enumerate(LAYERS)}
+    marks = {
+        "pos_embed.proj.weight": torch.ones(4, 4, 2, 2),
+        "context_embedder.weight": torch.ones(4, 4),
+        "transformer_blocks.0.norm1_context.linear.weight": torch.ones(4, 4),
+    }
+    files = [load_file(path) for path in models]
+    renamed = [
+        {f"{new}.weight": file[f"{old}.weight"] for new, old in named.items()} | marks for file in files
+    ]
+    folder.mkdir()
+    return save_models(folder, *renamed)
+
+
+def test_by_default_a_model_of_many_steps_gets_even_ranks_and_one_of_a_single_step_does_not(
+    models: Models, tmp_path: Path
+) -> None:
+    for_steps = sd3_named(models, tmp_path / "steps")
+    size = extract(models, rank=4, conv_rank=4).file_bytes
+    for limit in ({"max_bytes": size}, {"max_error": 0.3}):
+        even = ranks(extract(for_steps, budget_weights="relative", budget=Budget(**limit)))
+        whole = {
+            f"transformer_blocks.{i}.attn.to_q": min(d.shape) for i, d in enumerate(deltas(models).values())
+        }
+        cut = {rank for layer, rank in even.items() if rank < whole[layer]}
+        assert max(cut) - min(cut) <= 1
+        for options in (
+            {"budget": Budget(**limit, min_rank=0)},
+            {"budget": Budget(**limit), "budget_weights": "plain"},
+        ):
+            free = set(ranks(extract(for_steps, **{"budget_weights": "relative"} | options)).values())
+            assert max(free) - min(free) > 2
+        one_step = set(ranks(extract(models, budget_weights="relative", budget=Budget(**limit))).values())
+        assert max(one_step) - min(one_step) > 2
 
 
 def test_by_default_an_error_counts_by_the_size_of_its_layer_s_weight(models: Models) -> None:

@@ -31,6 +31,7 @@ def run(modules: Mapping[str, LoraFactors], plan: RankPlan) -> Reduced:
         load=lambda name, wanted: truncatable(modules[name], wanted, torch.float32),
         plan=plan,
         storage=StorageCost.of(torch.float32),
+        family="lbm",  # whose singular values compete
     )
     results = list(reduction.run(no_progress))
     assert [result.name for result, _ in results] == list(modules)
