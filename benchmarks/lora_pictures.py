@@ -1,6 +1,7 @@
 """How near a LoRA's pictures are to the tuned model's, by the bytes of its file and by how its ranks were chosen.
 
     PYTHONPATH=. python benchmarks/lora_pictures.py [--models lbm unet mmdit] [--ranks 2 4 8 16] [--json] [--plot FILE]
+    PYTHONPATH=. python benchmarks/lora_pictures.py --ways "budget, relative" statistics
     PYTHONPATH=. python benchmarks/lora_pictures.py --rows FILE ... [--plot FILE]
 
 Three trained models, each with a fine-tune of another look: the pocket LBM, which translates a picture in one step, and
@@ -24,7 +25,8 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="of calibration")
     parser.add_argument("--fit_steps", type=int, default=400, help="of the optimizer, in each fit")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument(
+        "--ways", nargs="+", help="of choosing ranks, as the tables call them; all when left out"
+    )
     parser.add_argument("--json", action="store_true", help="rows in place of tables")
     parser.add_argument("--plot", type=Path, help="draw bytes against PSNR into this file; needs matplotlib")
     parser.add_argument("--rows", type=Path, nargs="+", help="show what --json printed, and measure nothing")
@@ -237,7 +242,12 @@ def main() -> int:
             else:
                 half, twice = max(1, asked.inputs // 2), 2 * asked.calibration
                 pair = PipelinePair(model, Path(folder), half, twice, asked.fit_steps)
-            found = measure(pair, Path(folder), asked.seeds, asked.ranks)
+            makers = Makers(pair, Path(folder), asked.seeds)
+            ways = asked.ways or list(makers.ways)
+            if unknown := [way for way in ways if way not in makers.ways]:
+                parser.error(f"--ways {unknown[0]}: there are {', '.join(makers.ways)}")
+            # A fixed rank is what the others are compared with.
+            found = measure(pair, makers, asked.ranks, list(dict.fromkeys(["fixed rank", *ways])))
         rows += [{"model": model, **row} for row in found]
         if not asked.json:
             print("\n\n".join(tables(model, found)), end="\n\n", flush=True)
@@ -248,75 +258,119 @@ def main() -> int:
     return 0
 
 
-def measure(pair: Pair, folder: Path, seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each rank, way and kind of call."""
+class Makers:
+    """Makes the files of each way to choose ranks, and what they are made from when it is first asked for.
 
-    def extract(name: str, options: ExtractOptions) -> Path:
-        extract_lora(pair.base, pair.tuned, folder / f"{name}.safetensors", options)
-        return folder / f"{name}.safetensors"
+    Args:
+        pair: The models.
+        folder: For the files.
+        seeds: Of calibration.
+    """
 
-    def collected(of: str, seed: int = 0) -> Path | None:
-        started, path = time.perf_counter(), folder / f"statistics-{of}-{seed}.safetensors"
-        found = pair.statistics(of, seed)
-        if found is None:
-            return None
-        found.save(path)
-        print(f"statistics of {of}, {seed}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    def __init__(self, pair: Pair, folder: Path, seeds: int) -> None:
+        self._pair, self._folder, self._seeds = pair, folder, seeds
+        self._made: dict[str, Path | None] = {}
+        self.ways: dict[str, Callable[[int], Sequence[Path | None]]] = {
+            "no LoRA": lambda rank: [None],
+            "fixed rank": lambda rank: [self.fixed(rank)],
+            **{name: partial(self._policy, method) for name, method in POLICIES.items()},
+            "budget, plain": lambda rank: [self._budget(rank, "plain")],
+            "budget, relative": lambda rank: [self._budget(rank, "relative")],
+            "statistics": self._weighted,
+            "statistics of noise": partial(self._weighted, of="noise"),
+            "statistics of the base": partial(self._weighted, of="base"),
+            "statistics, fitted": self._weighted_and_fitted,
+            "budget, fitted on noise": lambda rank: [
+                self._fitted(self._budget(rank, "relative"), "noise", 0)
+            ],
+            "resized, fixed rank": lambda rank: [
+                self._resized(rank, RankPlan(RankRules(FixedRank(rank, rank))))
+            ],
+            "resized, budget": lambda rank: [self._resized(rank, self._whole(rank))],
+            "resized, statistics": lambda rank: [
+                self._resized(rank, self._whole(rank), path) for path in self._statistics("tuned")
+            ],
+        }
+
+    def fixed(self, rank: int) -> Path:
+        """One rank for all layers."""
+        return self._extracted(f"fixed-{rank}", ExtractOptions(rank=rank, conv_rank=rank))
+
+    def _size(self, rank: int) -> int:
+        return self.fixed(rank).stat().st_size
+
+    def _extracted(self, name: str, options: ExtractOptions) -> Path:
+        path = self._folder / f"{name}.safetensors"
+        if not path.exists():
+            extract_lora(self._pair.base, self._pair.tuned, path, options)
         return path
 
-    def fitted(path: Path, of: str, seed: int) -> Path:
-        started, target = time.perf_counter(), path.with_name(f"{path.stem}-fitted.safetensors")
-        pair.fit(path, target, of, seed)
+    def _budget(self, rank: int, weights: str) -> Path:
+        within = Budget(max_bytes=self._size(rank))
+        return self._extracted(f"{weights}-{rank}", ExtractOptions(budget=within, budget_weights=weights))
+
+    def _policy(self, method: str, rank: int) -> Sequence[Path]:
+        """The largest file of the grid that fits."""
+        grid = [
+            self._extracted(f"{method}-{p}", ExtractOptions(rules=RankRules(MethodRank(method, p))))
+            for p in GRID
+        ]
+        fitting = [path for path in grid if path.stat().st_size <= self._size(rank)]
+        return [max(fitting, key=lambda path: path.stat().st_size)] if fitting else []
+
+    def _statistics(self, of: str) -> Sequence[Path]:
+        """Of each calibration seed, or of the first where they are not of the tuned model's inputs; none: no such."""
+        found = [self._collected(of, seed) for seed in range(self._seeds if of == "tuned" else 1)]
+        return [path for path in found if path is not None]
+
+    def _collected(self, of: str, seed: int) -> Path | None:
+        name = f"statistics-{of}-{seed}"
+        if name not in self._made:
+            started, path = time.perf_counter(), self._folder / f"{name}.safetensors"
+            found = self._pair.statistics(of, seed)
+            if found is not None:
+                found.save(path)
+            print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+            self._made[name] = None if found is None else path
+        return self._made[name]
+
+    def _weighted(self, rank: int, of: str = "tuned") -> Sequence[Path]:
+        within = Budget(max_bytes=self._size(rank))
+        return [
+            self._extracted(f"{path.stem}-{rank}", ExtractOptions(budget=within, statistics=path))
+            for path in self._statistics(of)
+        ]
+
+    def _weighted_and_fitted(self, rank: int) -> Sequence[Path]:
+        return [self._fitted(path, "tuned", seed) for seed, path in enumerate(self._weighted(rank))]
+
+    def _fitted(self, path: Path, of: str, seed: int) -> Path:
+        target = path.with_name(f"{path.stem}-fitted.safetensors")
+        started = time.perf_counter()
+        self._pair.fit(path, target, of, seed)
         print(f"{target.stem} on {of}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
         return target
 
-    known = [path for seed in range(seeds) if (path := collected("tuned", seed)) is not None]
-    others = {"noise": collected("noise"), "the base": collected("base")}
-    grids = {
-        name: [extract(f"{method}-{p}", ExtractOptions(rules=RankRules(MethodRank(method, p)))) for p in GRID]
-        for name, method in POLICIES.items()
-    }
-    large = extract("large", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))
+    def _whole(self, rank: int) -> RankPlan:
+        """As many values of any layer as the bytes hold."""
+        return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), Budget(max_bytes=self._size(rank)))
+
+    def _resized(self, rank: int, plan: RankPlan, by: Path | None = None) -> Path:
+        large = self._extracted("large", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))
+        kind = "budget" if plan.budget is not None else "fixed"
+        target = self._folder / f"resized-{rank}-{kind}-{'weights' if by is None else by.stem}.safetensors"
+        resize_lora(large, target, plan, statistics=by)
+        return target
+
+
+def measure(pair: Pair, makers: Makers, ranks: Sequence[int], ways: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each rank, way and kind of call."""
     judged: dict[Path | None, Scores] = {None: pair.score(None)}
     rows: list[dict[str, Any]] = []
     for rank in ranks:
-        fixed = extract(f"fixed-{rank}", ExtractOptions(rank=rank, conv_rank=rank))
-        size = fixed.stat().st_size
-        within = Budget(max_bytes=size)
-
-        def resized(name: str, plan: RankPlan, by: Path | None = None) -> Path:
-            resize_lora(large, folder / f"{name}.safetensors", plan, statistics=by)
-            return folder / f"{name}.safetensors"
-
-        ways: dict[str, Sequence[Path | None]] = {"no LoRA": [None], "fixed rank": [fixed]}
-        for name, grid in grids.items():
-            fitting = [path for path in grid if path.stat().st_size <= size]
-            ways[name] = [max(fitting, key=lambda path: path.stat().st_size)] if fitting else []
-        ways["budget, plain"] = [
-            extract(f"plain-{rank}", ExtractOptions(budget=within, budget_weights="plain"))
-        ]
-        ways["budget, relative"] = [extract(f"relative-{rank}", ExtractOptions(budget=within))]
-        ways["statistics"] = [
-            extract(f"weighted-{rank}-{seed}", ExtractOptions(budget=within, statistics=path))
-            for seed, path in enumerate(known)
-        ]
-        for name, path in others.items():
-            if path is not None:
-                made = extract(f"{name}-{rank}", ExtractOptions(budget=within, statistics=path))
-                ways[f"statistics of {name}"] = [made]
-        fits = {
-            "statistics, fitted": [(path, "tuned", seed) for seed, path in enumerate(ways["statistics"])],
-            "budget, fitted on noise": [(path, "noise", 0) for path in ways["budget, relative"]],
-        }
-        for name, asked in fits.items():
-            ways[name] = [fitted(path, of, seed) for path, of, seed in asked if path is not None]
-        whole = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), within)
-        ways["resized, fixed rank"] = [resized(f"cut-{rank}", RankPlan(RankRules(FixedRank(rank, rank))))]
-        ways["resized, budget"] = [resized(f"cut-budget-{rank}", whole)]
-        ways["resized, statistics"] = [
-            resized(f"cut-weighted-{rank}-{seed}", whole, path) for seed, path in enumerate(known)
-        ]
-        for way, files in ways.items():
+        size = makers.fixed(rank).stat().st_size
+        for way in ways:
+            files = makers.ways[way](rank)
             for path in files:
                 if path not in judged:
                     judged[path] = pair.score(path)
