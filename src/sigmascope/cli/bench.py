@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sigmascope.pipeline.bench import CaseResult, Offload, Subject
     from sigmascope.records.run import Finding, Run
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope bench pocket --repeat 20
@@ -97,6 +98,7 @@ class BenchRequest:
     as_json: AsJson = False
 
 
+@app.command("bench", epilog=EPILOG)
 @option_groups
 def bench(request: BenchRequest) -> None:
     """Measure a pipeline: warm-up, repeats, percentiles, throughput and peak memory.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sigmascope.records.run import Run
 
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope compare before.json after.json
@@ -76,6 +77,15 @@ def _path_argument(help_text: str) -> Any:
     return typer.Argument(help=help_text, show_default=False)
 
 
+class ManyBaselines(TyperCommand):
+    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        return super().parse_args(ctx, repeated(args, "--baseline"))
+
+
+@app.command("compare", cls=ManyBaselines, epilog=EPILOG)
 def compare(
     runs: Annotated[list[Path], _path_argument("Runs: files written by Run.save, or folders of them.")],
     baseline: Annotated[
@@ -255,6 +265,7 @@ def _runs(count: int) -> str:
     return "run" if count == 1 else "runs"
 
 
+@app.command("check", cls=ManyBaselines, epilog=CHECK_EPILOG)
 def check(
     runs: Annotated[list[Path], _path_argument("New runs: files written by Run.save, or folders of them.")],
     baseline: Annotated[
@@ -389,6 +400,7 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     )
 
 
+@app.command("show", epilog=SHOW_EPILOG)
 def show(
     runs: Annotated[
         list[Path] | None,
@@ -560,14 +572,6 @@ def _refuse_copies(runs: "dict[Path, Run]") -> None:
         if twin is not None:
             raise RecordError(path, f"is the same run as {twin}.", hint="Give each run once.")
         namesakes.append(path)
-
-
-class ManyBaselines(TyperCommand):
-    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the option before each of its values."""
-        return super().parse_args(ctx, repeated(args, "--baseline"))
 
 
 def repeated(args: Sequence[str], option: str) -> list[str]:

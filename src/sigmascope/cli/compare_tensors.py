@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
     from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope compare-tensors comfyui.safetensors diffusers.safetensors
@@ -65,6 +66,7 @@ _BEYOND: Final = "#c62828"
 _LIMIT: Final = "#e68a00"
 
 
+@app.command("compare-tensors", epilog=EPILOG)
 def compare_tensors(
     a: Annotated[
         Path, typer.Argument(help="The reference: a dump, or a folder of them.", show_default=False)

@@ -18,13 +18,11 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, compare, compare_tensors, lbm, lora
+from sigmascope.cli import commands_on_demand, lbm, lora
 from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, say
-from sigmascope.cli.lora.validate import print_validation
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
-from sigmascope.records.prompts import check_privacy
 from sigmascope.records.run import KEEP_GENERATIONS
 from sigmascope.units import printable
 
@@ -37,6 +35,15 @@ STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
 app = typer.Typer(
     name="sigmascope",
+    cls=commands_on_demand(
+        {
+            "compare-tensors": "sigmascope.cli.compare_tensors",
+            "bench": "sigmascope.cli.bench",
+            "compare": "sigmascope.cli.compare",
+            "check": "sigmascope.cli.compare",
+            "show": "sigmascope.cli.compare",
+        }
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -48,11 +55,6 @@ app = typer.Typer(
 )
 app.add_typer(lora.app, name="lora")
 app.add_typer(lbm.app, name="lbm")
-app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.compare_tensors)
-app.command("bench", epilog=bench.EPILOG)(bench.bench)
-app.command("compare", cls=compare.ManyBaselines, epilog=compare.EPILOG)(compare.compare)
-app.command("check", cls=compare.ManyBaselines, epilog=compare.CHECK_EPILOG)(compare.check)
-app.command("show", epilog=compare.SHOW_EPILOG)(compare.show)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -171,6 +173,7 @@ def watch(
     _check_script(script, module=module, code=code, sample_hz=sample_hz)
     from sigmascope.integrations.autostart import Settings
     from sigmascope.integrations.launch import launch
+    from sigmascope.records.prompts import check_privacy
 
     check_privacy(prompts)
     settings = Settings(
@@ -368,6 +371,7 @@ def demo(
 
 
 def _print_demo(result: "DemoResult", console: Console) -> None:
+    from sigmascope.cli.lora.validate import print_validation
     from sigmascope.reports import print_run
 
     print_validation(console, result.validation, verbose=False)

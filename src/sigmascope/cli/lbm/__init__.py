@@ -2,22 +2,23 @@
 
 import typer
 
-from sigmascope.cli.lbm import create_base, infer, train
+from sigmascope.cli import commands_on_demand
 
 app = typer.Typer(
+    cls=commands_on_demand(
+        {
+            "create-base": "sigmascope.cli.lbm.create_base",
+            "infer": "sigmascope.cli.lbm.infer",
+            "make-shards": "sigmascope.cli.lbm.train",
+            "serve": "sigmascope.cli.lbm.infer",
+            "train": "sigmascope.cli.lbm.train",
+        }
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Translate pictures with a Latent Bridge Matching model, and make and train such models.",
 )
 
 
 @app.callback()
 def group() -> None:
     """Translate pictures with a Latent Bridge Matching model, and make and train such models."""
-
-
-app.command("create-base", no_args_is_help=True, epilog=create_base.EPILOG)(create_base.create_base)
-app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
-app.command("make-shards", no_args_is_help=True, epilog=train.SHARDS_EPILOG)(train.make_shards)
-app.command("serve", no_args_is_help=True, epilog=infer.SERVE_EPILOG)(infer.serve)
-app.command("train", no_args_is_help=True, epilog=train.EPILOG)(train.train)

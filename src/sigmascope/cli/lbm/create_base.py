@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sigmascope.lbm.base import BaseCheck, BaseReport
     from sigmascope.lbm.config import LbmConfig
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lbm create-base --config_path config.yaml --save_path exact_base.ckpt
@@ -99,6 +100,7 @@ class CreateBaseOptions:
     ] = False
 
 
+@app.command("create-base", no_args_is_help=True, epilog=EPILOG)
 @options.option_groups
 def create_base(options: CreateBaseOptions) -> None:
     """Make the exact base of an LBM from a text-to-image backbone.

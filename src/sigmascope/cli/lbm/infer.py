@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sigmascope.ui.lbm_model import ServedModel
 
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
     "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
@@ -103,6 +104,7 @@ class InferOptions:
     ] = False
 
 
+@app.command("infer", no_args_is_help=True, epilog=EPILOG)
 @options.option_groups
 def infer(options: InferOptions) -> None:
     """Translate a picture, with or without a LoRA, and record every stage.
@@ -345,6 +347,7 @@ SERVE_EPILOG = (
 SERVED, ADDRESS = "Model", "Address"
 
 
+@app.command("serve", no_args_is_help=True, epilog=SERVE_EPILOG)
 def serve(
     base_model_path: Annotated[Path | None, options.base_model_path(SERVED)] = None,
     lora_path: Annotated[

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sigmascope.lbm.training.train import DryRun, TrainReport
 
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
     "Several GPUs: accelerate launch -m sigmascope lbm train --path_config lora_relight.yaml"
@@ -88,6 +89,7 @@ class TrainOptions:
     as_json: Annotated[bool, options.as_json(OUTPUT)] = False
 
 
+@app.command("train", no_args_is_help=True, epilog=EPILOG)
 @options.option_groups
 def train(options: TrainOptions) -> None:
     """Train on pairs of pictures in WebDataset shards, and write LoRA files.
@@ -363,6 +365,7 @@ class MakeShardsOptions:
     as_json: options.AsJson = False
 
 
+@app.command("make-shards", no_args_is_help=True, epilog=SHARDS_EPILOG)
 @options.option_groups
 def make_shards(options: MakeShardsOptions) -> None:
     """Make WebDataset shards of pairs of pictures.

@@ -2,21 +2,29 @@
 
 import typer
 
-from sigmascope.cli.lora import calibration, extract, grid, inspect, merge, plan, validate
+from sigmascope.cli import commands_on_demand
 
 app = typer.Typer(
+    cls=commands_on_demand(
+        {
+            "extract": "sigmascope.cli.lora.extract",
+            "plan": "sigmascope.cli.lora.plan",
+            "statistics": "sigmascope.cli.lora.calibration",
+            "fit": "sigmascope.cli.lora.calibration",
+            "validate": "sigmascope.cli.lora.validate",
+            "grid": "sigmascope.cli.lora.grid",
+            "convert": "sigmascope.cli.lora.merge",
+            "resize": "sigmascope.cli.lora.merge",
+            "merge": "sigmascope.cli.lora.merge",
+            "inspect": "sigmascope.cli.lora.inspect",
+            "diff": "sigmascope.cli.lora.inspect",
+        }
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make LoRAs from fine-tuned models, prove them, and work on them.",
 )
-app.command("extract", epilog=extract.EPILOG)(extract.extract)
-app.command("plan", epilog=plan.EPILOG)(plan.plan)
-app.command("statistics", epilog=calibration.EPILOG)(calibration.statistics)
-app.command("fit", epilog=calibration.FIT_EPILOG)(calibration.fit)
-app.command("validate", epilog=validate.EPILOG)(validate.validate)
-app.command("grid", epilog=grid.EPILOG)(grid.grid)
-app.command("convert", epilog=merge.CONVERT_EPILOG)(merge.convert)
-app.command("resize", epilog=merge.RESIZE_EPILOG)(merge.resize)
-app.command("merge", epilog=merge.EPILOG)(merge.merge)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("diff", epilog=inspect.DIFF_EPILOG)(inspect.diff)
+
+
+@app.callback()
+def group() -> None:
+    """Make LoRAs from fine-tuned models, prove them, and work on them."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _INPUTS = "What it is run on"
 _MODEL = "Model"
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora statistics lbm.safetensors --images photos --save_to stats.safetensors
@@ -178,6 +179,7 @@ class CalibrationFlags:
         }
 
 
+@app.command("statistics", epilog=EPILOG)
 @option_groups
 def statistics(
     *,
@@ -283,6 +285,7 @@ def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
     console.print(following, markup=False, soft_wrap=True)
 
 
+@app.command("fit", epilog=FIT_EPILOG)
 @option_groups
 def fit(
     *,

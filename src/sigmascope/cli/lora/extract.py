@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.extract import ExtractionReport
     from sigmascope.lora.statistics import ModelStatistics
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
@@ -80,6 +81,7 @@ Workers = Annotated[
 ]
 
 
+@app.command("extract", epilog=EPILOG)
 @option_groups
 def extract(
     *,

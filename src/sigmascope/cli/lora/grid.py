@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sigmascope.pipeline.lora_grid import GridCell, LoraGrid
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora grid ./my-pipeline --lora style.safetensors --prompt "a red fox" --scales 0.5,1,1.5
@@ -134,6 +135,7 @@ class GridRequest:
     as_json: AsJson = False
 
 
+@app.command("grid", epilog=EPILOG)
 @option_groups
 def grid(request: GridRequest) -> None:
     """Paint prompts without a LoRA and with each LoRA at each scale, side by side.

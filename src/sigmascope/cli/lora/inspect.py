@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.verdict import LoraVerdict
 
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
 
 
@@ -63,6 +64,7 @@ _HEAT: Final = ((0.0, "#e9f1f7"), (0.5, "#4f9fd0"), (1.0, "#08375c"))
 _UNKNOWN: Final = "#bdbdbd"
 
 
+@app.command("inspect", epilog=EPILOG)
 def inspect(
     lora: Annotated[Path, typer.Argument(help="LoRA file of any format.", show_default=False)],
     full_spectrum: Annotated[
@@ -462,6 +464,7 @@ _TROUBLE = 2
 _VERDICT_STYLE = {"same": "green", "scaled": "yellow", "different": "bold red"}
 
 
+@app.command("diff", epilog=DIFF_EPILOG)
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="LoRA file of any format.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 _LEFT_OUT_WORDS = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
 
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora merge a.safetensors b.safetensors --weights 0.7,0.3 --save_to both.safetensors --rank 32
@@ -71,6 +72,7 @@ class Method(StrEnum):
     DARE = "dare"
 
 
+@app.command("merge", epilog=EPILOG)
 @option_groups
 def merge(
     *,
@@ -276,6 +278,7 @@ sigmascope lora resize big.safetensors small.safetensors --max_size 50MB
 """
 
 
+@app.command("resize", epilog=RESIZE_EPILOG)
 @option_groups
 def resize(
     *,
@@ -406,6 +409,7 @@ _NEXT = {
 _KOHYA_IN_DIFFUSERS = ("sd15", "sd2", "sdxl", "qwen_image")
 
 
+@app.command("convert", epilog=CONVERT_EPILOG)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="LoRA to read, in any format.")],
     target: Annotated[

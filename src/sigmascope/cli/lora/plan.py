@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.extract import ExtractOptions
     from sigmascope.lora.plan import LoraPlan, PlannedLora
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora plan base.safetensors tuned.safetensors
@@ -39,6 +40,7 @@ sigmascope lora plan base.safetensors tuned.safetensors --try 1MB,2MB,4MB --imag
 """
 
 
+@app.command("plan", epilog=EPILOG)
 @option_groups
 def plan(
     *,

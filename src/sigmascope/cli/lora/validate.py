@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport, OutputError
     from sigmascope.lora.validate import Band, BlockError, ModuleError, ValidationReport
 
+app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
 
 sigmascope lora validate --base_model_path base.safetensors --tuned_model_path tuned.safetensors
@@ -88,6 +89,7 @@ class ImageFlags:
     ] = None
 
 
+@app.command("validate", epilog=EPILOG)
 @option_groups
 def validate(
     *,
