@@ -34,6 +34,7 @@ from sigmascope.lora.linalg import (
     Spectrum,
     as_float64,
     at_least_float32,
+    blocked_norm,
     frobenius_norm,
     gram_in_double,
     leading_subspace,
@@ -111,6 +112,7 @@ def decompose(
     rounded: Float[Tensor, "*shape"] | None = None,
     with_spectrum: bool = False,
     metric: LayerMetric | None = None,
+    memory: Float[Tensor, "m n"] | None = None,
 ) -> RoundedFactors:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
 
@@ -131,6 +133,7 @@ def decompose(
         rounded: ΔW in bfloat16, where it is at hand.
         with_spectrum: Decompose at full rank too, to have the singular values.
         metric: In which the error is least; Frobenius norm without.
+        memory: For SᵀΔW·R, of the matrix's shape and dtype, where there is some to use again.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
@@ -140,7 +143,7 @@ def decompose(
     if rank >= max_rank(shape) and not with_spectrum:
         return at_full_rank(delta, dtype, metric)
     if metric is not None:
-        return _decompose_weighted(delta, rank, dtype, metric, norm)
+        return _decompose_weighted(delta, rank, dtype, metric, norm, memory)
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
@@ -159,13 +162,20 @@ def decompose(
 
 
 def _decompose_weighted(
-    delta: Tensor, rank: int, dtype: torch.dtype, metric: LayerMetric, norm: float | None
+    delta: Tensor,
+    rank: int,
+    dtype: torch.dtype,
+    metric: LayerMetric,
+    norm: float | None,
+    memory: Tensor | None,
 ) -> RoundedFactors:
     """`decompose` in a metric."""
     shape = tuple(delta.shape)
     plain = delta.reshape(matrix_shape(shape))
-    work, unit = to_ordinary_scale(metric.weigh(plain))
-    total = frobenius_norm(work) ** 2
+    weighed = metric.weigh(plain, memory)
+    weighed_norm = blocked_norm(weighed)
+    work, unit = to_ordinary_scale(weighed, weighed_norm)
+    total = (weighed_norm / unit) ** 2
     if total == 0.0:
         raise NonFiniteError("its change has no weight in these statistics.")
     left = left_directions(leading_images(work, rank, total_energy=total), rank)
@@ -289,7 +299,7 @@ def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> 
     if abs(exponent) <= _ORDINARY:
         return work, 1.0
     half = exponent // 2
-    return torch.ldexp(work, torch.tensor(-2 * half, device=work.device)), 4.0**half
+    return work * 4.0**-half, 4.0**half
 
 
 def leading_images(

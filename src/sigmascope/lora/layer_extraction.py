@@ -490,6 +490,7 @@ def _decompose(
             rounded=change.rounded,
             with_spectrum=True,
             metric=metric,
+            memory=change.memory,
         )
         if isinstance(policy, int):
             return stored
@@ -553,7 +554,11 @@ class LayerReader:
         elements = math.prod(shape)
         memory = self._threads.memory
         delta = memory.scratch("delta", elements, torch.float32)
-        rounded = memory.scratch("rounded", elements, torch.bfloat16) if self._rounds else None
+        rounded = weighed = None
+        if self._statistics is not None:
+            weighed = memory.scratch("weighed", elements, torch.float32).view(matrix_shape(shape))
+        elif self._rounds:
+            rounded = memory.scratch("rounded", elements, torch.bfloat16)
         base, tuned = (
             side.pieces(key, memory.scratch(name, _PIECE * side.info(key).dtype.itemsize, torch.uint8))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
@@ -569,6 +574,7 @@ class LayerReader:
             math.sqrt(energy),
             math.sqrt(base_energy),
             largest,
+            weighed,
         )
 
     def _as_a_whole(self, layer: str) -> "LayerDelta":
@@ -614,6 +620,7 @@ class LayerDelta:
         delta_norm: ‖ΔW‖, to 10⁻⁷ of itself.
         base_norm: ‖W‖ of the base.
         largest: max |ΔW|.
+        memory: For the change as a metric weighs it, (out, in·kh·kw), where there is some to use again.
     """
 
     delta: Float[Tensor, "*shape"]
@@ -621,6 +628,7 @@ class LayerDelta:
     delta_norm: float
     base_norm: float
     largest: float
+    memory: Float[Tensor, "m n"] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,12 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sigmascope.analysis.diagnostics import (
-    diagnose,
-    find_model_changes,
-    find_stage_findings,
-    find_vae_findings,
-)
 from sigmascope.monitor import peaks
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.monitor.scope import (
@@ -370,13 +364,15 @@ def _open_places(place: Scope) -> Iterator[Scope]:
 
 def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it, or why one of them could not look."""
+    from sigmascope.analysis import diagnostics  # a call that is not watched needs none of it
+
     found: list[Finding] = list(run.findings)
     unavailable = dict(run.unavailable)
     analyses = (
-        ("rules", diagnose),
-        ("model_changes", find_model_changes),
-        ("stages", find_stage_findings),
-        ("vae", find_vae_findings),
+        ("rules", diagnostics.diagnose),
+        ("model_changes", diagnostics.find_model_changes),
+        ("stages", diagnostics.find_stage_findings),
+        ("vae", diagnostics.find_vae_findings),
     )
     for name, analysis in analyses:
         findings, reason = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]

@@ -209,10 +209,10 @@ def statistics(
             help="Layers up to this width keep all their moments, wider ones a diagonal and --rank directions.",
             rich_help_panel=_MODEL,
         ),
-    ] = 1024,
+    ] = 256,
     rank: Annotated[
         int, typer.Option("--rank", help="Directions kept of wider layers.", rich_help_panel=_MODEL)
-    ] = 128,
+    ] = 32,
     as_json: AsJson = False,
 ) -> None:
     """Run a model on a few inputs and keep what its layers do, for extract --statistics.
