@@ -19,6 +19,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -41,7 +42,7 @@ __all__ = ["Allocation", "Budget", "StorageCost"]
 _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
 _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
-_AHEAD: Final = 1.5  # times those known, values to compute next where ranks are even
+_SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread
 _MEASURED_UP_TO: Final = (
     16 << 20
 )  # of more bytes, what the header was thought to take and does not is below 0.1 %
@@ -246,7 +247,7 @@ class Budget:
         max_rank: No layer gets more.
         max_conv_rank: The same for convolutions; `max_rank` when left out.
         min_rank: No layer that changed gets less; 0 lets layers go that bring too little for their bytes. None is 0,
-            but where ranks are asked to be even.
+            but where ranks are to be spread.
 
     Raises:
         ConfigError: Neither or both limits, or a value that makes no sense.
@@ -284,7 +285,7 @@ class Budget:
         pinned: Mapping[str, int] | None = None,
         layer_weights: Mapping[str, float] | None = None,
         *,
-        even: bool = False,
+        spread: bool = False,
     ) -> Allocation:
         """Choose the rank of every layer.
 
@@ -296,14 +297,15 @@ class Budget:
                 singular value needs to be known.
             layer_weights: How much the squared error of each layer counts, on top of `weights`; once where it is
                 not here.
-            even: All layers get one rank, and some of them, the best, one more; for a budget without a `min_rank`.
+            spread: Each layer first gets seven eighths, rounded up, of the one rank for all that would take these bytes;
+                for a budget without a `min_rank`.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
         """
 
         def choose(cost: StorageCost) -> Allocation:
-            return self._choose(spectra, cost, pinned or {}, layer_weights or {}, even=even)
+            return self._choose(spectra, cost, pinned or {}, layer_weights or {}, spread=spread)
 
         return choose(storage) if self.max_bytes is None else _filled(choose, storage, self.max_bytes)
 
@@ -314,7 +316,7 @@ class Budget:
         pinned: Mapping[str, int],
         layer_weights: Mapping[str, float],
         *,
-        even: bool,
+        spread: bool,
     ) -> Allocation:
         """`allocate` at an estimated cost."""
         weights = {layer: weight_of(layer, self.weights) * layer_weights.get(layer, 1.0) for layer in spectra}
@@ -328,38 +330,24 @@ class Budget:
                 BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
             )
 
-        if even and self.min_rank is None:
-            return self._evenly(between, spectra)
-        return between(self.min_rank or 0, None)
+        if not spread or self.min_rank is not None:
+            return between(self.min_rank or 0, None)
 
-    def _evenly(
-        self, between: Callable[[int, int], Allocation], spectra: Mapping[str, Spectrum]
-    ) -> Allocation:
-        """The highest rank of all layers that a size holds, or the lowest that with one more in some meets an error."""
-
-        @cache
-        def with_rank(rank: int) -> Allocation | ConfigError:
-            try:
-                return between(rank, rank + 1)
-            except ConfigError as error:
-                return error
-
-        highest = max((spectrum.largest_rank for spectrum in spectra.values()), default=0)
+        shapes = {layer: spectrum.weight_shape for layer, spectrum in spectra.items()}
         if self.max_bytes is not None:
-            ranks = range(1, highest + 1)
-            # How many do fit is the last of them, too.
-            chosen = with_rank(bisect_left(ranks, True, key=lambda rank: not _is_met(with_rank(rank))))
-        else:
-            chosen = with_rank(bisect_left(range(highest), True, key=lambda rank: _is_met(with_rank(rank))))
-        if isinstance(chosen, ConfigError):
-            raise chosen
-        # One more of each, as they ask for, would take a round for each rank.
-        ahead = {layer: math.ceil(_AHEAD * spectra[layer].known) for layer in chosen.wanted}
-        wanted = {
-            layer: max(asked, min(ahead[layer], self._cap(spectra[layer].weight_shape)))
-            for layer, asked in chosen.wanted.items()
-        }
-        return replace(chosen, wanted=wanted)
+            share = math.ceil(_SHARE * _one_rank(self.max_bytes, shapes, storage))
+            for least in range(share, 0, -1):
+                with suppress(ConfigError):  # of a file this small, or whose pinned layers take the room
+                    return between(least, None if least == share else share)
+            return between(0, share or None)
+        highest = max((spectrum.largest_rank for spectrum in spectra.values()), default=0)
+        met = cache(lambda rank: between(rank, None))
+        ranks = range(highest + 1)
+        return met(
+            bisect_left(
+                ranks, True, key=lambda rank: _SHARE * _one_rank(met(rank).bytes, shapes, storage) <= rank
+            )
+        )
 
     def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
         """How many singular values of each layer to compute first.
@@ -370,18 +358,10 @@ class Budget:
             shapes: Weight shapes by layer.
             storage: What the values and modules take.
         """
-        one_rank = self._one_rank(shapes, storage)
-        guess = _FIRST_GUESS if one_rank is None else max(math.floor(2 * one_rank), _LEAST_GUESS)
+        guess = _FIRST_GUESS
+        if self.max_bytes is not None:
+            guess = max(math.floor(2 * _one_rank(self.max_bytes, shapes, storage)), _LEAST_GUESS)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
-
-    def _one_rank(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> float | None:
-        """The rank for all layers that would fill the file, were none of them capped; None for an error."""
-        if self.max_bytes is None:
-            return None
-        storage = storage.within(self.max_bytes)
-        modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
-        one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
-        return max(self.max_bytes - storage.empty_bytes - modules, 0) / max(one_rank, 1)
 
     def check(self, layers: Sequence[str]) -> None:
         """Refuse a weight whose pattern matches no layer.
@@ -582,8 +562,12 @@ def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
     )
 
 
-def _is_met(allocation: Allocation | ConfigError) -> bool:
-    return isinstance(allocation, Allocation)
+def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> float:
+    """The rank for all layers that would fill a file of that size, were none of them capped."""
+    storage = storage.within(size)
+    modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
+    one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
+    return max(size - storage.empty_bytes - modules, 0) / max(one_rank, 1)
 
 
 def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:
@@ -890,12 +874,12 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
     return {layer: float(weight) for layer, weight in given.items()}
 
 
-def asks_for_even_ranks(weighing: str, family: str, *, has_statistics: bool) -> bool:
-    """Whether nothing is known that would justify ranks far from even.
+def needs_spread_ranks(weighing: str, family: str, *, has_statistics: bool) -> bool:
+    """Whether too little is known for ranks that layers compete for freely.
 
     Weights alone do not say what a model does with them. Of one that makes its picture in one step, ranks that layers
     compete for gave pictures 3 to 5 dB better than one rank for all; of two that sample in many steps, up to 4.5 dB
-    worse (`benchmarks/lora_pictures.py`).
+    worse, and with seven eighths spread evenly none worse by more than 0.1 dB (`benchmarks/lora_pictures.py`).
 
     Args:
         weighing: As `--budget_weights`.

@@ -26,8 +26,8 @@ from sigmascope.lora.budget import (
     Budget,
     StorageCost,
     Weights,
-    asks_for_even_ranks,
     file_weights,
+    needs_spread_ranks,
     refuse_storage,
     require_weighing,
     weight_of,
@@ -262,7 +262,7 @@ class Extraction:
                 if record.reason not in (None, "unchanged")
             }
         weights = layer_weights(self._options, records)
-        even = asks_for_even_ranks(
+        spread = needs_spread_ranks(
             self._options.budget_weights,
             self._pair.layout.family,
             has_statistics=self._options.statistics is not None,
@@ -275,7 +275,7 @@ class Extraction:
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
             try:
                 allocation = allowed.allocate(
-                    spectra, storage, fixed | dict.fromkeys(lost, 0), weights, even=even
+                    spectra, storage, fixed | dict.fromkeys(lost, 0), weights, spread=spread
                 )
             except ConfigError:
                 if budget.max_error is None or allowed is budget:

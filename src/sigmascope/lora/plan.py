@@ -15,7 +15,7 @@ from typing import Any, Final
 from sigmascope import svg
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.budget import Budget, StorageCost, asks_for_even_ranks
+from sigmascope.lora.budget import Budget, StorageCost, needs_spread_ranks
 from sigmascope.lora.extract import extraction_metadata, resolve_format, statistics_for, storage_cost
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -176,7 +176,7 @@ def plan_lora(
             limited = replace(options, budget=Budget(max_bytes=size))
             return storage_cost(format, pair, limited, extraction_metadata(pair, limited, statistics))
 
-        even = asks_for_even_ranks(
+        spread = needs_spread_ranks(
             options.budget_weights, pair.layout.family, has_statistics=statistics is not None
         )
         if not records:
@@ -185,7 +185,7 @@ def plan_lora(
                 hint="Give the fine-tuned checkpoint as --tuned_model_path.",
             )
         weights = layer_weights(options, records)
-        sizes = _Sizes(records, storage, weights, _DEEPER * most_rank, even=even)
+        sizes = _Sizes(records, storage, weights, _DEEPER * most_rank, spread=spread)
         fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
         smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
         steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
@@ -245,7 +245,7 @@ class _Sizes:
         storage: What factors take in a file of a size, which its header tells.
         weights: How much each layer's squared error counts.
         most: No layer's rank is known beyond it.
-        even: Whether the best ranks are near one rank for all; see `Budget.allocate`.
+        spread: As of `Budget.allocate`.
     """
 
     def __init__(
@@ -255,10 +255,10 @@ class _Sizes:
         weights: Mapping[str, float],
         most: int,
         *,
-        even: bool,
+        spread: bool,
     ) -> None:
         self._records, self._storage, self._weights, self._most = records, storage, weights, most
-        self._even = even
+        self._spread = spread
         self._shapes = {layer: record.shape for layer, record in records.items()}
         self._spectra = {layer: record.spectrum for layer, record in records.items()}
 
@@ -276,7 +276,7 @@ class _Sizes:
             budget = Budget(max_bytes=size, max_rank=self._most)
             try:
                 chosen = budget.allocate(
-                    self._spectra, self._storage(size), layer_weights=self._weights, even=self._even
+                    self._spectra, self._storage(size), layer_weights=self._weights, spread=self._spread
                 )
             except ConfigError:
                 continue

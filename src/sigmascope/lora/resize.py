@@ -32,8 +32,8 @@ from sigmascope.lora.budget import (
     RELATIVE,
     Budget,
     StorageCost,
-    asks_for_even_ranks,
     file_weights,
+    needs_spread_ranks,
     require_weighing,
     weight_of,
 )
@@ -570,7 +570,7 @@ class Resizer:
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)
-        even = asks_for_even_ranks(self.plan.budget_weights, self.family, has_statistics=self.has_metric)
+        spread = needs_spread_ranks(self.plan.budget_weights, self.family, has_statistics=self.has_metric)
         if weigh is not None:
             budget = replace(budget, weights=())  # counted in the weights
         spectra: dict[str, Spectrum] = {}
@@ -587,7 +587,7 @@ class Resizer:
                 if weigh is None
                 else {name: weigh(name, sqrt(spectrum.total_energy)) for name, spectrum in spectra.items()}
             )
-            allocation = budget.allocate(spectra, self.storage, pinned, weights, even=even)
+            allocation = budget.allocate(spectra, self.storage, pinned, weights, spread=spread)
             wanted = allocation.wanted
         return allocation.ranks
 

@@ -238,56 +238,70 @@ def test_all_layers_of_a_full_size_model_fill_their_budget() -> None:
     assert 0.98 * 100 * 2**20 < factors < 100 * 2**20
 
 
-@pytest.mark.parametrize("size", [1_500, 3_000, 5_000, 9_000])
-def test_even_ranks_differ_by_one_at_most_and_use_the_size(size: int) -> None:
-    ranks = Budget(max_bytes=size).allocate(spectra(), FREE, even=True).ranks
-    free = {layer: rank for layer, rank in ranks.items() if rank < spectra()[layer].largest_rank}
-    least = min(free.values())
-    assert set(free.values()) <= {least, least + 1}
+def uniform(rank: float, size: int) -> int:
+    """The bytes of a file in which each layer has that rank, whatever it can have."""
     cost = FREE.within(size)
-    assert cost.file_bytes(ranks, LAYERS) <= size
-    more = {layer: min(least + 1, spectrum.largest_rank) for layer, spectrum in spectra().items()}
-    assert cost.file_bytes(more, LAYERS) > size  # else all could have one more
-    cheapest = min(cost.rank_bytes(layer, LAYERS[layer]) for layer in free if free[layer] == least)
-    module = max(cost.module_bytes(layer, LAYERS[layer]) for layer in LAYERS) if least == 0 else 0
-    assert size - cost.file_bytes(ranks, LAYERS) < cheapest + module
+    modules = sum(cost.module_bytes(layer, shape) for layer, shape in LAYERS.items())
+    values = sum(cost.rank_bytes(layer, shape) for layer, shape in LAYERS.items())
+    return cost.empty_bytes + modules + math.floor(rank * values)
+
+
+@pytest.mark.parametrize(("rank", "least"), [(4.0, 4), (8.0, 7), (12.0, 11)])
+def test_spread_ranks_begin_with_seven_eighths_of_the_one_rank_of_these_bytes(
+    rank: float, least: int
+) -> None:
+    size = uniform(rank, 9_999)
+    spread = Budget(max_bytes=size).allocate(spectra(), FREE, spread=True).ranks
+    capped = {layer: min(least, spectrum.largest_rank) for layer, spectrum in spectra().items()}
+    assert spread == Budget(max_bytes=size, min_rank=least).allocate(spectra(), FREE).ranks
+    assert all(spread[layer] >= capped[layer] for layer in LAYERS)
+    assert spread != Budget(max_bytes=size).allocate(spectra(), FREE).ranks
+
+
+def test_spread_ranks_that_do_not_fit_differ_by_one() -> None:
+    size = uniform(1.97, 1_999)  # seven eighths of it are more than 1, and 2 of all are more than it holds
+    ranks = Budget(max_bytes=size).allocate(spectra(), FREE, spread=True).ranks
+    assert set(ranks.values()) == {1, 2}
+    spare = size - FREE.within(size).file_bytes(ranks, LAYERS)
+    assert spare < min(FREE.rank_bytes(layer, LAYERS[layer]) for layer, rank in ranks.items() if rank == 1)
 
 
 @pytest.mark.parametrize("error", [0.05, 0.2, 0.6])
-def test_even_ranks_are_the_lowest_that_meet_an_error(error: float) -> None:
-    ranks = Budget(max_error=error).allocate(spectra(), FREE, even=True).ranks
-    highest = max(ranks.values())
-    assert all(rank in {highest, highest - 1, spectra()[layer].largest_rank} for layer, rank in ranks.items())
-    assert math.sqrt(discarded(ranks) / TOTAL) <= error
-    lower = {layer: min(highest - 1, spectrum.largest_rank) for layer, spectrum in spectra().items()}
-    assert math.sqrt(discarded(lower) / TOTAL) > error
+def test_spread_ranks_meet_an_error_with_the_share_of_the_bytes_that_it_takes(error: float) -> None:
+    allocation = Budget(max_error=error).allocate(spectra(), FREE, spread=True)
+    assert math.sqrt(discarded(allocation.ranks) / TOTAL) <= error
+    least = min(rank for layer, rank in allocation.ranks.items() if rank < spectra()[layer].largest_rank)
+    assert allocation.bytes <= uniform((least + 1) / 0.875, allocation.bytes)
+    assert uniform(least / 0.875, allocation.bytes) >= allocation.bytes
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 5_000}, {"max_error": 0.2}])
-def test_even_ranks_ask_for_values_until_they_are_those_of_whole_spectra(limit: dict[str, float]) -> None:
+def test_spread_ranks_ask_for_values_until_they_are_those_of_whole_spectra(limit: dict[str, float]) -> None:
     budget = Budget(**limit)  # type: ignore[arg-type] # one is an int
-    counts = dict.fromkeys(LAYERS, 1)
+    counts = dict.fromkeys(LAYERS, 2)
     for _ in range(20):
-        allocation = budget.allocate(spectra(counts), FREE, even=True)
+        allocation = budget.allocate(spectra(counts), FREE, spread=True)
         if not allocation.wanted:
             break
         assert all(counts[layer] < more for layer, more in allocation.wanted.items())
         counts |= allocation.wanted
-    assert allocation.ranks == budget.allocate(spectra(), FREE, even=True).ranks
+    assert allocation.ranks == budget.allocate(spectra(), FREE, spread=True).ranks
 
 
-def test_even_ranks_are_for_budgets_without_a_least_rank_and_keep_limits_and_pins() -> None:
-    free = Budget(max_bytes=5_000, min_rank=0).allocate(spectra(), FREE, even=True)
+def test_spread_ranks_are_for_budgets_without_a_least_rank_and_keep_limits_and_pins() -> None:
+    free = Budget(max_bytes=5_000, min_rank=0).allocate(spectra(), FREE, spread=True)
     assert free.ranks == Budget(max_bytes=5_000).allocate(spectra(), FREE).ranks
-    limited = Budget(max_bytes=9_000, max_rank=6, max_conv_rank=2).allocate(spectra(), FREE, even=True).ranks
+    limited = (
+        Budget(max_bytes=9_000, max_rank=6, max_conv_rank=2).allocate(spectra(), FREE, spread=True).ranks
+    )
     assert limited == {"down.attn": 6, "mid.conv": 2, "up.attn": 6, "up.conv_out": 2}
-    pinned = Budget(max_bytes=5_000).allocate(spectra(), FREE, {"down.attn": 12}, even=True).ranks
-    assert pinned["down.attn"] == 12
-    assert max(pinned[layer] for layer in LAYERS if layer != "down.attn") < 12
+    pinned = Budget(max_bytes=4_000).allocate(spectra(), FREE, {"down.attn": 20}, spread=True).ranks
+    assert pinned["down.attn"] == 20
+    assert FREE.within(4_000).file_bytes(pinned, LAYERS) <= 4_000
     with pytest.raises(ConfigError, match="--max_size"):
-        Budget(max_bytes=300).allocate(spectra(), FREE, even=True)
+        Budget(max_bytes=300).allocate(spectra(), FREE, spread=True)
     with pytest.raises(ConfigError, match="--max_error"):
-        Budget(max_error=0.05, max_rank=1).allocate(spectra(), FREE, even=True)
+        Budget(max_error=0.05, max_rank=1).allocate(spectra(), FREE, spread=True)
 
 
 def test_room_that_the_header_does_not_take_is_used_where_the_file_can_be_measured() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sigmascope.errors import CheckpointError, NonFiniteError
 from sigmascope.lora.decompose import at_full_rank, decompose
 from sigmascope.lora.statistics import (
+    LayerMetric,
     LayerStatistics,
     ModelStatistics,
     Moments,
@@ -107,6 +108,25 @@ def symmetric_root(matrix: Tensor, ridge: float) -> Tensor:
     )
     root: Tensor = (vectors * values.sqrt()) @ vectors.mT
     return root
+
+
+@pytest.mark.parametrize(("of_inputs", "of_outputs"), [(8, 8), (None, 8), (8, None), (None, None)])
+def test_a_change_is_weighed_by_both_roots_in_whatever_pieces(
+    of_inputs: int | None, of_outputs: int | None
+) -> None:
+    """700 x 320 is more than one piece, whose rows do not divide it."""
+    inputs = moments_of(rows_of(300, 320, 0.8, 7), of_inputs).root(1e-3, CPU, torch.float64)
+    outputs = moments_of(rows_of(300, 700, 0.6, 8), of_outputs).root(1e-3, CPU, torch.float64)
+    metric, change = LayerMetric(inputs, outputs, 0.5), rows_of(700, 320, 0.4, 9)
+    right, left = (
+        root.weigh(torch.eye(n, dtype=torch.float64)) for root, n in ((inputs, 320), (outputs, 700))
+    )
+    expected = 0.5 * left.mT @ change @ right
+    before, memory = change.clone(), torch.full((700, 320), math.nan, dtype=torch.float64)
+    assert torch.allclose(metric.weigh(change), expected, rtol=1e-9, atol=1e-9)
+    assert metric.weigh(change, memory) is memory
+    assert torch.allclose(memory, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(change, before)
 
 
 @pytest.mark.parametrize("directions", [None, 8])
