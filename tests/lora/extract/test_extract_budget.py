@@ -499,7 +499,8 @@ def test_by_default_a_model_of_many_steps_gets_spread_ranks_and_one_of_a_single_
     def least(of: Models, min_rank: int | None = None, **options: Any) -> int:
         layers = extract(of, "fixed", rank=4, conv_rank=4)
         within = Budget(max_bytes=layers.file_bytes + 200, min_rank=min_rank)  # the header says a little more
-        found = ranks(extract(of, **{"budget_weights": "relative", "budget": within} | options))
+        asked: dict[str, Any] = {"budget_weights": "relative", "budget": within}
+        found = ranks(extract(of, **asked | options))
         return min(found.get(layer, 0) for layer in ranks(layers))
 
     assert least(for_steps) >= 3
