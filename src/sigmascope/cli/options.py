@@ -276,7 +276,7 @@ class RankFlags:
         int | None,
         _rank_option(
             "--min_rank",
-            "No changed layer gets less. 0 may leave layers out. Without it, a model that samples in many steps gets one rank, and in some layers one more, unless --statistics or --budget_weights say better.",
+            "No changed layer gets less. 0 may leave layers out. Without it, each layer of a model that samples in many steps gets seven eighths of one rank for all, unless --statistics or --budget_weights say better.",
             "<rank>",
         ),
     ] = None
