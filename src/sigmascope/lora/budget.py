@@ -43,9 +43,7 @@ _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without
 _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
 _SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread
-_MEASURED_UP_TO: Final = (
-    16 << 20
-)  # of more bytes, what the header was thought to take and does not is below 0.1 %
+_MEASURED_UP_TO: Final = 16 << 20  # what the header of a larger file leaves free is less than 0.1 %
 _FITTINGS: Final = 3  # of the room that is left: with more values an offset may have a digit more
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed

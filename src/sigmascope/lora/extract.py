@@ -36,7 +36,7 @@ from sigmascope.lora.families import (
     denoiser_fingerprint,
 )
 from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.formats import FormatName, LoraFormat, format_named
+from sigmascope.lora.formats import FormatName, LoraFormat, format_named, peft_header_bytes
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -318,6 +318,11 @@ def storage_cost(
             rows[layer] = placed
             if divides:
                 other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (len(placed.parts) - 1)
+    if format == "peft":
+        up = f".{lora_format.keys.up}"
+        other += peft_header_bytes(
+            lora_format.keys_for(layer, layout, blocks)[0].removesuffix(up) for layer in pair.layers
+        )
     for key in diffs:
         values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
         other += values + len(key.encode()) + _ENTRY_BYTES
