@@ -14,7 +14,16 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
-from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, PROCESS, HostPlace, host_stacks
+from sigmascope.records.performance import (
+    AFTER,
+    BEFORE,
+    BETWEEN,
+    IMPORT,
+    OUTSIDE_STAGES,
+    PROCESS,
+    HostPlace,
+    host_stacks,
+)
 from sigmascope.records.run import (
     IMPORTS,
     OWN_SECONDS,
@@ -31,9 +40,6 @@ from sigmascope.records.run import (
 Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
 OWN: Final = "the watch itself"
 IMPORTING: Final = "imports"
-BEFORE: Final = "before the first stage"
-BETWEEN: Final = "between stages"
-AFTER: Final = "after the last stage"
 _WASTE_SHARE: Final = 0.25
 """Of the run's time: a finding that could save as much is the headline."""
 _SMALL_SHARE: Final = 0.005

@@ -1,19 +1,22 @@
 """Options that several commands share, and what they mean together.
 
 A command takes its options one by one, or as a dataclass of them (`option_groups`). The `lora` commands share what is
-compared of two models (`PairFlags`) and how much rank a LoRA gets (`RankFlags`). The functions at the end make the
-options of the `lbm` commands, since each command shows them in a panel of its own.
+compared of two models (`PairFlags`) and how much rank a LoRA gets (`RankFlags`). `flag` and those after it make the
+options of the `lbm` commands, since each command shows them in a panel of its own. `commands_on_demand` is for groups.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from sigmascope.errors import ConfigError
 
@@ -484,3 +487,42 @@ tile_size = _in_panel(
     "--tile_size", "Run the VAE in tiles of this many pixels: large pictures in little memory."
 )
 as_json = _in_panel("--json", "Print the outcome as JSON on stdout.")
+
+
+def commands_on_demand(modules: Mapping[str, str]) -> type[TyperGroup]:
+    """The class of a group whose commands are imported when they are named, and all of them for its help.
+
+    So `sigmascope lora extract` waits for what extracts alone.
+
+    Args:
+        modules: By the command's name, the module whose `app` has the command.
+    """
+
+    class Group(TyperGroup):
+        """The commands of the modules, and then those that are there already."""
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.commands: Any = _Commands(modules, self.commands)
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            """Their names; nothing is imported for them."""
+            return list(self.commands)
+
+    return Group
+
+
+class _Commands(Mapping[str, Any]):
+    def __init__(self, modules: Mapping[str, str], imported: Mapping[str, Any]) -> None:
+        self._modules, self._imported = modules, imported
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._modules:
+            return get_group(import_module(self._modules[name]).app).commands[name]
+        return self._imported[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._modules, *self._imported)))
+
+    def __len__(self) -> int:
+        return len({*self._modules, *self._imported})

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.__about__ import __version__
-from sigmascope.cli import commands_on_demand, lbm, lora
+from sigmascope.cli import lbm, lora
 from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, say
-from sigmascope.cli.options import AsJson, Full
+from sigmascope.cli.options import AsJson, Full, commands_on_demand
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.run import KEEP_GENERATIONS

@@ -19,10 +19,17 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Final, NamedTuple, TypeAlias
 
-from sigmascope.analysis.breakdown import AFTER, BEFORE, BETWEEN
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.monitor.scope import Clock, Scope
-from sigmascope.records.performance import IMPORT, OUTSIDE_STAGES, HostPlace, HostStacks
+from sigmascope.records.performance import (
+    AFTER,
+    BEFORE,
+    BETWEEN,
+    IMPORT,
+    OUTSIDE_STAGES,
+    HostPlace,
+    HostStacks,
+)
 
 STACKS: Final = "stacks"
 """The instrument's name, under which a failure is noted."""

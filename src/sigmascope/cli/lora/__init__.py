@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli import commands_on_demand
+from sigmascope.cli.options import commands_on_demand
 
 app = typer.Typer(
     cls=commands_on_demand(
