@@ -299,7 +299,8 @@ def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> 
     if abs(exponent) <= _ORDINARY:
         return work, 1.0
     half = exponent // 2
-    return work * 4.0**-half, 4.0**half
+    # In two: of a subnormal change, 4^-half may be more than float32 holds.
+    return work * 2.0**-half * 2.0**-half, 4.0**half
 
 
 def leading_images(

@@ -397,7 +397,7 @@ def test_a_broken_analysis_does_not_reach_the_host(
 
     monkeypatch.setattr("sigmascope.stages.text_encoding.analyze_text_encoding_results", broken)
     monkeypatch.setattr("sigmascope.stages.text_encoding.capture_text_encoding_baseline", broken)
-    monkeypatch.setattr("sigmascope.monitor.recorder.diagnose", broken)
+    monkeypatch.setattr("sigmascope.analysis.diagnostics.diagnose", broken)
     found = watch(monitor, clip)
     assert found["unavailable"]["encoding_success"] == "OSError: it is broken"
     assert monitor.run().complete
