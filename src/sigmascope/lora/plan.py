@@ -190,7 +190,7 @@ def plan_lora(
         smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
         steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
         curve = tuple(sizes.within([math.ceil(step) for step in steps]))
-        at_fixed = tuple(sizes.within([one.bytes for one in fixed]))
+        at_fixed = tuple(sizes.within([one.bytes for one in fixed], measured=True))
         knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
     shares = {layer: weights.get(layer, 1.0) * record.weighted_norm**2 for layer, record in records.items()}
     largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]
@@ -270,13 +270,14 @@ class _Sizes:
         size = storage.file_bytes(ranks, self._shapes)
         return self._planned(rank, storage.within(size).file_bytes(ranks, self._shapes), ranks)
 
-    def within(self, sizes: Sequence[int]) -> Iterator[PlannedLora]:
-        """The best ranks for each size; none for one that holds nothing."""
+    def within(self, sizes: Sequence[int], *, measured: bool = False) -> Iterator[PlannedLora]:
+        """The best ranks for each size; none for one that holds nothing. Measured to the byte, each takes a while."""
         for size in sizes:
             budget = Budget(max_bytes=size, max_rank=self._most)
             try:
+                storage = self._storage(size) if measured else replace(self._storage(size), measure=None)
                 chosen = budget.allocate(
-                    self._spectra, self._storage(size), layer_weights=self._weights, spread=self._spread
+                    self._spectra, storage, layer_weights=self._weights, spread=self._spread
                 )
             except ConfigError:
                 continue
