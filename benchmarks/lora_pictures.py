@@ -371,6 +371,8 @@ def measure(pair: Pair, makers: Makers, ranks: Sequence[int], ways: Sequence[str
         size = makers.fixed(rank).stat().st_size
         for way in ways:
             files = makers.ways[way](rank)
+            if not files and way not in POLICIES:
+                continue  # the model has no such inputs
             for path in files:
                 if path not in judged:
                     judged[path] = pair.score(path)

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -16,7 +15,6 @@ from sigmascope.lora import formats
 from sigmascope.lora.decompose import factors_full_rank
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import peft_header, peft_header_bytes
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
 
@@ -354,18 +352,3 @@ def test_factors_that_are_no_numbers_are_refused_by_key(tensors: dict[str, Tenso
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(LoraFormatError, match=rf"{LINEAR}\.lora_up\.weight is int8"):
         load_lora(tmp_path / "a.safetensors")
-
-
-@given(st.lists(st.integers(1, 40_960), min_size=13, max_size=13))
-def test_peft_s_configuration_of_a_text_encoder_takes_no_more_than_is_reckoned(ranks: list[int]) -> None:
-    encoder = "text_encoder_2.text_model.encoder.layers"
-    names = [
-        f"{encoder}.{layer}.self_attn.{part}_proj" for layer in range(3) for part in ("q", "k", "v", "out")
-    ]
-    modules = [*names, "text_encoder_2.text_projection"]
-    header = peft_header(dict(zip(modules, ranks, strict=True)), has_dora=False)
-    assert len(json.dumps(header)) <= peft_header_bytes(modules)
-
-
-def test_peft_needs_no_configuration_of_a_denoiser() -> None:
-    assert peft_header_bytes(["unet.mid_block.attentions.0.proj_in", "unet.conv_in"]) == len("{}")

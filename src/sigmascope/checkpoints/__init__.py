@@ -10,6 +10,7 @@ from sigmascope.checkpoints.checkpoint import (
 from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.safetensors import (
     SafetensorsHeader,
+    SizeWriter,
     StreamingWriter,
     TensorEntry,
     read_header,
@@ -21,6 +22,7 @@ from sigmascope.files import atomic_path
 __all__ = [
     "Checkpoint",
     "SafetensorsHeader",
+    "SizeWriter",
     "StreamingTorchWriter",
     "StreamingWriter",
     "TensorEntry",

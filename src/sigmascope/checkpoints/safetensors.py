@@ -450,9 +450,14 @@ class StreamingWriter:
         data_bytes: Bytes of all tensors together, if known: the disk is checked for them first.
         private: As in `sigmascope.files.atomic_path`.
 
+    Attributes:
+        file_bytes: Of the whole file, once the block is left.
+
     Raises:
         WriteError: The metadata is not valid text to text; on entering, the target cannot be written.
     """
+
+    file_bytes = 0
 
     def __init__(
         self,
@@ -564,17 +569,43 @@ class StreamingWriter:
             self._placed.append(entry)
             self._placed_bytes += entry.nbytes
 
-    def _write_header(self) -> None:
+    def _header(self) -> tuple[bytes, int]:
+        """The header, and where the data begins behind it."""
         header = encoded_header(self._placed, self._metadata)
         needed = padded(LENGTH_BYTES + len(header))
         fits = needed <= self._room and self._room - needed <= self._placed_bytes // PADDING_SHARE
-        start = self._room if fits else needed
+        return header, self._room if fits else needed
+
+    def _write_header(self) -> None:
+        header, start = self._header()
+        self.file_bytes = start + self._placed_bytes
         with telling_full_disk(self.path, max(0, start - self._room)):
             move_bytes(self._file, self._room, start, self._placed_bytes)
-            self._file.truncate(start + self._placed_bytes)
+            self._file.truncate(self.file_bytes)
             self._file.seek(0)
             length = start - LENGTH_BYTES
             write_all(self._file, memoryview(length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)))
+
+
+class SizeWriter(StreamingWriter):
+    """Takes what `StreamingWriter` takes and tells its `file_bytes`; nothing is written."""
+
+    def __enter__(self) -> "SizeWriter":
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Count one tensor; as of `StreamingWriter.write`."""
+        self._placed.append(storable_entry(self.path, name, tensor))
+
+    def rewrite(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Another value is of the same size."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._placed = aligned_order(self._placed)
+        self._placed_bytes = sum(entry.nbytes for entry in self._placed)
+        self.file_bytes = self._header()[1] + self._placed_bytes
 
 
 def estimated_header_bytes(names: Iterable[str], metadata: Mapping[str, str]) -> int:

@@ -43,8 +43,7 @@ _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without
 _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
 _SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread
-_MEASURED_UP_TO: Final = 16 << 20  # what the header of a larger file leaves free is less than 0.1 %
-_FITTINGS: Final = 3  # of the room that is left: with more values an offset may have a digit more
+_FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
@@ -569,22 +568,20 @@ def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCo
 
 
 def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:
-    """Choose again with the room that the header does not take after all, as long as the file keeps its size."""
+    """Choose again with the header that the file really has, in place of the most that it could take."""
     storage = storage.within(max_bytes)
-    allocation = choose(storage)
-    if storage.measure is None or allocation.wanted or max_bytes > _MEASURED_UP_TO:
-        return allocation
-    size = storage.measure(allocation.ranks)
-    free = allocation.bytes - size
-    allocation = replace(allocation, bytes=size)
-    for _ in range(_FITTINGS):
-        fitted = choose(replace(storage, fixed_bytes=storage.fixed_bytes - free))
-        if fitted.wanted:
-            return fitted
-        if (size := storage.measure(fitted.ranks)) <= max_bytes:
-            return replace(fitted, bytes=size)
-        free -= size - fitted.bytes
-    return allocation
+    allocation, fitting, size = choose(storage), None, 0
+    for attempt in range(_FITTINGS):
+        if storage.measure is None or allocation.wanted:
+            return allocation
+        size = storage.measure(allocation.ranks)
+        if size <= max_bytes:
+            fitting = replace(allocation, bytes=size)
+            if attempt > 0:
+                return fitting
+        storage = replace(storage, fixed_bytes=storage.fixed_bytes + size - allocation.bytes)
+        allocation = choose(storage)
+    return fitting if fitting is not None else refuse_size(max_bytes, size)
 
 
 def allocate(

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import atomic_path, file_sha256
+from sigmascope.checkpoints import SizeWriter, StreamingWriter, atomic_path, file_sha256
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.alignment import joined_sizes
@@ -36,7 +35,7 @@ from sigmascope.lora.families import (
     denoiser_fingerprint,
 )
 from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.formats import FormatName, LoraFormat, format_named, peft_header_bytes
+from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -318,11 +317,6 @@ def storage_cost(
             rows[layer] = placed
             if divides:
                 other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (len(placed.parts) - 1)
-    if format == "peft":
-        up = f".{lora_format.keys.up}"
-        other += peft_header_bytes(
-            lora_format.keys_for(layer, layout, blocks)[0].removesuffix(up) for layer in pair.layers
-        )
     for key in diffs:
         values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
         other += values + len(key.encode()) + _ENTRY_BYTES
@@ -392,6 +386,7 @@ def _writer(
     layers: Sequence[str],
     options: ExtractOptions,
     metadata: Mapping[str, str],
+    writes: type[StreamingWriter] = StreamingWriter,
 ) -> LoraWriter:
     return LoraWriter(
         target,
@@ -402,6 +397,7 @@ def _writer(
         model_layers=pair.layers,
         dtype=options.storage_dtype,
         compact=options.budget is not None,
+        writes=writes,
     )
 
 
@@ -414,19 +410,17 @@ def _measured_size(
     metadata: Mapping[str, str],
     diffs: Iterable[str],
 ) -> int:
-    """The size of a file of these ranks, found by writing one of zeros."""
+    """The size of a file of these ranks; nothing is written."""
     kept = [layer for layer in pair.layers if ranks.get(layer, 0) > 0]
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / name
-        with _writer(file, format, pair, kept, options, metadata) as writer:
-            for layer in kept:
-                shape, rank = pair.shape(layer), ranks[layer]
-                rows, columns = matrix_shape(shape)
-                up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
-                writer.write(layer, LoraFactors(up, down, float(rank), shape))
-            for key in diffs:
-                writer.write_diff(key, torch.zeros(pair.base.info(key).shape))
-        return file.stat().st_size
+    with _writer(Path(name), format, pair, kept, options, metadata, writes=SizeWriter) as writer:
+        for layer in kept:
+            shape, rank = pair.shape(layer), ranks[layer]
+            rows, columns = matrix_shape(shape)
+            up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
+            writer.write(layer, LoraFactors(up, down, float(rank), shape))
+        for key in diffs:
+            writer.write_diff(key, torch.zeros(pair.base.info(key).shape))
+    return writer.file_bytes
 
 
 def _refuse_nothing(

@@ -55,7 +55,6 @@ MAGNITUDE: Final = "lora_magnitude_vector"
 UP_BIAS: Final = "lora_up.bias"
 EMBEDDING_UP: Final = "lora_embedding_B"
 EMBEDDING_DOWN: Final = "lora_embedding_A"
-_MOST_DIGITS: Final = 10**5  # a rank with as many digits as any has
 
 _KEY: Final = re.compile(
     r"(?P<name>.+?)(?P<end>"
@@ -349,12 +348,6 @@ def peft_header(ranks: Mapping[str, int], *, has_dora: bool) -> dict[str, str]:
         config |= {"target_modules": list(paths), "use_dora": has_dora}
         values |= {f"{component}.{field}": value for field, value in config.items()}
     return {PEFT_CONFIGS: json.dumps(values)}
-
-
-def peft_header_bytes(modules: Iterable[str]) -> int:
-    """The most that `peft_header` takes of a file's header for these modules, whatever their ranks."""
-    ranks = {name: _MOST_DIGITS + index for index, name in enumerate(modules)}
-    return len(json.dumps(peft_header(ranks, has_dora=False)))
 
 
 def _finds_ranks(component: str, ranks: Mapping[str, int]) -> bool:

@@ -49,7 +49,7 @@ FULL_UP_TO: Final = 256
 """Width up to which a matrix of moments is kept whole."""
 RANK: Final = 32
 """Directions that are kept of a wider one, beside the diagonal. Of the pocket LBM 16 of any width lose nothing that its
-pictures show, and 8 lose 0.5 dB."""
+pictures show, and 8 lose up to 0.6 dB."""
 _OVERSAMPLED: Final = 2  # columns of the sketch for each direction that is kept
 _PIECE: Final = 1 << 17  # elements that are weighed at a time: half a MiB in float32
 _KIND: Final = "sigmascope_statistics"

@@ -137,6 +137,7 @@ class LoraWriter:
         prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
         own_names: By layer, names to write in place of the format's.
         compact: Leave no room in the header, at the cost of moving the data once.
+        writes: What the tensors go to: `SizeWriter` finds the size of the file and writes none.
 
     Attributes:
         tally: Kinds and ranks of what is written so far.
@@ -162,6 +163,7 @@ class LoraWriter:
         prefix: str | None = None,
         own_names: Mapping[str, str] | None = None,
         compact: bool = False,
+        writes: type[StreamingWriter] = StreamingWriter,
     ) -> None:
         self.path = Path(path)
         self.format = format_named(format)
@@ -180,7 +182,7 @@ class LoraWriter:
         elif room is not None:
             room.append("x" * _FIELDS_BYTES)
         first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
-        self._file = StreamingWriter(self.path, first, expected=room, header_bytes=0 if compact else None)
+        self._file = writes(self.path, first, expected=room, header_bytes=0 if compact else None)
         self._ranks: dict[str, int] = {}
         self._has_dora = False
 
@@ -197,6 +199,11 @@ class LoraWriter:
         with ExitStack() as stack:
             stack.push(self._file)  # puts it in place, or takes it away if this fails
             self._finish()
+
+    @property
+    def file_bytes(self) -> int:
+        """The file's size, once the block is left."""
+        return self._file.file_bytes
 
     def write(self, layer: str, factors: LoraFactors) -> None:
         """Write the factors of one layer.

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
 
@@ -364,8 +365,12 @@ def _open_places(place: Scope) -> Iterator[Scope]:
 
 def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it, or why one of them could not look."""
-    from sigmascope.analysis import diagnostics  # a call that is not watched needs none of it
-
+    # Only now: a call that is not watched needs none of it. It may be read at the interpreter's end, where no import works.
+    diagnostics, reason = guard.read("findings", lambda: import_module("sigmascope.analysis.diagnostics"))
+    if diagnostics is None:
+        return replace(
+            run, unavailable={**run.unavailable, "findings": reason or "no analysis could be imported"}
+        )
     found: list[Finding] = list(run.findings)
     unavailable = dict(run.unavailable)
     analyses = (

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sigmascope.checkpoints import (
+    SizeWriter,
     StreamingWriter,
     open_checkpoint,
     read_header,
@@ -325,3 +326,25 @@ def test_a_tensor_is_written_again_in_its_place_wherever_it_waits(tmp_path: Path
     found = load_file(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("header_bytes", [None, 0])
+def test_a_size_is_told_before_anything_is_written(tmp_path: Path, header_bytes: int | None) -> None:
+    tensors = {
+        "odd": torch.zeros(3, dtype=torch.float16),
+        "even": torch.zeros(8, 5),
+        "byte": torch.zeros(5, dtype=torch.uint8),
+        "number": torch.tensor(2.0),
+    }
+
+    def size(kind: type[StreamingWriter], path: Path) -> int:
+        with kind(path, {"a": "b"}, tensors, header_bytes) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            writer.rewrite("odd", torch.ones_like)
+            writer.update_metadata({"late": "ü" * 3000})
+        return writer.file_bytes
+
+    written, measured = tmp_path / "written.safetensors", tmp_path / "measured.safetensors"
+    assert size(SizeWriter, measured) == size(StreamingWriter, written) == written.stat().st_size
+    assert list(tmp_path.iterdir()) == [written]

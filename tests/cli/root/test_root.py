@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -90,3 +91,21 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(
     err = capsys.readouterr().err
     assert "\x1b" not in err
     assert "\x07" not in err
+
+
+def test_a_command_does_not_wait_for_the_others() -> None:
+    code = """if True:
+        import sys
+        from sigmascope.cli import main
+        sys.argv = ["sigmascope", "lora", "inspect", "--help"]
+        try:
+            main()
+        finally:
+            print([name for name in sys.modules if name.startswith("sigmascope.cli.lora.")], file=sys.stderr)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "sigmascope.cli.lora.inspect" in done.stderr
+    assert not {"extract", "calibration", "grid", "merge", "plan"} & set(
+        re.findall(r"lora\.(\w+)", done.stderr)
+    )
+    assert "Usage: sigmascope lora inspect" in done.stdout

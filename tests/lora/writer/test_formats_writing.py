@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sigmascope.checkpoints import SizeWriter, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError, WriteError
 from sigmascope.lora.adapters import (
     Adapter,
@@ -478,3 +479,19 @@ def test_any_lora_survives_any_format(tmp_path_factory: pytest.TempPathFactory, 
     assert back == pytest.approx(total, rel=1e-6)
     assert len(read.modules) == len(modules)
     assert json.dumps(dict(read.metadata))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_size_is_known_without_writing(format: str, make_factors: MakeFactors, file: Path) -> None:
+    ranks = {f"denoiser.down_blocks.0.attentions.{number}.proj_in": 1 + number for number in range(2)}
+
+    def size(writes: type[StreamingWriter]) -> int:
+        with LoraWriter(file, format=format, layout=LBM, compact=True, writes=writes) as writer:
+            for layer, rank in ranks.items():
+                writer.write(layer, make_factors((9, 7), rank=rank))
+            writer.write(CONV, make_factors((6, 4, 3, 3), rank=3))
+        return writer.file_bytes
+
+    told = size(SizeWriter)
+    assert not file.exists()
+    assert size(StreamingWriter) == told == file.stat().st_size

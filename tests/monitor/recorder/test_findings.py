@@ -1,6 +1,9 @@
 """Which of the analyses' findings become the run's."""
 
+import sys
 from typing import Any
+
+import pytest
 
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import with_findings
@@ -59,3 +62,13 @@ def test_a_cache_that_the_stage_itself_needed_is_no_finding_of_the_run() -> None
 
 def test_memory_that_was_never_of_use_is_told_by_the_rule_alone() -> None:
     assert ids(decoding_that_ends_with(2, 12, peak_gib=5)) == ["memory.fragmented"]
+
+
+def test_an_import_that_fails_at_the_interpreters_end_does_not_reach_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sigmascope.analysis.diagnostics", None)
+    run = decoding_that_ends_with(2, 12, peak_gib=3)
+    found = with_findings(run, Guard())
+    assert "sigmascope.analysis.diagnostics" in found.unavailable["findings"]
+    assert (found.stages, found.findings) == (run.stages, run.findings)
