@@ -329,7 +329,15 @@ class Budget:
 
         if not spread or self.min_rank is not None:
             return between(self.min_rank or 0, None)
+        return self._spread(between, spectra, storage)
 
+    def _spread(
+        self,
+        between: Callable[[int, int | None], Allocation],
+        spectra: Mapping[str, Spectrum],
+        storage: StorageCost,
+    ) -> Allocation:
+        """Give each layer its share of the one rank first; where that is too much for a size, some of it to all."""
         shapes = {layer: spectrum.weight_shape for layer, spectrum in spectra.items()}
         if self.max_bytes is not None:
             share = math.ceil(_SHARE * _one_rank(self.max_bytes, shapes, storage))
@@ -337,14 +345,14 @@ class Budget:
                 with suppress(ConfigError):  # of a file this small, or whose pinned layers take the room
                     return between(least, None if least == share else share)
             return between(0, share or None)
+        # More for all takes more bytes, of which the share is larger: the least rank that is as much as its share.
         highest = max((spectrum.largest_rank for spectrum in spectra.values()), default=0)
         met = cache(lambda rank: between(rank, None))
-        ranks = range(highest + 1)
-        return met(
-            bisect_left(
-                ranks, True, key=lambda rank: _SHARE * _one_rank(met(rank).bytes, shapes, storage) <= rank
-            )
-        )
+
+        def is_its_share(rank: int) -> bool:
+            return rank >= _SHARE * _one_rank(met(rank).bytes, shapes, storage)
+
+        return met(bisect_left(range(highest + 1), True, key=is_its_share))
 
     def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
         """How many singular values of each layer to compute first.
