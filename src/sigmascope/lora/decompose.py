@@ -60,7 +60,7 @@ _CANCELLED: Final = 1e-2
 """Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
 _NOTHING_LEFT: Final = 1e-9
 """The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
-_ROWS: Final = 1 << 20  # elements widened at a time
+_ROWS: Final = 1 << 18  # elements widened at a time, which a core's cache holds
 
 # For `truncatable` and what it gives.
 _ROUNDED: Final = 0.5
@@ -147,7 +147,7 @@ def decompose(
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
-    images = leading_images(work, rank, total_energy=total, rounded=coarse)
+    _, images = leading_vectors(work, rank, total_energy=total, rounded=coarse)
     share = math.sqrt(unit)
     up = (left_directions(images, rank) * share).to(dtype)
     _require_storable(delta, up)
@@ -178,17 +178,19 @@ def _decompose_weighted(
     total = (weighed_norm / unit) ** 2
     if total == 0.0:
         raise NonFiniteError("its change has no weight in these statistics.")
-    left = left_directions(leading_images(work, rank, total_energy=total), rank)
-    # Mapped back, a direction and its image may be of any length: both get the same, which rounding needs.
-    up = metric.unweigh_up(left) * unit
-    image = metric.unweigh_down(project(work, left).least_squares.to(work.dtype))
-    lengths = torch.linalg.vector_norm(up, dim=0), torch.linalg.vector_norm(image, dim=1)
+    vectors, images = leading_vectors(work, rank, total_energy=total, steep=True)
+    turn, values = _singular_directions(images, rank)
+    # Mapped back, left and right vectors may be of any length: both get the same, which rounding needs.
+    up = metric.unweigh_up(images @ turn) * unit
+    down = metric.unweigh_down((vectors @ turn * values).mT)
+    lengths = torch.linalg.vector_norm(up, dim=0), torch.linalg.vector_norm(down, dim=1)
     tiny = torch.finfo(work.dtype).tiny
     up = (up * (lengths[1].clamp_min(tiny) / lengths[0].clamp_min(tiny)).sqrt()).to(dtype)
     _require_storable(delta, up)
     wide_up = up.to(work.dtype)
     weighed_up = metric.weigh_up(wide_up) / unit
-    factors = project(work, weighed_up)
+    little_is_left = total - float(values.double().square().sum()) < _CANCELLED * total
+    factors = (_project_in_double if little_is_left else project)(work, weighed_up)
     down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
     _require_storable(delta, down)
     wide_down = down.to(work.dtype)
@@ -303,7 +305,7 @@ def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> 
     return work * 2.0**-half * 2.0**-half, 4.0**half
 
 
-def leading_images(
+def leading_vectors(
     work: Float[Tensor, "m n"],
     rank: int,
     *,
@@ -311,10 +313,11 @@ def leading_images(
     tolerance: float = TOLERANCE,
     seed: int = 0,
     rounded: Float[Tensor, "m n"] | None = None,
-) -> Float[Tensor, "m k"]:
-    """The images A·V of the leading right singular vectors V, or of a subspace that is as good.
+    steep: bool = False,
+) -> tuple[Float[Tensor, "n k"], Float[Tensor, "m k"]]:
+    """The leading right singular vectors V, or a basis of a subspace that is as good, and their images A·V.
 
-    Their span holds the leading left singular vectors, better than V does the right ones: A damps what is
+    The span of the images holds the leading left singular vectors, better than V does the right ones: A damps what is
     not leading. At most `rank` columns.
 
     Args:
@@ -324,17 +327,25 @@ def leading_images(
         tolerance: Largest relative excess of the error over the optimum.
         seed: Of the iteration's random start.
         rounded: `work` in bfloat16, where it is at hand.
+        steep: Its singular values are likely to fall fast, as those of a weighed change do.
     """
     smaller = min(work.shape)
     kept = min(rank, smaller)
     few = smaller > _SMALL and kept * _MANY <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
         subspace = leading_subspace(
-            work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
+            work,
+            kept,
+            total_energy=total_energy,
+            tolerance=tolerance,
+            seed=seed,
+            rounded=rounded,
+            steep=steep,
         )
         if subspace.converged:
-            return subspace.images
-    return work @ exact_right_subspace(work, kept)
+            return subspace.vectors, subspace.images
+    vectors = exact_right_subspace(work, kept)
+    return vectors, work @ vectors
 
 
 def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m r"]:
@@ -343,12 +354,19 @@ def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m
     Directions that are only rounding are left out, but never all of them: of images that are zero, one column
     of zeros is given.
     """
+    directions: Tensor = images @ _singular_directions(images, rank)[0]
+    return directions
+
+
+def _singular_directions(
+    images: Float[Tensor, "m k"], rank: int
+) -> tuple[Float[Tensor, "k r"], Float[Tensor, " r"]]:
+    """T and σ: of images A·V, with V orthonormal, A·V·T are left singular vectors times √σ, and V·T right ones over √σ."""
     energies, vectors = symmetric_eigen(gram_in_double(images))
     real = energies > _rounding(images.dtype) * energies.sum()
     kept = max(1, min(rank, int(real.sum())))
-    scale = torch.where(real[:kept], energies[:kept], 1.0) ** -0.25
-    directions: Tensor = images @ (vectors[:, :kept] * scale).to(images)
-    return directions
+    leading = torch.where(real[:kept], energies[:kept], 1.0)
+    return (vectors[:, :kept] * leading**-0.25).to(images), leading.sqrt().to(images)
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -366,10 +384,12 @@ class Projection:
     Attributes:
         gram: (j, j), G.
         products: (j, n), LᵀA.
+        in_double: Whether LᵀA was computed in float64 too.
     """
 
     gram: Float[Tensor, "j j"]
     products: Float[Tensor, "j n"]
+    in_double: bool = False
 
     @cached_property
     def white(self) -> Float[Tensor, "j r"]:
@@ -437,7 +457,8 @@ def stored_errors(
     """
     errors = _errors(right, projection, total_energy)
     if float(errors[-1]) < _CANCELLED * total_energy:
-        errors = _errors(right, _project_in_double(matrix, left), frobenius_norm(matrix) ** 2)
+        exact = projection if projection.in_double else _project_in_double(matrix, left)
+        errors = _errors(right, exact, frobenius_norm(matrix) ** 2)
     if float(errors[-1]) < _NOTHING_LEFT * total_energy:
         errors = _errors_of_rest(matrix, left, right)
     return errors.clamp_min(0.0)
@@ -457,7 +478,7 @@ def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
     products = wide.new_zeros(left.shape[1], matrix.shape[1])
     for part in _parts(matrix):
         products += wide[part].mT @ as_float64(matrix[part])
-    return Projection(wide.mT @ wide, products)
+    return Projection(wide.mT @ wide, products, in_double=True)
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:
@@ -636,7 +657,7 @@ def truncated_svd(
     else:
         work, unit = to_ordinary_scale(work)
         total = frobenius_norm(work) ** 2
-        images = leading_images(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
+        _, images = leading_vectors(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
         left = left_directions(images, rank)
         factors = project(work, left)
         energies = factors.energies
