@@ -1,4 +1,5 @@
 import math
+from functools import cache
 from math import sqrt
 
 import pytest
@@ -12,6 +13,12 @@ from sigmascope.lora.decompose import leading_vectors, left_directions, to_ordin
 from sigmascope.lora.linalg import leading_subspace, orthonormal, orthonormal_rows, whitening
 
 TOLERANCE = 1e-3
+
+
+@cache
+def planted(rows: int, columns: int, name: str) -> Tensor:
+    """A matrix with one of the `SPECTRA`, made once."""
+    return with_spectrum(rows, columns, SPECTRA[name])
 
 
 def with_spectrum(rows: int, columns: int, values: Tensor, seed: int = 0) -> Tensor:
@@ -32,8 +39,15 @@ def error_over_optimum(matrix: Tensor, vectors: Tensor, rank: int) -> float:
     wide = matrix.double()
     basis = torch.linalg.qr(vectors.double()).Q
     kept = torch.linalg.svdvals(wide @ basis)[:rank].square().sum()
-    energies = torch.linalg.svdvals(wide).square()
+    energies = energies_of(matrix)
     return sqrt(float((energies.sum() - kept) / energies[rank:].sum()))
+
+
+@cache
+def energies_of(matrix: Tensor) -> Tensor:
+    """All squared singular values; the same matrix is asked for several ranks."""
+    energies: Tensor = torch.linalg.svdvals(matrix.double()).square()
+    return energies
 
 
 SPECTRA = {
@@ -46,13 +60,23 @@ SPECTRA = {
 }
 
 
+@pytest.fixture(params=[torch.bfloat16, None], ids=["bfloat16", "float32"])
+def fast_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations in this dtype, whatever the machine is quick at."""
+    monkeypatch.setattr(krylov, "fast_dtype", lambda _: request.param)
+
+
+@pytest.mark.usefixtures("fast_dtype")
+@pytest.mark.parametrize("steep", [False, True])
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("shape", [(400, 300), (320, 800)])
-def test_the_error_is_within_the_tolerance_of_the_optimum(name: str, shape: tuple[int, int]) -> None:
-    matrix = with_spectrum(*shape, SPECTRA[name])
+def test_the_error_is_within_the_tolerance_of_the_optimum(
+    name: str, shape: tuple[int, int], steep: bool
+) -> None:
+    matrix = planted(*shape, name)
     energy = float(matrix.double().square().sum())
     for rank in (1, 8, 32):
-        found = leading_subspace(matrix, rank, total_energy=energy, tolerance=TOLERANCE)
+        found = leading_subspace(matrix, rank, total_energy=energy, tolerance=TOLERANCE, steep=steep)
         assert found.converged
         assert error_over_optimum(matrix, found.vectors, rank) <= 1 + TOLERANCE
 
@@ -138,15 +162,17 @@ def test_zero_columns_have_no_orthonormal_basis() -> None:
     assert orthonormal(torch.zeros(10, 3)).shape == (10, 0)
 
 
+@pytest.mark.usefixtures("fast_dtype")
+@pytest.mark.parametrize("steep", [False, True])
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.4, 1.0])
 @pytest.mark.parametrize("shape", [(160, 160), (160, 640), (640, 160)])
 def test_values_that_fall_fast_are_taken_out_level_by_level_until_nothing_is_left(
-    shape: tuple[int, int], rate: float
+    shape: tuple[int, int], rate: float, steep: bool
 ) -> None:
     values = torch.exp(-rate * torch.arange(160, dtype=torch.float64))
     matrix = with_spectrum(*shape, values)
     energy = float(matrix.double().square().sum())
-    found = leading_subspace(matrix, 32, total_energy=energy, tolerance=TOLERANCE)
+    found = leading_subspace(matrix, 32, total_energy=energy, tolerance=TOLERANCE, steep=steep)
     assert found.converged
     basis = torch.linalg.qr(found.vectors.double()).Q
     left = float((matrix.double() - matrix.double() @ basis @ basis.T).norm())

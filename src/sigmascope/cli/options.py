@@ -279,7 +279,7 @@ class RankFlags:
         int | None,
         _rank_option(
             "--min_rank",
-            "No changed layer gets less. 0 may leave layers out. Without it, each layer of a model that samples in many steps gets seven eighths of one rank for all, unless --statistics or --budget_weights say better.",
+            "No changed layer gets less. 0 may leave layers out. Without it, each layer of a model that samples in many steps gets one rank for all, or seven eighths of it above 8, unless --statistics or --budget_weights say better.",
             "<rank>",
         ),
     ] = None

@@ -42,7 +42,9 @@ __all__ = ["Allocation", "Budget", "StorageCost"]
 _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
 _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
-_SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread
+_SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread,
+_WHOLE_UP_TO: Final = 8  # and all of it up to this rank,
+_NEARLY: Final = 0.05  # of which the header of a budget, some bytes longer, may take so much
 _FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
@@ -294,8 +296,8 @@ class Budget:
                 singular value needs to be known.
             layer_weights: How much the squared error of each layer counts, on top of `weights`; once where it is
                 not here.
-            spread: Each layer first gets seven eighths, rounded up, of the one rank for all that would take these bytes;
-                for a budget without a `min_rank`.
+            spread: Each layer first gets the one rank for all that would take these bytes, up to 8 all of it, and seven
+                eighths, rounded up, of more; for a budget without a `min_rank`.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
@@ -340,7 +342,7 @@ class Budget:
         """Give each layer its share of the one rank first; where that is too much for a size, some of it to all."""
         shapes = {layer: spectrum.weight_shape for layer, spectrum in spectra.items()}
         if self.max_bytes is not None:
-            share = math.ceil(_SHARE * _one_rank(self.max_bytes, shapes, storage))
+            share = _spread_rank(_one_rank(self.max_bytes, shapes, storage))
             for least in range(share, 0, -1):
                 with suppress(ConfigError):  # of a file this small, or whose pinned layers take the room
                     return between(least, None if least == share else share)
@@ -350,7 +352,7 @@ class Budget:
         met = cache(lambda rank: between(rank, None))
 
         def is_its_share(rank: int) -> bool:
-            return rank >= _SHARE * _one_rank(met(rank).bytes, shapes, storage)
+            return rank >= _spread_rank(_one_rank(met(rank).bytes, shapes, storage))
 
         return met(bisect_left(range(highest + 1), True, key=is_its_share))
 
@@ -573,6 +575,11 @@ def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCo
     modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
     one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
     return max(size - storage.empty_bytes - modules, 0) / max(one_rank, 1)
+
+
+def _spread_rank(one_rank: float) -> int:
+    """What each layer gets of one rank for all where ranks are spread."""
+    return max(math.ceil(_SHARE * one_rank), min(math.floor(one_rank + _NEARLY), _WHOLE_UP_TO))
 
 
 def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:

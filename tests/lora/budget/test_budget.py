@@ -246,8 +246,8 @@ def uniform(rank: float, size: int) -> int:
     return cost.empty_bytes + modules + math.floor(rank * values)
 
 
-@pytest.mark.parametrize(("rank", "least"), [(4.0, 4), (8.0, 7), (12.0, 11)])
-def test_spread_ranks_begin_with_seven_eighths_of_the_one_rank_of_these_bytes(
+@pytest.mark.parametrize(("rank", "least"), [(4.5, 4), (8.5, 8), (10.0, 9), (12.0, 11)])
+def test_spread_ranks_begin_with_eight_or_seven_eighths_of_the_one_rank_of_these_bytes(
     rank: float, least: int
 ) -> None:
     size = uniform(rank, 9_999)
