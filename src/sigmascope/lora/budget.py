@@ -47,6 +47,8 @@ _WHOLE_UP_TO: Final = 8  # and all of it up to this rank,
 _NEARLY: Final = 0.05  # of which the header of a budget, some bytes longer, may take so much
 _FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _FEW: Final = 8  # least number of values that `wanted` aims at
+_GOOD_PART: Final = 5  # one in this many is a good part of a layer's values
+_NO_DENSITY: Final = 1e-30  # of the largest
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
 # Of a file, for `StorageCost`.
@@ -621,6 +623,8 @@ def allocate(
     else:
         ranks, threshold = _within_error(contest, storage, max_error or 0.0)
     asked = wanted(contest, threshold)
+    if asked and max_bytes is not None:  # first of the layers that are likely to get them
+        asked = wanted(contest, _expected_density(contest, room, threshold)) or asked
     error = _error(contest, ranks, storage)
     if not asked:
         if max_error is not None and error > max_error * (1.0 + 1e-9):
@@ -783,21 +787,56 @@ def _discarded_at_most(contest: BudgetArrays, density: float) -> float:
 def wanted(contest: BudgetArrays, threshold: float) -> dict[str, int]:
     """Layers with unknown values that may beat a density: how many values to compute next.
 
-    So many as would reach the density if the values went on to fall as the last half of those known does, between
-    1¼ and 3 times those known, and no more than the unknown energy suffices for.
+    So many as would reach the density if the values went on to fall as they do, between 1¼ and 3 times those known, and
+    no more than the unknown energy suffices for. Where 3 times as many are a good part of all, a decomposition finds
+    all of them, and there is no such limit.
     """
     price = threshold * contest.rank_bytes
     known = contest.known.double()
-    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
-    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
-    crossing = (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
-    target = crossing.clamp(min=_FEW).maximum(1.25 * known).minimum((3.0 * known).clamp(min=_FEW))
+    most = (3.0 * known).clamp(min=_FEW)
+    most = torch.where(most * _GOOD_PART >= contest.cap, torch.inf, most)
+    target = _crossing(contest, price).clamp(min=_FEW).maximum(1.25 * known).minimum(most)
     suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
     target = (
         target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
     )
     asked = (contest.next_benefit > price) | (contest.floor > contest.known)
     return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
+
+
+def _crossing(contest: BudgetArrays, price: Float[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+    """How many values bring a price if those unknown go on to fall as the last half of those known does."""
+    known = contest.known.double()
+    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
+    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
+    return (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
+
+
+def _expected_density(contest: BudgetArrays, limit: int, least: float) -> float:
+    """The density of the last value that fits if unknown values go on to fall as those known do.
+
+    With few values known of the layers that matter most, others fill the file, at densities that they will not hold.
+
+    Args:
+        contest: The layers.
+        limit: Bytes for all modules.
+        least: A density at which they take as many or more.
+    """
+    most = float(contest.densities.max())
+    if most == 0.0:
+        return least
+    low, high = math.log(max(least, _NO_DENSITY * most)), math.log(most)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        density = math.exp(middle)
+        price = density * contest.rank_bytes
+        within = (contest.densities >= density).sum(dim=1).maximum(contest.floor)
+        beyond = contest.known + (contest.unknown_energy / price).minimum(contest.unknown_values.double())
+        ahead = _crossing(contest, price).minimum(beyond).minimum(contest.cap.double()).long()
+        runs_on = (contest.unknown_values > 0) & (within >= contest.known)
+        taken = contest.bytes_at(torch.where(runs_on, ahead.maximum(within), within))
+        low, high = (middle, high) if taken > limit else (low, middle)
+    return math.exp(low)
 
 
 def parse_weights(texts: Iterable[str]) -> Weights:
