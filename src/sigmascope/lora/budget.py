@@ -358,18 +358,22 @@ class Budget:
 
         return met(bisect_left(range(highest + 1), True, key=is_its_share))
 
-    def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
+    def first_guess(
+        self, shapes: Mapping[str, Sequence[int]], storage: StorageCost, *, uneven: bool = False
+    ) -> dict[str, int]:
         """How many singular values of each layer to compute first.
 
-        For a size: twice the one rank for all layers that would fill the file.
+        For a size: twice the one rank for all layers that would fill the file, or once where few layers get the most.
 
         Args:
             shapes: Weight shapes by layer.
             storage: What the values and modules take.
+            uneven: Statistics weigh the errors, by which a few layers matter most.
         """
         guess = _FIRST_GUESS
         if self.max_bytes is not None:
-            guess = max(math.floor(2 * _one_rank(self.max_bytes, shapes, storage)), _LEAST_GUESS)
+            uniform = _one_rank(self.max_bytes, shapes, storage)
+            guess = max(math.floor(uniform if uneven else 2 * uniform), _LEAST_GUESS)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
 
     def check(self, layers: Sequence[str]) -> None:

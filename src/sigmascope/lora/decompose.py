@@ -384,12 +384,12 @@ class Projection:
     Attributes:
         gram: (j, j), G.
         products: (j, n), LᵀA.
-        in_double: Whether LᵀA was computed in float64 too.
+        energy: ‖A‖² in float64, where LᵀA was computed in float64 too.
     """
 
     gram: Float[Tensor, "j j"]
     products: Float[Tensor, "j n"]
-    in_double: bool = False
+    energy: float | None = None
 
     @cached_property
     def white(self) -> Float[Tensor, "j r"]:
@@ -457,8 +457,9 @@ def stored_errors(
     """
     errors = _errors(right, projection, total_energy)
     if float(errors[-1]) < _CANCELLED * total_energy:
-        exact = projection if projection.in_double else _project_in_double(matrix, left)
-        errors = _errors(right, exact, frobenius_norm(matrix) ** 2)
+        exact = _project_in_double(matrix, left) if projection.energy is None else projection
+        assert exact.energy is not None
+        errors = _errors(right, exact, exact.energy)
     if float(errors[-1]) < _NOTHING_LEFT * total_energy:
         errors = _errors_of_rest(matrix, left, right)
     return errors.clamp_min(0.0)
@@ -473,12 +474,14 @@ def _errors(right: Tensor, projection: Projection, total_energy: float) -> Tenso
 
 
 def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
-    """LᵀA in float64, widening a few rows at a time."""
+    """LᵀA and ‖A‖² in float64, widening a few rows at a time."""
     wide = as_float64(left)
-    products = wide.new_zeros(left.shape[1], matrix.shape[1])
+    products, energy = wide.new_zeros(left.shape[1], matrix.shape[1]), wide.new_zeros(())
     for part in _parts(matrix):
-        products += wide[part].mT @ as_float64(matrix[part])
-    return Projection(wide.mT @ wide, products, in_double=True)
+        piece = as_float64(matrix[part])
+        products.addmm_(wide[part].mT, piece)
+        energy += torch.linalg.vector_norm(piece).square()
+    return Projection(wide.mT @ wide, products, float(energy))
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:

@@ -245,7 +245,8 @@ class Extraction:
     def _run_within(self, budget: Budget, storage: StorageCost) -> "dict[str, DecomposedLayer]":
         rules = self._options.rank_rules
         shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
-        guesses = budget.first_guess(shapes, storage)
+        has_statistics = self._options.statistics is not None
+        guesses = budget.first_guess(shapes, storage, uneven=has_statistics)
         first: dict[str, RankPolicy | int | None] = {
             layer: None if rules.is_excluded(layer) else rules.override_for(layer) or guesses[layer]
             for layer in shapes
@@ -265,7 +266,7 @@ class Extraction:
         spread = needs_spread_ranks(
             self._options.budget_weights,
             self._pair.layout.family,
-            has_statistics=self._options.statistics is not None,
+            has_statistics=has_statistics,
         )
         number, allowed, error = 0, budget, 0.0
         while True:

@@ -463,7 +463,7 @@ def _read_moments(checkpoint: Checkpoint, name: str) -> Moments:
         if full.dim() != 2 or full.shape[0] != full.shape[1]:
             raise ValueError(f"{name}.full is {tuple(full.shape)}, which is not square")
         return Moments(full.diagonal().clone(), full=full)
-    diagonal, low_rank = (checkpoint.tensor(f"{name}.{part}").float() for part in ("diagonal", "low_rank"))
+    diagonal, low_rank = checkpoint.tensor(f"{name}.diagonal").float(), checkpoint.tensor(f"{name}.low_rank")
     if diagonal.dim() != 1 or low_rank.dim() != 2 or len(diagonal) != len(low_rank):
         raise ValueError(f"{name} has {tuple(diagonal.shape)} and {tuple(low_rank.shape)}, which do not fit")
     return Moments(diagonal, low_rank=low_rank)

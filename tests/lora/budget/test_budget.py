@@ -211,11 +211,13 @@ def test_layers_that_did_not_change_get_nothing() -> None:
     assert Budget(max_error=0.05).allocate({}, FREE).ranks == {}
 
 
-def test_the_first_guess_for_a_size_is_twice_the_uniform_rank() -> None:
-    guess = Budget(max_bytes=100 * 2**20).first_guess({f"l{i}": (1280, 1280) for i in range(500)}, FREE)
+@pytest.mark.parametrize(("uneven", "times"), [(False, 2), (True, 1)])
+def test_the_first_guess_for_a_size_goes_by_the_uniform_rank(uneven: bool, times: int) -> None:
+    shapes = {f"l{i}": (1280, 1280) for i in range(500)}
+    guess = Budget(max_bytes=100 * 2**20).first_guess(shapes, FREE, uneven=uneven)
     uniform = 100 * 2**20 / (500 * 2560 * 2)
     assert len(set(guess.values())) == 1
-    assert guess["l0"] == pytest.approx(2 * uniform, rel=0.02)
+    assert guess["l0"] == pytest.approx(times * uniform, rel=0.02)
 
 
 def test_the_first_guess_is_within_the_limits() -> None:
