@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
@@ -623,12 +623,15 @@ def allocate(
         room = max_bytes - storage.empty_bytes
         if (least := contest.bytes_at(contest.floor)) > room:
             refuse_size(max_bytes, storage.empty_bytes + least)
-        ranks, threshold = most_within(contest, room)
+        ranks, threshold, in_order = most_within(contest, room)
     else:
         ranks, threshold = _within_error(contest, storage, max_error or 0.0)
     asked = wanted(contest, threshold)
-    if asked and max_bytes is not None:  # first of the layers that are likely to get them
-        asked = wanted(contest, _expected_density(contest, room, threshold)) or asked
+    if max_bytes is not None:
+        if asked:  # first of the layers that are likely to get them
+            asked = wanted(contest, _expected_density(contest, room, threshold)) or asked
+        elif contest.layers:
+            asked = wanted(contest, threshold, _may_fill(contest, in_order, ranks, room))
     error = _error(contest, ranks, storage)
     if not asked:
         if max_error is not None and error > max_error * (1.0 + 1e-9):
@@ -676,7 +679,9 @@ def _require_something(
         refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
 
 
-def most_within(contest: BudgetArrays, limit: int) -> tuple[Int[Tensor, " layers"], float]:
+def most_within(
+    contest: BudgetArrays, limit: int
+) -> tuple[Int[Tensor, " layers"], float, Int[Tensor, " layers"]]:
     """Take values above the floors while they fit.
 
     Args:
@@ -684,7 +689,8 @@ def most_within(contest: BudgetArrays, limit: int) -> tuple[Int[Tensor, " layers
         limit: Bytes for all modules, the floors' included.
 
     Returns:
-        Ranks by layer, and the density below which values were not taken in order; 0 when all were.
+        Ranks by layer, the density below which values were not taken in order, 0 when all were, and the ranks without
+        those taken out of order.
     """
     room = limit - contest.bytes_at(contest.floor)
     row, column = contest.best_first()
@@ -692,10 +698,10 @@ def most_within(contest: BudgetArrays, limit: int) -> tuple[Int[Tensor, " layers
     fit = int(torch.searchsorted(cost, room, right=True))
     ranks = contest.floor + torch.bincount(row[:fit], minlength=len(contest.layers))
     if fit == len(row):
-        return ranks, 0.0
-    threshold = float(contest.densities[row[fit], column[fit]])
+        return ranks, 0.0, ranks
+    threshold, in_order = float(contest.densities[row[fit], column[fit]]), ranks.clone()
     _fill(contest, ranks, room - (int(cost[fit - 1]) if fit else 0))
-    return ranks, threshold
+    return ranks, threshold, in_order
 
 
 def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> None:
@@ -711,6 +717,19 @@ def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> No
             return
         ranks[best] += 1
         room -= int(cost[best])
+
+
+def _may_fill(
+    contest: BudgetArrays, in_order: Int[Tensor, " layers"], ranks: Int[Tensor, " layers"], limit: int
+) -> Bool[Tensor, " layers"]:
+    """Layers whose next unknown value might have filled the room that the values in order left."""
+    cost = contest.cost_at(contest.known)
+    might_fit = (
+        (contest.next_benefit > 0) & (ranks >= contest.known) & (cost <= limit - contest.bytes_at(in_order))
+    )
+    taken = torch.where(ranks > in_order, contest.density_at(ranks - 1), torch.inf)
+    fits_still = cost <= limit - contest.bytes_at(ranks)
+    return might_fit & (fits_still | (contest.next_benefit / cost > taken.min()))
 
 
 def least_for(contest: BudgetArrays, needed: float) -> tuple[Int[Tensor, " layers"], float]:
@@ -788,8 +807,10 @@ def _discarded_at_most(contest: BudgetArrays, density: float) -> float:
     return float((below + unknown).sum())
 
 
-def wanted(contest: BudgetArrays, threshold: float) -> dict[str, int]:
-    """Layers with unknown values that may beat a density: how many values to compute next.
+def wanted(
+    contest: BudgetArrays, threshold: float, also: Bool[Tensor, " layers"] | None = None
+) -> dict[str, int]:
+    """Layers with unknown values that may beat a density, and others: how many values to compute next.
 
     So many as would reach the density if the values went on to fall as they do, between 1¼ and 3 times those known, and
     no more than the unknown energy suffices for. Where 3 times as many are a good part of all, a decomposition finds
@@ -805,6 +826,8 @@ def wanted(contest: BudgetArrays, threshold: float) -> dict[str, int]:
         target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
     )
     asked = (contest.next_benefit > price) | (contest.floor > contest.known)
+    if also is not None:
+        asked |= also
     return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
 
 
