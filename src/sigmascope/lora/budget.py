@@ -576,11 +576,19 @@ def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
 
 
 def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> float:
-    """The rank for all layers that would fill a file of that size, were none of them capped."""
+    """The rank for all layers, or as much of it as each can have, that would fill a file of that size."""
     storage = storage.within(size)
+    costs = {layer: storage.rank_bytes(layer, shape) for layer, shape in shapes.items()}
     modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
-    one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
-    return max(size - storage.empty_bytes - modules, 0) / max(one_rank, 1)
+    room, growing = max(size - storage.empty_bytes - modules, 0), sum(costs.values())
+    rank = 0
+    for limit, layer in sorted((max_rank(shape), layer) for layer, shape in shapes.items()):
+        if (limit - rank) * growing > room:
+            return rank + room / growing
+        room -= (limit - rank) * growing
+        rank = limit
+        growing -= costs[layer]
+    return float(rank)
 
 
 def _spread_rank(one_rank: float) -> int:

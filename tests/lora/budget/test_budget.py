@@ -247,11 +247,14 @@ def test_all_layers_of_a_full_size_model_fill_their_budget() -> None:
 
 
 def uniform(rank: float, size: int) -> int:
-    """The bytes of a file in which each layer has that rank, whatever it can have."""
+    """The bytes of a file in which each layer has that rank, or all that it can have."""
     cost = FREE.within(size)
     modules = sum(cost.module_bytes(layer, shape) for layer, shape in LAYERS.items())
-    values = sum(cost.rank_bytes(layer, shape) for layer, shape in LAYERS.items())
-    return cost.empty_bytes + modules + math.floor(rank * values)
+    values = sum(
+        min(rank, spectra()[layer].largest_rank) * cost.rank_bytes(layer, shape)
+        for layer, shape in LAYERS.items()
+    )
+    return cost.empty_bytes + modules + math.floor(values)
 
 
 @pytest.mark.parametrize(("rank", "least"), [(4.5, 4), (8.5, 8), (10.0, 9), (12.0, 11)])
