@@ -44,8 +44,9 @@ _LEAST_GUESS: Final = 16  # the same with a size, at least
 _BISECTIONS: Final = 60  # of the interval in which `density_for` searches
 _SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread,
 _WHOLE_UP_TO: Final = 8  # and all of it up to this rank,
-_NEARLY: Final = 0.05  # of which the header of a budget, some bytes longer, may take so much
+_NEARLY: Final = 0.05  # give or take so much, which is within a header's length
 _FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
+_FEWER_LETTERS: Final = 32  # of a header, at most
 _FEW: Final = 8  # least number of values that `wanted` aims at
 _GOOD_PART: Final = 5  # one in this many is a good part of a layer's values
 _NO_DENSITY: Final = 1e-30  # of the largest
@@ -593,7 +594,8 @@ def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCo
 
 def _spread_rank(one_rank: float) -> int:
     """What each layer gets of one rank for all where ranks are spread."""
-    return max(math.ceil(_SHARE * one_rank), min(math.floor(one_rank + _NEARLY), _WHOLE_UP_TO))
+    share = math.ceil(_SHARE * (one_rank - _NEARLY))
+    return max(share, min(math.floor(one_rank + _NEARLY), _WHOLE_UP_TO))
 
 
 def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:
@@ -604,13 +606,19 @@ def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, m
         if storage.measure is None or allocation.wanted:
             return allocation
         size = storage.measure(allocation.ranks)
+        storage = replace(storage, fixed_bytes=storage.fixed_bytes + size - allocation.bytes)
         if size <= max_bytes:
             fitting = replace(allocation, bytes=size)
             if attempt > 0:
-                return fitting
-        storage = replace(storage, fixed_bytes=storage.fixed_bytes + size - allocation.bytes)
+                break
         allocation = choose(storage)
-    return fitting if fitting is not None else refuse_size(max_bytes, size)
+    if fitting is None:
+        refuse_size(max_bytes, size)
+    # Where all layers get the same rank, the header says so in fewer letters.
+    bolder = choose(replace(storage, fixed_bytes=storage.fixed_bytes - _FEWER_LETTERS))
+    if storage.measure is None or bolder.wanted or (size := storage.measure(bolder.ranks)) > max_bytes:
+        return fitting
+    return replace(bolder, bytes=size)
 
 
 def allocate(
@@ -963,7 +971,7 @@ def needs_spread_ranks(weighing: str, family: str, *, has_statistics: bool) -> b
 
     Weights alone do not say what a model does with them. Of one that makes its picture in one step, ranks that layers
     compete for gave pictures 3 to 5 dB better than one rank for all; of two that sample in many steps, up to 4.5 dB
-    worse, and with seven eighths spread evenly none worse by more than 0.1 dB (`benchmarks/lora_pictures.py`).
+    worse, and with most of it spread evenly as good or better (`benchmarks/lora_pictures.py`).
 
     Args:
         weighing: As `--budget_weights`.

@@ -165,6 +165,14 @@ class ExtractOptions:
         return json.dumps({"budget": json.loads(self.budget.describe()), **patterns}, ensure_ascii=False)
 
     @property
+    def rank_text(self) -> str:
+        """The same for the file's header, where a size counts each letter: `size:100000000` where nothing else is set."""
+        budget, has_patterns = self.budget, bool(self.rank_rules.describe_patterns())
+        if budget is None or budget.max_bytes is None or has_patterns:
+            return self.asked_rank
+        return f"size:{budget.max_bytes}" if budget == Budget(budget.max_bytes) else self.asked_rank
+
+    @property
     def storage_dtype(self) -> torch.dtype:
         """The dtype that `save_precision` names."""
         return STORAGE_DTYPES[self.save_precision]

@@ -334,7 +334,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
             return decompose(delta, rank, *rest, **more)
 
         guess = staticmethod(
-            lambda self, shapes, storage: {
+            lambda self, shapes, storage, *, uneven: {
                 layer: min(values, self._cap(shape)) for layer, shape in shapes.items()
             }
         )
@@ -507,6 +507,17 @@ def test_by_default_a_model_of_many_steps_gets_spread_ranks_and_one_of_a_single_
     assert max(least(for_steps, 0), least(for_steps, budget_weights="plain"), least(models)) < 3
     to_an_error = Budget(max_error=0.3)
     assert least(for_steps, budget=replace(to_an_error, min_rank=0)) < least(for_steps, budget=to_an_error)
+
+
+@pytest.mark.parametrize("rank", [2, 4, 8])
+def test_by_default_the_bytes_of_one_rank_give_all_layers_of_a_model_of_many_steps_that_rank(
+    models: Models, tmp_path: Path, rank: int
+) -> None:
+    for_steps = sd3_named(models, tmp_path / "steps")
+    fixed = extract(for_steps, "fixed", rank=rank, conv_rank=rank)
+    report = extract(for_steps, budget_weights="relative", budget=Budget(max_bytes=fixed.file_bytes))
+    assert ranks(report) == ranks(fixed)
+    assert report.file_bytes <= fixed.file_bytes
 
 
 def test_by_default_an_error_counts_by_the_size_of_its_layer_s_weight(models: Models) -> None:

@@ -189,6 +189,23 @@ def test_ranks_that_were_chosen_layer_by_layer_are_told_as_such(make_model_pair:
     assert facts["rank"] == texts["sigmascope_rank"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (Budget(max_bytes=30_000), "size:30000"),
+        (
+            Budget(max_bytes=30_000, max_rank=8),
+            '{"budget": {"max_size": 30000, "max_rank": 8, "max_conv_rank": 8}}',
+        ),
+    ],
+)
+def test_a_size_is_told_in_few_letters_where_nothing_else_is_set(
+    make_model_pair: "MakePair", budget: Budget, text: str
+) -> None:
+    report = extract(paths_of(make_model_pair()), budget=budget)
+    assert header(report.lora)["sigmascope_rank"] == text
+
+
 # Refusals
 
 
