@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image, ImageColor
 from tests.conftest import LAYER_SHAPES, MakePair, ModelPair
 
 from sigmascope.errors import ConfigError, ModelMismatchError
@@ -133,6 +134,13 @@ def test_the_picture_and_the_json_hold_what_was_planned(pair: ModelPair) -> None
     target = pair.base.with_name("plan.svg")
     save_plan_picture(target, plan)
     assert target.read_text(encoding="utf-8") == plan_svg(plan)
+    raster = pair.base.with_name("plan.PNG")
+    save_plan_picture(raster, plan)
+    with Image.open(raster) as image:
+        assert (image.format, image.size) == ("PNG", (1920, 920))
+        blue, grey = ImageColor.getrgb("#1565c0"), ImageColor.getrgb("#9e9e9e")
+        colours = {colour for _, colour in image.getcolors(1 << 20) or ()}
+    assert {blue, grey} <= colours
     told = json.loads(json.dumps(plan.as_dict()))
     assert told["fixed"][1]["bytes"] == plan.fixed[1].bytes
     assert told["knee"]["layers"] == sum(rank > 0 for rank in plan.knee.ranks.values())

@@ -312,17 +312,23 @@ def knee_of(sizes: Sequence[int], errors: Sequence[float]) -> int:
 
 
 def save_plan_picture(path: str | PathLike[str], plan: LoraPlan) -> None:
-    """Draw error against size into an `.svg` file, whole or not at all.
+    """Draw error against size into an `.svg` or `.png` file, whole or not at all.
 
     Raises:
+        ConfigError: A PNG is wanted and Pillow is not installed.
         WriteError: The file cannot be written.
     """
+    content = svg.drawn(Path(path).suffix, (_WIDTH, _HEIGHT), _shapes(plan))
     with atomic_path(path) as temporary:
-        temporary.write_text(plan_svg(plan), encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def plan_svg(plan: LoraPlan) -> str:
     """Draw a plan as an SVG document, 960 pixels in width."""
+    return svg.drawn(".svg", (_WIDTH, _HEIGHT), _shapes(plan)).decode()
+
+
+def _shapes(plan: LoraPlan) -> list[svg.Shape]:
     points = [*plan.fixed, *plan.curve]
     least, most = min(one.bytes for one in points), max(one.bytes for one in points)
     highest = max(one.weighted_error for one in points) or 1.0
@@ -331,29 +337,29 @@ def plan_svg(plan: LoraPlan) -> str:
         across = math.log(planned.bytes / least) / max(math.log(most / least), 1e-9)
         return _LEFT + (_RIGHT - _LEFT) * across, _FOOT - (_FOOT - _TOP) * planned.weighted_error / highest
 
-    shapes = [
-        svg.label(16, 30, f"Error and size: {plan.tuned.name} as a LoRA on {plan.base.name}", size=18),
-        svg.label(16, 54, _what_is_drawn(plan)),
+    shapes: list[svg.Shape] = [
+        svg.Label(16, 30, f"Error and size: {plan.tuned.name} as a LoRA on {plan.base.name}", size=18),
+        svg.Label(16, 54, _what_is_drawn(plan)),
     ]
     for quarter in range(5):
         y = _FOOT - (_FOOT - _TOP) * quarter / 4
-        shapes.append(svg.line((_LEFT, y), (_RIGHT, y), _GRID))
-        shapes.append(svg.label(_LEFT - 8, y + 4, f"{100 * highest * quarter / 4:.3g} %", anchor="end"))
+        shapes.append(svg.Line((_LEFT, y), (_RIGHT, y), _GRID))
+        shapes.append(svg.Label(_LEFT - 8, y + 4, f"{100 * highest * quarter / 4:.3g} %", anchor="end"))
     for planned in plan.fixed:
         x = place(planned)[0]
-        shapes.append(svg.line((x, _TOP), (x, _FOOT + 5), _GRID))
-        shapes.append(svg.label(x, _FOOT + 20, format_size(planned.bytes), anchor="middle"))
-        shapes.append(svg.label(x, _FOOT + 36, f"rank {planned.rank}", anchor="middle", size=11))
+        shapes.append(svg.Line((x, _TOP), (x, _FOOT + 5), _GRID))
+        shapes.append(svg.Label(x, _FOOT + 20, format_size(planned.bytes), anchor="middle"))
+        shapes.append(svg.Label(x, _FOOT + 36, f"rank {planned.rank}", anchor="middle", size=11))
     first = plan.curve[0]
-    shapes.append(svg.label(place(first)[0], _FOOT + 20, format_size(first.bytes), anchor="middle"))
+    shapes.append(svg.Label(place(first)[0], _FOOT + 20, format_size(first.bytes), anchor="middle"))
     for line, colour in ((plan.fixed, _FIXED), (plan.curve, _BUDGET)):
-        shapes += [svg.line(place(one), place(other), colour) for one, other in pairwise(line)]
+        shapes += [svg.Line(place(one), place(other), colour) for one, other in pairwise(line)]
         for planned in line:
             tip = f"{format_size(planned.bytes)}: {100 * planned.weighted_error:.3g} %"
-            shapes.append(svg.dot(*place(planned), 3, colour, tip))
+            shapes.append(svg.Dot(*place(planned), 3, colour, tip))
     x, y = place(plan.knee)
-    shapes += [svg.dot(x, y, 6, _BUDGET), svg.label(x + 10, y - 8, f"knee: {format_size(plan.knee.bytes)}")]
-    return svg.document(_WIDTH, _HEIGHT, shapes)
+    shapes += [svg.Dot(x, y, 6, _BUDGET), svg.Label(x + 10, y - 8, f"knee: {format_size(plan.knee.bytes)}")]
+    return shapes
 
 
 def _what_is_drawn(plan: LoraPlan) -> str:

@@ -34,7 +34,7 @@ from sigmascope.cli.console import (
 from sigmascope.cli.lora.validate import check_picture
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
-from sigmascope.svg import FAINT, PICTURES, Bar, Label, Line, Shape, mixed, strip
+from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
 
 if TYPE_CHECKING:
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
@@ -109,7 +109,7 @@ def inspect(
         raise ConfigError("--relative_strength has no model.", hint="Give the checkpoint with --model.")
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
-        check_picture(picture, dict.fromkeys(inputs, "is an input"), PICTURES)
+        check_picture(picture, dict.fromkeys(inputs, "is an input"))
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
     on_model = None if model is None else judge(lora, model, relative=relative_strength)

@@ -76,7 +76,7 @@ def plan(
     ] = None,
     images: ImageFlags,
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Draw error against size into this .svg file.")
+        Path | None, typer.Option("--picture", help="Draw error against size into this .svg or .png file.")
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,

@@ -138,7 +138,7 @@ def validate(
     inputs = (base_model_path, tuned_model_path, lora_path)
     names_path = _names_path(layer_names, lora_path, inputs)
     uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
-    check_picture(picture, uses, PICTURES)
+    check_picture(picture, uses)
     models = {"base": base_model_path, "tuned": tuned_model_path}
     check_image_flags(images, models)
     options = pairing.options()
@@ -193,13 +193,12 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     return path
 
 
-def check_picture(path: Path | None, uses: Mapping[Path, str], endings: Sequence[str] = (".svg",)) -> None:
+def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
     """Refuse a place that a picture cannot go to, before the work.
 
     Args:
         path: As typed.
         uses: What other files are for, whose place it cannot take.
-        endings: Of the names of pictures that can be drawn.
 
     Raises:
         ConfigError: It is named as no such picture, or would replace something else.
@@ -210,11 +209,11 @@ def check_picture(path: Path | None, uses: Mapping[Path, str], endings: Sequence
     from sigmascope.files import require_writable
     from sigmascope.lora.file import exists
 
-    if path.suffix.lower() not in endings:
-        kinds = " or ".join(ending.removeprefix(".").upper() for ending in endings)
+    if path.suffix.lower() not in PICTURES:
+        kinds = " or ".join(ending.removeprefix(".").upper() for ending in PICTURES)
         raise ConfigError(
             f"--picture {path} is not named as {kinds}.",
-            hint=f"Give a name that ends in {' or '.join(endings)}.",
+            hint=f"Give a name that ends in {' or '.join(PICTURES)}.",
         )
     require_writable(path)
     for other, use in uses.items():
