@@ -33,7 +33,7 @@ from torch import Tensor
 from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
 from sigmascope.errors import ConfigError
 from sigmascope.lora.layer_names import matches, require_matches, require_pattern
-from sigmascope.lora.linalg import Spectrum, is_convolution, matrix_shape, max_rank
+from sigmascope.lora.linalg import GOOD_PART, Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
 from sigmascope.units import format_size
 
@@ -41,14 +41,13 @@ __all__ = ["Allocation", "Budget", "StorageCost"]
 
 _FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
 _LEAST_GUESS: Final = 16  # the same with a size, at least
-_BISECTIONS: Final = 60  # of the interval in which `density_for` searches
+_BISECTIONS: Final = 60  # of the interval in which a density is searched
 _SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread,
 _WHOLE_UP_TO: Final = 8  # and all of it up to this rank,
 _NEARLY: Final = 0.05  # give or take so much, which is within a header's length
 _FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _FEWER_LETTERS: Final = 32  # of a header, at most
 _FEW: Final = 8  # least number of values that `wanted` aims at
-_GOOD_PART: Final = 5  # one in this many is a good part of a layer's values
 _NO_DENSITY: Final = 1e-30  # of the largest
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
@@ -360,7 +359,7 @@ class Budget:
         return met(bisect_left(range(highest + 1), True, key=is_its_share))
 
     def first_guess(
-        self, shapes: Mapping[str, Sequence[int]], storage: StorageCost, *, uneven: bool = False
+        self, shapes: Mapping[str, Sequence[int]], storage: StorageCost, *, has_statistics: bool = False
     ) -> dict[str, int]:
         """How many singular values of each layer to compute first.
 
@@ -369,12 +368,12 @@ class Budget:
         Args:
             shapes: Weight shapes by layer.
             storage: What the values and modules take.
-            uneven: Statistics weigh the errors, by which a few layers matter most.
+            has_statistics: Whether statistics weigh the errors, by which a few layers matter most.
         """
         guess = _FIRST_GUESS
         if self.max_bytes is not None:
             uniform = _one_rank(self.max_bytes, shapes, storage)
-            guess = max(math.floor(uniform if uneven else 2 * uniform), _LEAST_GUESS)
+            guess = max(math.floor(uniform if has_statistics else 2 * uniform), _LEAST_GUESS)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
 
     def check(self, layers: Sequence[str]) -> None:
@@ -835,7 +834,7 @@ def wanted(
     price = threshold * contest.rank_bytes
     known = contest.known.double()
     most = (3.0 * known).clamp(min=_FEW)
-    most = torch.where(most * _GOOD_PART >= contest.cap, torch.inf, most)
+    most = torch.where(most * GOOD_PART >= contest.cap, torch.inf, most)
     target = _crossing(contest, price).clamp(min=_FEW).maximum(1.25 * known).minimum(most)
     suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
     target = (

@@ -31,6 +31,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
 from sigmascope.lora.linalg import (
+    GOOD_PART,
     Spectrum,
     as_float64,
     at_least_float32,
@@ -47,7 +48,6 @@ from sigmascope.lora.statistics import LayerMetric
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""
 _SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
-_MANY: Final = 5  # so do they where more than one in this many is wanted
 _ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
 
@@ -331,7 +331,7 @@ def leading_vectors(
     """
     smaller = min(work.shape)
     kept = min(rank, smaller)
-    few = smaller > _SMALL and kept * _MANY <= smaller
+    few = smaller > _SMALL and kept * GOOD_PART <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
         subspace = leading_subspace(
             work,

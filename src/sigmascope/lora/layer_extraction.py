@@ -254,7 +254,7 @@ class Extraction:
         rules = self._options.rank_rules
         shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
         has_statistics = self._options.statistics is not None
-        guesses = budget.first_guess(shapes, storage, uneven=has_statistics)
+        guesses = budget.first_guess(shapes, storage, has_statistics=has_statistics)
         first: dict[str, RankPolicy | int | None] = {
             layer: None if rules.is_excluded(layer) else rules.override_for(layer) or guesses[layer]
             for layer in shapes

@@ -43,6 +43,9 @@ _LEAST_MEAN_SQUARE: Final = 1e-30  # below, single squares leave the range of fl
 _PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element: PyTorch cannot widen them
 
 
+GOOD_PART: Final = 5
+"""Where more than one singular value in this many is wanted, all of them cost no more."""
+
 FULL_RANK = 9999
 """The rank that users give for "all of it"."""
 

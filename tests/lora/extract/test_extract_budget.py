@@ -334,7 +334,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
             return decompose(delta, rank, *rest, **more)
 
         guess = staticmethod(
-            lambda self, shapes, storage, *, uneven: {
+            lambda self, shapes, storage, *, has_statistics: {
                 layer: min(values, self._cap(shape)) for layer, shape in shapes.items()
             }
         )

@@ -90,7 +90,7 @@ def slow_write(self, layer, factors):
     time.sleep(job["write_seconds"])
     write(self, layer, factors)
 
-def few_values(self, shapes, storage, *, uneven):
+def few_values(self, shapes, storage, *, has_statistics):
     return {layer: min(2, self._cap(shape)) for layer, shape in shapes.items()}
 
 layer_extraction.decompose = slow_decompose
@@ -391,7 +391,7 @@ def test_a_budget_is_begun_anew_for_a_file_that_holds_something_else(
 def test_any_round_of_a_budget_goes_on_where_it_was(
     models: Models, tmp_path: Path, decomposed: list[Any], monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    def few(self: Budget, shapes: Any, storage: Any, *, uneven: bool) -> dict[str, int]:
+    def few(self: Budget, shapes: Any, storage: Any, *, has_statistics: bool) -> dict[str, int]:
         return {layer: min(2, self._cap(shape)) for layer, shape in shapes.items()}
 
     monkeypatch.setattr(Budget, "first_guess", few)
