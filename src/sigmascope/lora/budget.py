@@ -400,6 +400,12 @@ class Budget:
         }
         return json.dumps({name: value for name, value in limits.items() if value is not None})
 
+    @property
+    def brief(self) -> str | None:
+        """`size:100000000` for a header, where a size counts each letter; None where more than a size is set."""
+        is_plain = self.max_bytes is not None and self == Budget(self.max_bytes)
+        return f"size:{self.max_bytes}" if is_plain else None
+
     def _cap(self, weight_shape: Sequence[int]) -> int:
         cap = self.max_conv_rank if is_convolution(weight_shape) else self.max_rank
         return max_rank(weight_shape) if cap is None else min(cap, max_rank(weight_shape))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +22,11 @@ from typing import Any, Final
 import torch
 
 from sigmascope.__about__ import __version__
-from sigmascope.checkpoints import SizeWriter, StreamingWriter, atomic_path, file_sha256
+from sigmascope.checkpoints import StreamingWriter, atomic_path, file_sha256
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
-from sigmascope.lora.alignment import joined_sizes
+from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.budget import StorageCost, file_weights
-from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import (
     BASE_FINGERPRINT,
     TUNED_FINGERPRINT,
@@ -46,8 +45,8 @@ from sigmascope.lora.layer_extraction import (
     read_factors,
     resolve_device,
 )
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model, layer_order
-from sigmascope.lora.linalg import fast_dtype, matrix_shape
+from sigmascope.lora.layer_names import UnetBlocks, blocks_of_model, layer_order
+from sigmascope.lora.linalg import fast_dtype
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.statistics import ModelStatistics, load_statistics_of
 from sigmascope.lora.validate import (
@@ -58,7 +57,7 @@ from sigmascope.lora.validate import (
     overall_error,
     summarise_blocks,
 )
-from sigmascope.lora.writer import LoraWriter
+from sigmascope.lora.writer import LoraWriter, measured_storage
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -67,10 +66,6 @@ __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
 _CPU: Final = torch.device("cpu")
 
 _MOST_SIDECAR_BYTES: Final = 1 << 20
-
-# For `storage_cost`, in bytes.
-_FIELDS_BYTES: Final = 2048  # that the format adds to the header
-_ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
 
 
 def extract_lora(
@@ -292,56 +287,25 @@ def storage_cost(
     metadata: Mapping[str, str],
     diffs: Iterable[str] = (),
     name: str = "lora.safetensors",
+    layers: Sequence[str] | None = None,
 ) -> StorageCost:
-    """What factors take in the file, never too little; it measures while the checkpoints are open.
-
-    A format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
-    layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down` of
-    its own.
+    """What factors take in the file; it measures while the checkpoints are open.
 
     Args:
         format: Of the file.
         pair: The checkpoints.
-        options: Precision.
+        options: Precision, and whether there is a budget.
         metadata: Texts for the header.
         diffs: Keys of tensors whose change is stored whole.
         name: Of the file.
+        layers: That may be in it; all of the pair's when left out.
     """
-    lora_format, layout, blocks = format_named(format), pair.layout, blocks_of_model(pair.layers, pair.layout)
-    divides = lora_format.naming(layout.family) == "diffusers"
-    layers, rows = frozenset(pair.layers), dict[str, Row]()
-    other = _FIELDS_BYTES
-    for layer in pair.layers:
-        placed = lora_format.placement(layer, layout, blocks=blocks)
-        if isinstance(placed, Row) and len(placed.parts) > 1:
-            rows[layer] = placed
-            if divides:
-                other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (len(placed.parts) - 1)
-    for key in diffs:
-        values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
-        other += values + len(key.encode()) + _ENTRY_BYTES
-
-    def numbers(layer: str, weight_shape: Sequence[int]) -> int:
-        out, inner = matrix_shape(weight_shape)
-        row = rows.get(layer)
-        if row is None:
-            return out + inner
-        if divides:
-            return out + len(row.parts) * inner
-        start = layer.removesuffix(layout.split(layer)[1])
-        sizes = {part: pair.shape(start + part)[0] for part in row.parts if start + part in layers}
-        return sum(joined_sizes(sizes, row, inner)) + inner
-
-    cost = StorageCost.of(
-        options.storage_dtype,
-        metadata,
-        other_bytes=other,
-        names=lambda layer: lora_format.keys_for(layer, layout, blocks),
-        numbers=numbers,
-    )
-    return replace(
-        cost, measure=lambda ranks: _measured_size(name, format, pair, ranks, options, metadata, diffs)
-    )
+    expected = pair.layers if layers is None else layers
+    shapes = {layer: pair.shape(layer) for layer in expected}
+    blank = {key: torch.zeros(()).expand(pair.base.info(key).shape) for key in diffs}
+    carried = {key.removesuffix(".weight"): DiffChange({"diff": zeros}) for key, zeros in blank.items()}
+    new_writer = partial(_writer, Path(name), format, pair, expected, options, metadata)
+    return measured_storage(new_writer, options.storage_dtype, shapes, carried)
 
 
 def write_extracted(
@@ -399,28 +363,6 @@ def _writer(
         compact=options.budget is not None,
         writes=writes,
     )
-
-
-def _measured_size(
-    name: str,
-    format: FormatName,
-    pair: CheckpointPair,
-    ranks: Mapping[str, int],
-    options: ExtractOptions,
-    metadata: Mapping[str, str],
-    diffs: Iterable[str],
-) -> int:
-    """The size of a file of these ranks; nothing is written."""
-    kept = [layer for layer in pair.layers if ranks.get(layer, 0) > 0]
-    with _writer(Path(name), format, pair, kept, options, metadata, writes=SizeWriter) as writer:
-        for layer in kept:
-            shape, rank = pair.shape(layer), ranks[layer]
-            rows, columns = matrix_shape(shape)
-            up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
-            writer.write(layer, LoraFactors(up, down, float(rank), shape))
-        for key in diffs:
-            writer.write_diff(key, torch.zeros(pair.base.info(key).shape))
-    return writer.file_bytes
 
 
 def _refuse_nothing(

@@ -166,11 +166,10 @@ class ExtractOptions:
 
     @property
     def rank_text(self) -> str:
-        """The same for the file's header, where a size counts each letter: `size:100000000` where nothing else is set."""
-        budget, has_patterns = self.budget, bool(self.rank_rules.describe_patterns())
-        if budget is None or budget.max_bytes is None or has_patterns:
+        """The same for the file's header; see `Budget.brief`."""
+        if self.budget is None or self.rank_rules.describe_patterns():
             return self.asked_rank
-        return f"size:{budget.max_bytes}" if budget == Budget(budget.max_bytes) else self.asked_rank
+        return self.budget.brief or self.asked_rank
 
     @property
     def storage_dtype(self) -> torch.dtype:

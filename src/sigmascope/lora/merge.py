@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from math import prod
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -32,7 +31,15 @@ from sigmascope.lora.budget import require_weighing
 from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
-from sigmascope.lora.file import LoraFile, as_text, check_target, family_in, refuse_files, refuse_inputs
+from sigmascope.lora.file import (
+    LazyDict,
+    LoraFile,
+    as_text,
+    check_target,
+    family_in,
+    refuse_files,
+    refuse_inputs,
+)
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
@@ -51,6 +58,7 @@ from sigmascope.lora.writer import (
     STORAGE_DTYPES,
     SavePrecision,
     dtype_name,
+    measured_storage,
     storage_dtype,
     writer_of_aligned,
 )
@@ -228,6 +236,7 @@ def merge_loras(
             with ExitStack() as read:
                 dtype = storage_dtype(*(read.enter_context(open_checkpoint(file)) for file in lora_files))
         changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
+        shapes = {name: changes.shape(name) for name in changes.layers}
         plan = _rank_plan(changes, options)
         metrics = None
         if options.statistics is not None:
@@ -237,10 +246,11 @@ def merge_loras(
                     hint="Add --rank, --max_size or another rank option.",
                 )
             refuse_files(target, [options.statistics])
-            shapes = {name: changes.shape(name) for name in changes.layers}
             metrics = Metrics.read(options.statistics, options.ridge, originals, shapes, plan)
             changes = replace(changes, metrics=metrics)
-        output = writer_of_aligned(
+        vectors = LazyDict({name: name for name in changes.vectors}, changes.vector)
+        new_writer = partial(
+            writer_of_aligned,
             target,
             changes.united,
             originals,
@@ -248,19 +258,16 @@ def merge_loras(
             _provenance(lora_files, weights, options.method, plan) | (metrics.metadata if metrics else {}),
             compact=plan.budget is not None,
         )
-        with output:
+        with new_writer() as output:
             resizer = Resizer(
-                shapes={name: changes.shape(name) for name in changes.layers},
+                shapes=shapes,
                 old_ranks={name: changes.old_rank(name) for name in changes.layers},
                 load=changes.load,
                 plan=plan,
-                storage=output.storage(
-                    changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
-                ),
+                storage=measured_storage(new_writer, changes.dtype, shapes, vectors),
                 family=changes.united.layout.family,
                 has_metric=metrics is not None,
             )
-            vectors = ((name, DiffChange({"diff": changes.combined(name)})) for name in changes.vectors)
             modules = write_reduced(output, resizer, vectors, progress)
         return ReductionReport(
             inputs=tuple(map(InputLora.of, originals, paths, weights)),
@@ -302,7 +309,7 @@ def _provenance(
         "sigmascope_version": __version__,
         "sigmascope_merged_loras": merged_from(lora_files, weights),
         "sigmascope_merge_method": method.describe(),
-        "sigmascope_rank": plan.describe(),
+        "sigmascope_rank": plan.header_text,
     }
 
 
@@ -439,6 +446,10 @@ class MergedChanges:
         if not deltas:
             return torch.zeros(shape)
         return self.method.combine(name, deltas, {position: self.weights[position] for position in deltas})
+
+    def vector(self, name: str) -> DiffChange:
+        """Read and combine one bias's or norm's changes."""
+        return DiffChange({"diff": self.combined(name)})
 
     def _delta(self, position: int, name: str) -> Tensor:
         change = self.united.change(position, name)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sigmascope import svg
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.budget import Budget, StorageCost, needs_spread_ranks
+from sigmascope.lora.budget import RELATIVE, Budget, StorageCost, needs_spread_ranks
 from sigmascope.lora.extract import extraction_metadata, resolve_format, statistics_for, storage_cost
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -38,7 +38,6 @@ from sigmascope.units import format_size
 _DEEPER: Final = 2  # a budget gives some layers more than the fixed rank of the same bytes
 _POINTS: Final = 32  # of the curve
 _BELOW: Final = 8  # the curve begins at this part of rank 1's bytes
-_ANY_SIZE: Final = 1 << 30  # for the header of a file of one rank, which tells none
 _LAYERS: Final = 10  # that are named
 
 # The picture, in pixels.
@@ -53,7 +52,7 @@ class PlannedLora:
 
     Attributes:
         rank: Of all layers; None where a budget chooses each layer's.
-        bytes: The most that the file takes.
+        bytes: What the file takes; of the curve about so much.
         error: ‖ΔW − A‖ / ‖ΔW‖ over all layers, of the factors as stored.
         weighted_error: The same as a budget weighs it: by the size of each layer's weight, or by the statistics.
         ranks: Of each layer; 0 is not in the file.
@@ -172,9 +171,16 @@ def plan_lora(
         records = _decomposed(pair, options, statistics, _DEEPER * most_rank, progress)
         format = resolve_format(options, pair)
 
-        def storage(size: int) -> StorageCost:
-            limited = replace(options, budget=Budget(max_bytes=size))
-            return storage_cost(format, pair, limited, extraction_metadata(pair, limited, statistics))
+        def storage(of: ExtractOptions) -> StorageCost:
+            metadata = extraction_metadata(pair, of, statistics)
+            return storage_cost(format, pair, of, metadata, layers=tuple(records))
+
+        def of_rank(rank: int) -> StorageCost:
+            rules = replace(options.rank_rules, default=FixedRank(rank, rank))
+            return storage(replace(options, rules=rules, budget=None, budget_weights=RELATIVE))
+
+        def of_size(size: int) -> StorageCost:
+            return storage(replace(options, budget=Budget(max_bytes=size)))
 
         spread = needs_spread_ranks(
             options.budget_weights, pair.layout.family, has_statistics=statistics is not None
@@ -185,7 +191,7 @@ def plan_lora(
                 hint="Give the fine-tuned checkpoint as --tuned_model_path.",
             )
         weights = layer_weights(options, records)
-        sizes = _Sizes(records, storage, weights, _DEEPER * most_rank, spread=spread)
+        sizes = _Sizes(records, of_rank, of_size, weights, _DEEPER * most_rank, spread=spread)
         fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
         smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
         steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
@@ -242,7 +248,8 @@ class _Sizes:
 
     Args:
         records: Of all layers.
-        storage: What factors take in a file of a size, which its header tells.
+        of_rank: What factors take in a file of one rank, which its header tells.
+        of_size: The same of a size.
         weights: How much each layer's squared error counts.
         most: No layer's rank is known beyond it.
         spread: As of `Budget.allocate`.
@@ -251,14 +258,15 @@ class _Sizes:
     def __init__(
         self,
         records: Mapping[str, LayerRecord],
-        storage: Callable[[int], StorageCost],
+        of_rank: Callable[[int], StorageCost],
+        of_size: Callable[[int], StorageCost],
         weights: Mapping[str, float],
         most: int,
         *,
         spread: bool,
     ) -> None:
-        self._records, self._storage, self._weights, self._most = records, storage, weights, most
-        self._spread = spread
+        self._records, self._weights, self._most, self._spread = records, weights, most, spread
+        self._of_rank, self._of_size = of_rank, of_size
         self._shapes = {layer: record.shape for layer, record in records.items()}
         self._spectra = {layer: record.spectrum for layer, record in records.items()}
 
@@ -266,16 +274,16 @@ class _Sizes:
         """One rank for all layers."""
         same = FixedRank(rank, rank)
         ranks = {layer: same.rank_for(shape) for layer, shape in self._shapes.items()}
-        storage = self._storage(_ANY_SIZE)
-        size = storage.file_bytes(ranks, self._shapes)
-        return self._planned(rank, storage.within(size).file_bytes(ranks, self._shapes), ranks)
+        measure = self._of_rank(rank).measure
+        assert measure is not None
+        return self._planned(rank, measure(ranks), ranks)
 
     def within(self, sizes: Sequence[int], *, measured: bool = False) -> Iterator[PlannedLora]:
         """The best ranks for each size; none for one that holds nothing. Measured to the byte, each takes a while."""
         for size in sizes:
             budget = Budget(max_bytes=size, max_rank=self._most)
             try:
-                storage = self._storage(size) if measured else replace(self._storage(size), measure=None)
+                storage = self._of_size(size) if measured else replace(self._of_size(size), measure=None)
                 chosen = budget.allocate(
                     self._spectra, storage, layer_weights=self._weights, spread=self._spread
                 )

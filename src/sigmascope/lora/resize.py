@@ -40,7 +40,7 @@ from sigmascope.lora.budget import (
 from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
-from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import LazyDict, LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.module_names import parse_name
@@ -53,6 +53,7 @@ from sigmascope.lora.writer import (
     LoraWriter,
     SavePrecision,
     dtype_name,
+    measured_storage,
     storage_dtype,
     writer_of_aligned,
 )
@@ -91,13 +92,19 @@ class RankPlan(NamedTuple):
     budget_weights: str = RELATIVE
 
     def describe(self) -> str:
-        """Canonical text, for reports and headers."""
+        """Canonical text, for reports."""
         if self.budget is None:
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         if self.budget_weights != RELATIVE:
             asked["budget_weights"] = as_text(Path(self.budget_weights).name)
         return json.dumps(asked, ensure_ascii=False)
+
+    @property
+    def header_text(self) -> str:
+        """The same for the file's header; see `Budget.brief`."""
+        is_bare = self.budget_weights == RELATIVE and not self.rules.describe_patterns()
+        return (self.budget.brief if self.budget is not None and is_bare else None) or self.describe()
 
 
 EVERYTHING: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
@@ -369,23 +376,23 @@ def resize_lora(
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
-            "sigmascope_rank": plan.describe(),
+            "sigmascope_rank": plan.header_text,
             **({} if metrics is None else metrics.metadata),
         }
-        compact = plan.budget is not None
-        with writer_of_aligned(target, aligned, [original], format, metadata, compact=compact) as output:
+        unchanged = LazyDict({name: name for name in carried}, layers.changes.__getitem__)
+        new_writer = partial(
+            writer_of_aligned, target, aligned, [original], format, metadata, compact=plan.budget is not None
+        )
+        with new_writer() as output:
             resizer = Resizer(
                 shapes=shapes,
                 old_ranks={name: layers.rank_of(name) if name in layers.modules else None for name in shapes},
                 load=partial(_load, layers, dtype, metrics),
                 plan=plan,
-                storage=output.storage(
-                    dtype, {name: 4 * layers.facts_of(name).parameters for name in carried}
-                ),
+                storage=measured_storage(new_writer, dtype, shapes, unchanged),
                 family=aligned.layout.family,
                 has_metric=metrics is not None,
             )
-            unchanged = ((name, layers.changes[name]) for name in carried)
             modules = write_reduced(output, resizer, unchanged, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
@@ -421,7 +428,7 @@ def _load(
 def write_reduced(
     output: LoraWriter,
     resizer: "Resizer",
-    carried: Iterable[tuple[str, WeightChange]],
+    carried: Mapping[str, WeightChange],
     progress: Progress,
 ) -> tuple[ResizedModule, ...]:
     """Reduce every module and write it, and then what has no rank.
@@ -429,7 +436,7 @@ def write_reduced(
     Args:
         output: Open.
         resizer: Of the modules.
-        carried: Names and changes that are written as they are, read when their turn comes.
+        carried: Changes that are written as they are, read when their turn comes.
         progress: Told after each module.
 
     Raises:
@@ -440,7 +447,7 @@ def write_reduced(
         modules.append(module)
         if factors is not None:
             output.write(module.name, factors)
-    for name, change in carried:
+    for name, change in carried.items():
         output.write_change(name, change)
     _require_modules(modules, resizer.plan)
     return tuple(modules)

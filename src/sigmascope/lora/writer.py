@@ -12,7 +12,7 @@ what has been written, for the header.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint, StreamingWriter
+from sigmascope.checkpoints import Checkpoint, SizeWriter, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import (
     MID,
@@ -35,14 +35,14 @@ from sigmascope.lora.adapters import (
     TuckerChange,
     WeightChange,
 )
-from sigmascope.lora.alignment import AlignedLoras, divided, joined
+from sigmascope.lora.alignment import AlignedLoras, divided, joined, joined_sizes
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
-from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
+from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, matrix_shape, max_rank
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""
@@ -50,10 +50,8 @@ LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "
 _ALPHA: Final = ".alpha"
 _KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
 _FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
+_ENTRY: Final = 200  # bytes of a header entry beside the layer's name, at most
 _BIAS: Final = ".bias"
-# What a file takes beside its factors, for `LoraWriter.storage`.
-_ENTRY: Final = 160  # bytes of a header entry beside its name
-_PARTS: Final = 8  # tensors that a change may have
 
 _LYCORIS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
 
@@ -225,7 +223,7 @@ class LoraWriter:
         placed = self.format.placement(layer, self.layout, blocks=self._blocks)
         if isinstance(placed, str):
             self._write(layer, self.format.named(layer, placed, self.layout, self._prefix), factors)
-        elif self.format.naming(self.layout.family) == "diffusers":
+        elif self._divides:
             for path, part in divided(factors, placed).items():
                 self._write(layer, self.format.named(layer, path, self.layout, self._prefix), part)
         else:
@@ -278,20 +276,48 @@ class LoraWriter:
         )
         self.tally.add_change(change.kind)
 
-    def storage(self, dtype: torch.dtype, others: Mapping[str, int]) -> StorageCost:
-        """What modules take in this file, never too little.
+    def estimated_storage(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> StorageCost:
+        """What modules of factors take in this file, without what the format's own fields of the header do.
+
+        The format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
+        layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down`
+        of its own.
 
         Args:
             dtype: Of the factors.
-            others: Bytes of each change that is no factors.
+            shapes: Of the changed weights, by layer.
         """
-        whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
+        rows = {} if self._own_names is not None else self._fused(shapes)
+        divides = self._divides
+        parts = sum(3 * (len(layer) + _ENTRY) * (len(row.parts) - 1) for layer, row in rows.items())
+
+        def numbers(layer: str, weight_shape: Sequence[int]) -> int:
+            out, inner = matrix_shape(weight_shape)
+            row = rows.get(layer)
+            if row is None:
+                return out + inner
+            if divides:
+                return out + len(row.parts) * inner
+            start = layer.removesuffix(self.layout.split(layer)[1])
+            sizes = {part: shapes[start + part][0] for part in row.parts if start + part in shapes}
+            return sum(joined_sizes(sizes, row, inner)) + inner
+
         return StorageCost.of(
             dtype,
             self._inherited | self._metadata,
-            other_bytes=_FIELDS_BYTES + whole,
+            other_bytes=parts if divides else 0,
             names=self._factor_keys,
+            numbers=numbers,
         )
+
+    def _fused(self, layers: Iterable[str]) -> dict[str, Row]:
+        """Layers that are divided, or joined with others, in this format."""
+        placed = {layer: self.format.placement(layer, self.layout, blocks=self._blocks) for layer in layers}
+        return {layer: row for layer, row in placed.items() if isinstance(row, Row) and len(row.parts) > 1}
+
+    @property
+    def _divides(self) -> bool:
+        return self.format.naming(self.layout.family) == "diffusers"
 
     def _factor_keys(self, layer: str) -> list[str]:
         if self._own_names is not None:
@@ -374,6 +400,7 @@ def writer_of_aligned(
     metadata: Mapping[str, str],
     *,
     compact: bool = False,
+    writes: type[StreamingWriter] = StreamingWriter,
 ) -> LoraWriter:
     """The writer of what is made of aligned LoRAs: under their own names where those agree, else the format's.
 
@@ -384,6 +411,7 @@ def writer_of_aligned(
         format: To write; the first LoRA's own when left out.
         metadata: Texts for the header, over those in which all LoRAs agree.
         compact: Leave no room in the header where that can be avoided.
+        writes: What the tensors go to, as of `LoraWriter`.
 
     Raises:
         LoraFormatError: There is no such format.
@@ -399,7 +427,56 @@ def writer_of_aligned(
         blocks=aligned.blocks,
         own_names=_own_names(aligned, originals) if keeps_format else None,
         compact=compact,
+        writes=writes,
     )
+
+
+def measured_storage(
+    new_writer: Callable[..., LoraWriter],
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+    carried: Mapping[str, WeightChange],
+) -> StorageCost:
+    """What factors take in a file, as a writer of no file measures it.
+
+    Args:
+        new_writer: Makes the file's writer anew; takes `writes`.
+        dtype: Of the factors.
+        shapes: Of the changed weights, by layer, in the order in which they are written.
+        carried: Changes that are written as they are.
+    """
+    storage = new_writer(writes=SizeWriter).estimated_storage(dtype, shapes)
+    return replace(
+        storage,
+        measure=lambda ranks: measured_bytes(new_writer(writes=SizeWriter), dtype, shapes, ranks, carried),
+    )
+
+
+def measured_bytes(
+    sizing: LoraWriter,
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+    ranks: Mapping[str, int],
+    carried: Mapping[str, WeightChange],
+) -> int:
+    """The size of a file of these ranks; nothing is written.
+
+    Args:
+        sizing: A new writer that writes to a `SizeWriter`.
+        dtype: Of the factors.
+        shapes: Of the changed weights, by layer, in the order in which they are written.
+        ranks: By layer; 0, or not here, is not in the file.
+        carried: Changes that are written as they are.
+    """
+    with sizing:
+        for layer, shape in shapes.items():
+            if rank := ranks.get(layer, 0):
+                rows, columns = matrix_shape(shape)
+                up, down = torch.zeros(rows, rank, dtype=dtype), torch.zeros(rank, columns, dtype=dtype)
+                sizing.write(layer, LoraFactors(up, down, float(rank), shape))
+        for name, change in carried.items():
+            sizing.write_change(name, change)
+    return sizing.file_bytes
 
 
 def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:

@@ -198,9 +198,9 @@ def test_sparse_methods_need_a_rank(two: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_budget_of_bytes_is_kept(two: list[Path], tmp_path: Path) -> None:
-    plan = RankPlan(RankRules(FixedRank(9999, 9999)), Budget(max_bytes=4800))
+    plan = RankPlan(RankRules(FixedRank(9999, 9999)), Budget(max_bytes=2700))
     report = merge_loras(two, tmp_path / "small.safetensors", CombineOptions(plan=plan))
-    assert (tmp_path / "small.safetensors").stat().st_size <= 4800
+    assert 2400 < (tmp_path / "small.safetensors").stat().st_size <= 2700
     assert report.relative_error is not None
     assert 0.0 < report.relative_error < 1.0
 

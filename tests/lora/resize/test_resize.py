@@ -158,21 +158,39 @@ def test_a_plan_that_leaves_nothing_is_refused_and_writes_nothing(source: Path) 
     assert sorted(source.parent.iterdir()) == [source]
 
 
-@pytest.mark.parametrize("size", [3000, 3600, 5000])
+@pytest.mark.parametrize("size", [1500, 2000, 3000])
 def test_a_budget_of_bytes_is_kept(source: Path, size: int) -> None:
+    """And used: no room is left for one more value of the largest convolution, a column of 8 and a row of 72 halves."""
     target = source.with_name("small.safetensors")
     budget = Budget(max_bytes=size)
     report = resize_lora(
         source, target, RankPlan(RankRules(FixedRank(9999, 9999)), budget), save_precision="fp16"
     )
-    assert (
-        size - 2600 < target.stat().st_size <= size
-    )  # but for what is set aside for the header's last fields
+    assert size - 2 * (8 + 8 * 9) < target.stat().st_size <= size
     fewer = resize_lora(source, source.with_name("fixed.safetensors"), fixed(1), save_precision="fp16")
     assert report.relative_error is not None
     assert fewer.relative_error is not None
     if report.file_bytes >= fewer.file_bytes:
         assert report.relative_error <= fewer.relative_error
+
+
+@pytest.mark.parametrize("format", ["kohya", "peft"])
+def test_a_size_is_kept_where_layers_are_divided_and_biases_carried(tmp_path: Path, format: str) -> None:
+    """PEFT divides FLUX's fused layer into three, each with a `down` of its own."""
+    tensors: Tensors = {}
+    for block in range(3):
+        name = f"lora_unet_double_blocks_{block}_img_attn"
+        tensors |= module(f"{name}_qkv", (192, 64), 16, seed=block)
+        if format == "kohya":
+            tensors[f"{name}_qkv.diff_b"] = torch.randn(192, generator=torch.Generator().manual_seed(block))
+    save_file(tensors, tmp_path / "flux.safetensors")
+    one_rank, size = 4 * (192 + 64 * (3 if format == "peft" else 1)), 40_000
+    plan = RankPlan(RankRules(FixedRank(9999, 9999)), Budget(max_bytes=size))
+    report = resize_lora(tmp_path / "flux.safetensors", tmp_path / "small.safetensors", plan, format=format)
+    assert (
+        size - one_rank - 1000 * (format == "peft") < report.file_bytes <= size
+    )  # PEFT tells each rank that differs
+    assert len(report.carried) == (3 if format == "kohya" else 0)
 
 
 def test_a_budget_of_error_is_kept(source: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tests.lora.resize.test_resize import fixed, source
+from tests.lora.resize.test_resize import fixed, module, source
 from typer.testing import CliRunner
 
 from sigmascope.cli.root import app
@@ -211,3 +211,30 @@ def test_a_budget_is_no_worse_than_the_fixed_rank_of_its_bytes(
     assert (tmp_path / "resized.safetensors").stat().st_size <= size
     leads = [budget - one_rank for budget, one_rank in zip(of_budget, of_rank, strict=True)]
     assert mean(leads) > -0.5
+
+
+def of_many_steps(tmp_path: Path) -> Path:
+    """A LoRA of rank 16 for Stable Diffusion 3, in which some layers changed a hundred times as much as others."""
+    path, tensors = tmp_path / "sd3.safetensors", {}
+    for number in range(3):
+        for part, shape, size in (("attn.to_q", (48, 40), 0.01), ("ff.net.2", (40, 90), 1.0)):
+            name = f"transformer.transformer_blocks.{number}.{part}"
+            tensors |= module(name, shape, 16, seed=number, peft=True)
+            tensors[f"{name}.lora_B.weight"] *= size * (1 + number)
+    save_file(tensors, path, {"modelspec.architecture": "stable-diffusion-3-medium/lora"})
+    return path
+
+
+@pytest.mark.parametrize("rank", [2, 4, 8])
+def test_the_bytes_of_one_rank_give_all_layers_of_a_model_of_many_steps_that_rank(
+    rank: int, tmp_path: Path
+) -> None:
+    path, one, best = (tmp_path / f"{name}.safetensors" for name in ("sd3", "one", "best"))
+    of_many_steps(tmp_path)
+    size = resize_lora(path, one, fixed(rank)).file_bytes
+    report = resize_lora(path, best, RankPlan(ALL, Budget(max_bytes=size)))
+    assert report.ranks == {rank: 6}
+    assert report.file_bytes <= size
+    merged = merge_loras([path, path], one, CombineOptions(plan=fixed(rank)))
+    plan = RankPlan(ALL, Budget(max_bytes=merged.file_bytes))
+    assert merge_loras([path, path], best, CombineOptions(plan=plan)).ranks == {rank: 6}
