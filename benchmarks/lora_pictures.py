@@ -283,9 +283,7 @@ class Makers:
             "budget, fitted on noise": lambda rank: [
                 self._fitted(self._budget(rank, "relative"), "noise", 0)
             ],
-            "resized, fixed rank": lambda rank: [
-                self._resized(rank, RankPlan(RankRules(FixedRank(rank, rank))))
-            ],
+            "resized, fixed rank": lambda rank: [self._resized_fixed(rank)],
             "resized, budget": lambda rank: [self._resized(rank, self._whole(rank))],
             "resized, statistics": lambda rank: [
                 self._resized(rank, self._whole(rank), path) for path in self._statistics("tuned")
@@ -352,8 +350,12 @@ class Makers:
         return target
 
     def _whole(self, rank: int) -> RankPlan:
-        """As many values of any layer as the bytes hold."""
-        return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), Budget(max_bytes=self._size(rank)))
+        """As many values of any layer as the bytes of the resized fixed rank hold."""
+        size = self._resized_fixed(rank).stat().st_size
+        return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)), Budget(max_bytes=size))
+
+    def _resized_fixed(self, rank: int) -> Path:
+        return self._resized(rank, RankPlan(RankRules(FixedRank(rank, rank))))
 
     def _resized(self, rank: int, plan: RankPlan, by: Path | None = None) -> Path:
         large = self._extracted("large", ExtractOptions(rank=RESIZED, conv_rank=RESIZED))

@@ -335,6 +335,14 @@ NORMED: dict[str, Adapter] = {
             "lokr_w2_b": randn(2, 6),
         }
     ),
+    "lokr with a core of more rows": LokrChange(
+        {
+            "lokr_w1": randn(3, 4),
+            "lokr_t2": randn(3, 1, 3, 3),
+            "lokr_w2_a": randn(3, 5),
+            "lokr_w2_b": randn(1, 6),
+        }
+    ),
     "tucker": TuckerChange(
         {
             "lora_up.weight": randn(9, 3, 1, 1),
@@ -373,6 +381,14 @@ GIANTS: dict[str, Adapter] = {  # 1 MB each, and a weight of 64 GiB or more
         }
     ),
 }
+
+
+@pytest.mark.parametrize("case", NORMED)
+def test_a_change_has_no_more_singular_values_than_it_says(case: str) -> None:
+    change = NORMED[case]
+    if len(change.weight_shape) > 1:
+        matrix = change.delta(dtype=torch.float64).flatten(1)
+        assert torch.linalg.matrix_rank(matrix) <= change.most_values <= min(matrix.shape)
 
 
 @pytest.mark.parametrize("case", GIANTS)

@@ -1,6 +1,7 @@
 """Conversions: every pair of formats, names by themselves or by the model, and what cannot be carried over."""
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,98 @@ def test_what_a_format_cannot_hold_is_refused_or_left_out_by_name(
     report = convert_lora(tmp_path / "in.safetensors", target, "kohya")
     assert (report.modules, report.changes, report.left_out) == (1, 2, ())
     assert set(load_lora(target).changes) == {"lora_unet_conv_out", "lora_unet_conv_in.bias"}
+
+
+def loha(*shape: int, rank: int = 2, seed: int = 0) -> LohaChange:
+    generator = torch.Generator().manual_seed(seed)
+    sides = {"a": (shape[0], rank), "b": (rank, math.prod(shape[1:]))}
+    parts = {
+        f"hada_w{side}_{end}": torch.randn(sides[end], generator=generator) for side in (1, 2) for end in "ab"
+    }
+    return LohaChange(parts)
+
+
+def hadamard(change: LohaChange) -> Tensor:
+    one, two = (change.parts[f"hada_w{n}_a"].double() @ change.parts[f"hada_w{n}_b"].double() for n in (1, 2))
+    return one * two
+
+
+def loha_file(path: Path, names_and_shapes: dict[str, tuple[int, ...]]) -> dict[str, LohaChange]:
+    changes = {name: loha(*shape, seed=seed) for seed, (name, shape) in enumerate(names_and_shapes.items())}
+    parts = {f"{name}.{end}": part for name, change in changes.items() for end, part in change.parts.items()}
+    save_file(parts | {f"{name}.alpha": torch.tensor(2.0) for name in changes}, path)
+    return changes
+
+
+@pytest.mark.parametrize("rank", [9999, 2])
+def test_what_a_format_cannot_hold_becomes_the_nearest_plain_factors(rank: int, tmp_path: Path) -> None:
+    name, source, target = (
+        "lora_unet_time_embedding_linear_1",
+        tmp_path / "in.safetensors",
+        tmp_path / "out.safetensors",
+    )
+    change = hadamard(loha_file(source, {name: (6, 5)})[name])
+    report = convert_lora(source, target, "peft", family="sdxl", rank=rank)
+    factors = load_lora(target).modules["unet.time_embedding.linear_1"]
+    lost = float((factors.delta().double() - change).norm())
+    least = math.sqrt(float(torch.linalg.svdvals(change)[rank:].square().sum()))
+    assert lost == pytest.approx(least, rel=1e-4, abs=1e-5)
+    (told,) = report.factored
+    assert (told.name, told.rank, report.left_out) == (name, min(rank, 4), ())
+    assert told.error_norm == pytest.approx(lost, rel=1e-4, abs=1e-5)
+
+
+def test_factors_of_a_convolution_need_its_kernel(tmp_path: Path) -> None:
+    name, source, target = (
+        "lora_unet_mid_block_resnets_0_conv1",
+        tmp_path / "in.safetensors",
+        tmp_path / "out.safetensors",
+    )
+    change = hadamard(loha_file(source, {name: (6, 5, 3, 3)})[name])
+    with pytest.raises(ConfigError, match=f"{name}: the file does not tell the kernel"):
+        convert_lora(source, target, "peft", family="sdxl", rank=9999)
+    assert not target.exists()
+    save_file(
+        {
+            f"denoiser.{layer}.weight": torch.zeros(6, 5, 3, 3)
+            for layer in ("mid_block.resnets.0.conv1", "conv_in")
+        },
+        tmp_path / "model.safetensors",
+    )
+    convert_lora(source, target, "peft", model=tmp_path / "model.safetensors", rank=9999)
+    factors = load_lora(target).modules["unet.mid_block.resnets.0.conv1"]
+    assert factors.down.shape[1:] == (5, 3, 3) or factors.weight_shape == (6, 5, 3, 3)
+    torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_layer_is_divided_as_plain_factors_are(tmp_path: Path) -> None:
+    name, source, target = (
+        "lora_unet_double_blocks_0_img_attn_qkv",
+        tmp_path / "in.safetensors",
+        tmp_path / "out.safetensors",
+    )
+    change = hadamard(loha_file(source, {name: (24, 8)})[name])
+    convert_lora(source, target, "peft", family="flux", rank=9999)
+    parts = load_lora(target).modules
+    start = "transformer.transformer_blocks.0.attn.to_"
+    assert parts.keys() == {start + end for end in "qkv"}
+    found = torch.cat([parts[start + end].delta().double() for end in "qkv"])
+    torch.testing.assert_close(found, change, rtol=1e-4, atol=1e-4)
+
+
+def test_the_way_to_plain_factors_is_told_and_means_nothing_elsewhere(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    loha_file(source, {"lora_unet_time_embedding_linear_1": (6, 5)})
+    with pytest.raises(LoraFormatError, match="peft files hold no such change") as refusal:
+        convert_lora(source, target, "peft", family="sdxl")
+    assert "--rank 32" in str(refusal.value)
+    with pytest.raises(ConfigError, match="--rank has no effect: kohya"):
+        convert_lora(source, target, "kohya", rank=4)
+    with pytest.raises(ConfigError, match="nothing is cut"):
+        convert_lora(source, target, "peft", statistics=tmp_path / "stats.safetensors")
+    with pytest.raises(ConfigError, match="--rank 0 keeps nothing"):
+        convert_lora(source, target, "peft", rank=0)
+    assert not target.exists()
 
 
 def test_names_of_both_namings_come_out_in_one(make_factors: MakeFactors, tmp_path: Path) -> None:

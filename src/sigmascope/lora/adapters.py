@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double, max_rank
 from sigmascope.units import format_size
 
 __all__ = [
@@ -216,6 +216,11 @@ class Adapter(ABC):
         """The inner dimension that alpha is divided by; None where there is none."""
         return self._own_facts().rank
 
+    @property
+    def most_values(self) -> int:
+        """The most singular values above 0 that ΔW can have as a matrix (out, …)."""
+        return max_rank(self.weight_shape)
+
     def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Form ΔW; see `WeightChange.delta`.
 
@@ -285,6 +290,13 @@ class LohaChange(Adapter):
         if factor_shapes[0] != factor_shapes[1]:
             raise misfit(shapes, *names)
         return AdapterFacts(factor_shapes[0], shapes["hada_w1_b"][0])
+
+    @property
+    def most_values(self) -> int:
+        """As many as the ranks of the two sides multiplied."""
+        inner = 0 if "hada_t1" in self.parts else 1
+        one, two = (self.parts[f"hada_w{side}_a"].shape[inner] for side in (1, 2))
+        return min(one * two, max_rank(self.weight_shape))
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
         """The elementwise product of the two sides."""
@@ -427,6 +439,16 @@ class LokrChange(Adapter):
         second, second_rank = _right(shapes)
         shape = (first[0] * second[0], first[1] * second[1], *second[2:])
         return AdapterFacts(shape, first_rank if second_rank is None else second_rank)
+
+    @property
+    def most_values(self) -> int:
+        """As many as the ranks of w1 and w2 multiplied."""
+        shapes = {name: tuple(part.shape) for name, part in self.parts.items()}
+        (first, first_rank), (second, second_rank) = _left(shapes), _right(shapes)
+        if _CORE in shapes:
+            second_rank = shapes[_W2_A][0]  # that of w2_b is before a kernel
+        one, two = first_rank or max_rank(first), second_rank or max_rank(second)
+        return min(one * two, max_rank(self.weight_shape))
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
         """The Kronecker product; a kernel's axes belong to w2."""

@@ -1,11 +1,15 @@
 """Carry a LoRA file from one format to another, module by module and without loss.
 
+Only what the new format cannot hold is cut, to plain factors of a rank that is asked for.
+
 Which layer a module is for is told by the model, where that is given (`named_by_model`), and by the LoRA's own names
 and header otherwise (`named_by_itself`).
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +18,36 @@ import torch
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
+from sigmascope.lora.adapters import Adapter
 from sigmascope.lora.alignment import align
+from sigmascope.lora.budget import StorageCost
+from sigmascope.lora.decompose import FormedChange
+from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, layout_of
-from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_inputs
-from sigmascope.lora.formats import format_named
-from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of_model, renamed
+from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_files, refuse_inputs
+from sigmascope.lora.formats import LoraFormat, format_named
+from sigmascope.lora.layer_names import (
+    UNET_FAMILIES,
+    UnetBlocks,
+    blocks_of_model,
+    is_layer,
+    is_unet_convolution,
+    renamed,
+)
 from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
+from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.writer import LoraWriter
+from sigmascope.lora.resize import (
+    NEEDS_BASE,
+    Metrics,
+    RankPlan,
+    ResizedModule,
+    Resizer,
+    form_change,
+    relative_error,
+)
+from sigmascope.lora.statistics import RIDGE
+from sigmascope.lora.writer import LoraWriter, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import first_few
 
@@ -69,6 +95,7 @@ class ConversionReport:
         widened: Modules whose up factor is float32 now, because their scale would have rounded it.
         left_out: What is in the old file only, keys of no module too.
         file_bytes: Size of the new file.
+        factored: Changes that the format cannot hold and that are plain factors now, with their errors.
     """
 
     source: Path
@@ -81,10 +108,19 @@ class ConversionReport:
     widened: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     file_bytes: int
+    factored: tuple[ResizedModule, ...] = ()
+
+    @property
+    def relative_error(self) -> float | None:
+        """‖ΔW − ΔW'‖ / ‖ΔW‖ over all of `factored`; None without any."""
+        return relative_error(self.factored)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return asdict(self) | {"source": str(self.source), "target": str(self.target)}
+        factored = [module.as_dict() for module in self.factored]
+        paths = {"source": str(self.source), "target": str(self.target)}
+        bare = asdict(replace(self, factored=()))
+        return bare | paths | {"factored": factored, "relative_error": self.relative_error}
 
 
 def convert_lora(
@@ -97,6 +133,9 @@ def convert_lora(
     prefix: str | None = None,
     dtype: torch.dtype | None = None,
     drop_unsupported: bool = False,
+    rank: int | None = None,
+    statistics: str | PathLike[str] | None = None,
+    ridge: float = RIDGE,
     progress: Progress = no_progress,
 ) -> ConversionReport:
     """Write a LoRA file in another format.
@@ -114,6 +153,11 @@ def convert_lora(
         prefix: Before the denoiser's names in PEFT's and native format, "" for none.
         dtype: To store factors in; their own when left out.
         drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
+        rank: Of the plain factors that LoHa, LoKr and whole differences of weights become where the format cannot hold
+            them (PEFT's); 9999 keeps everything.
+        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRA is for: with these factors the
+            error of what the layers put out is least, in place of that of their weights.
+        ridge: Weight of directions that the statistics never met, as a share of the mean.
         progress: Told after each module.
 
     Returns:
@@ -123,7 +167,8 @@ def convert_lora(
         LoraFormatError: The source is not understood, a name cannot be carried over, or the format cannot hold a
             change; each with its name.
         ConfigError: The target is an input, a folder or no `.safetensors`, an argument has no effect, or the
-            family cannot be told.
+            family, or the kernel of a convolution, cannot be told.
+        ModelMismatchError: A change does not fit the model's weight, or the statistics are of another model.
         CheckpointError: A file cannot be read.
         NonFiniteError: A tensor holds NaN or Inf, or does so in `dtype`.
         WriteError: The target cannot be written; it is as it was.
@@ -131,33 +176,56 @@ def convert_lora(
     wanted, path = format_named(format), Path(target)
     check_target(path, _TARGET)
     _refuse_without_effect(wanted.name, model, family, prefix)
+    _refuse_to_cut_nothing(wanted, rank, statistics)
     with open_lora(Path(source), keep_float8=True) as lora:
         for file in (source, model):
             if file is not None:
                 with open_checkpoint(file) as checkpoint:
                     refuse_inputs(path, checkpoint, flag=_TARGET)
+        if statistics is not None:
+            refuse_files(path, [Path(statistics)])
         named = _named(lora, wanted.name, model, family, prefix)
         left_out = list(named.left_out)
         if left_out and not drop_unsupported:
             raise _no_names(lora, left_out)
+        factors = None
+        if rank is not None:
+            factors = _Factors.of(named, wanted, rank, dtype or _own_dtype(source), statistics, ridge)
+        cut: dict[str, ResizedModule] = {}
+
+        @contextmanager
+        def leaving_out(name: str) -> Iterator[None]:
+            try:
+                yield
+            except LoraFormatError as error:
+                if not drop_unsupported:
+                    raise LoraFormatError(error.message, hint=_hint(error, named, name)) from error
+                left_out.append(LeftOut(name, error.message))
+
         with LoraWriter(
             path,
             format=wanted.name,
             layout=named.layout,
+            metadata={} if factors is None else factors.metadata,
             inherited=kept_metadata(lora.metadata),
             expected=named.layers.values(),
             blocks=named.blocks,
             dtype=dtype,
             prefix=prefix,
         ) as writer:
-            for done, (name, layer) in enumerate(named.layers.items(), start=1):
-                try:
-                    _write(writer, named.lora, name, layer)
-                except LoraFormatError as error:
-                    if not drop_unsupported:
-                        raise
-                    left_out.append(LeftOut(name, error.message))
+            whole = [name for name in named.layers if factors is None or name not in factors.shapes]
+            for done, name in enumerate(whole, start=1):
+                with leaving_out(name):
+                    _write(writer, named.lora, name, named.layers[name])
                 progress(done, len(named.layers), name)
+            made = () if factors is None else factors.run()
+            for done, (module, factored) in enumerate(made, start=len(whole) + 1):
+                with leaving_out(module.name):
+                    if factored is None:
+                        raise LoraFormatError(f"{module.name}: it changes nothing.")
+                    writer.write(named.layers[module.name], factored)
+                    cut[module.name] = module
+                progress(done, len(named.layers), module.name)
         left_out += [LeftOut(key, "belongs to no module") for key in lora.unused_keys]
     return ConversionReport(
         source=Path(source),
@@ -170,6 +238,7 @@ def convert_lora(
         widened=tuple(writer.widened),
         left_out=tuple(left_out),
         file_bytes=path.stat().st_size,
+        factored=tuple(cut.values()),
     )
 
 
@@ -185,6 +254,28 @@ def _refuse_without_effect(
         raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
 
 
+def _refuse_to_cut_nothing(
+    wanted: LoraFormat, rank: int | None, statistics: str | PathLike[str] | None
+) -> None:
+    if rank is None and statistics is not None:
+        raise ConfigError(
+            "--statistics say what to cut, and nothing is cut.",
+            hint="Add --rank, for changes that peft files cannot hold.",
+        )
+    if rank is not None:
+        require_rank("--rank", rank)
+        if wanted.keys.holds_changes:
+            raise ConfigError(
+                f"--rank has no effect: {wanted.name} files hold every change as it is.",
+                hint="Leave it out, or change ranks by lora resize.",
+            )
+
+
+def _own_dtype(source: str | PathLike[str]) -> torch.dtype:
+    with open_checkpoint(source) as checkpoint:
+        return storage_dtype(checkpoint)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedLora:
     """A LoRA whose names are understood.
@@ -195,6 +286,7 @@ class NamedLora:
         layout: Of the checkpoint that has these layers.
         left_out: Names in the file that are of no layer.
         blocks: Of the U-Net, if it is one.
+        shapes: Of the model's weights, where it is given, by layer.
     """
 
     lora: LoraFile
@@ -202,6 +294,105 @@ class NamedLora:
     layout: ModelLayout
     left_out: tuple[LeftOut, ...]
     blocks: UnetBlocks | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def _hint(error: LoraFormatError, named: NamedLora, name: str) -> str | None:
+    if not _is_factorable(named, name):
+        return error.hint
+    return (
+        "Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
+        "(--drop_unsupported)."
+    )
+
+
+def _is_factorable(named: NamedLora, name: str) -> bool:
+    """Whether a layer's change is more than plain factors and can become such, at a loss, without the base."""
+    if name in named.lora.modules or named.lora.kind_of(name) in NEEDS_BASE | {"tucker"}:
+        return False
+    return is_layer(f"{named.layers[name]}{_WEIGHT}", named.lora.shape_of(name))
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Changes that become plain factors.
+
+    Attributes:
+        named: The LoRA.
+        shapes: Of the changed weights, by name.
+        rank: To cut to.
+        dtype: Of the factors.
+        metrics: In which errors are least; Frobenius norm without.
+    """
+
+    named: NamedLora
+    shapes: Mapping[str, tuple[int, ...]]
+    rank: int
+    dtype: torch.dtype
+    metrics: Metrics | None
+
+    @classmethod
+    def of(
+        cls,
+        named: NamedLora,
+        format: LoraFormat,
+        rank: int,
+        dtype: torch.dtype,
+        statistics: str | PathLike[str] | None,
+        ridge: float,
+    ) -> "_Factors":
+        """Of all that are not plain factors.
+
+        Raises:
+            ConfigError: A convolution's kernel cannot be told.
+            CheckpointError, ModelMismatchError: As of `Metrics.read`.
+        """
+        shapes, paths = {}, {}
+        for name in filter(partial(_is_factorable, named), named.layers):
+            layer = named.layers[name]
+            shapes[name] = named.shapes.get(layer, named.lora.shape_of(name))
+            path = None
+            with suppress(LoraFormatError):  # that the writer tells
+                path = format.placement(layer, named.layout, blocks=named.blocks)
+            if named.layout.split(layer)[0] != "denoiser" or not isinstance(path, str):
+                continue
+            paths[name] = path
+            tells_kernel = layer in named.shapes or named.lora.kind_of(name) == "diff"
+            if not tells_kernel and len(shapes[name]) == 2 and is_unet_convolution(path, named.layout):
+                raise ConfigError(
+                    f"{name}: the file does not tell the kernel of this convolution, which its factors need.",
+                    hint="Give the model: --model.",
+                )
+        metrics = None
+        if statistics is not None and shapes:
+            metrics = Metrics.read(statistics, ridge, [named.lora], shapes, _rank_plan(rank), paths)
+        return cls(named, shapes, rank, dtype, metrics)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """For the header."""
+        return {} if self.metrics is None else self.metrics.metadata
+
+    def run(self) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
+        """As of `Resizer.run`."""
+        resizer = Resizer(
+            shapes=self.shapes,
+            old_ranks=dict.fromkeys(self.shapes),
+            load=self._load,
+            plan=_rank_plan(self.rank),
+            storage=StorageCost.of(self.dtype),
+            has_metric=self.metrics is not None,
+        )
+        return resizer.run(no_progress)
+
+    def _load(self, name: str, _: int) -> FormedChange:
+        change = self.named.lora.changes[name]
+        shaped = change.shaped(self.shapes[name]) if isinstance(change, Adapter) else change
+        return form_change(name, shaped, self.dtype, self.metrics)
+
+
+def _rank_plan(rank: int) -> RankPlan:
+    return RankPlan(RankRules(FixedRank(rank, rank)))
 
 
 def _named(
@@ -283,7 +474,8 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
     aligned = align(lora, layers, layout)
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}
-    return NamedLora(aligned.lora, own, layout, left_out, blocks_of_model(layers, layout))
+    of_layers = {key.removesuffix(_WEIGHT): shape for key, shape in shapes.items() if key.endswith(_WEIGHT)}
+    return NamedLora(aligned.lora, own, layout, left_out, blocks_of_model(layers, layout), of_layers)
 
 
 def named_by_itself(

@@ -902,11 +902,17 @@ class FormedChange:
         delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
         dtype: Storage dtype.
         metric: In which the error is least, in the precision of the change; Frobenius norm without.
+        most_values: The most singular values above 0 that it can have; as many as its shape has when left out.
     """
 
     def __init__(
-        self, delta: Float[Tensor, "*shape"], dtype: torch.dtype, metric: LayerMetric | None = None
+        self,
+        delta: Float[Tensor, "*shape"],
+        dtype: torch.dtype,
+        metric: LayerMetric | None = None,
+        most_values: int | None = None,
     ) -> None:
+        self._most_values = most_values
         self._delta = delta.to(at_least_float32(delta.dtype))
         self.dtype = dtype
         self.weight_shape = tuple(self._delta.shape)
@@ -927,6 +933,7 @@ class FormedChange:
 
     def cut(self, rank: int) -> Truncated:
         """As of `FactoredChange`; at full rank ΔW itself beside an identity."""
+        rank = rank if self._most_values is None else min(rank, self._most_values)
         if rank >= max_rank(self.weight_shape):
             whole = decompose(self._delta, rank, self.dtype, metric=self._metric)
             return Truncated(whole.factors, whole.error_norm, 1.0, self._weighted_error(whole))

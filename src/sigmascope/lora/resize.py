@@ -25,7 +25,7 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.adapters import WeightChange, form_delta
+from sigmascope.lora.adapters import Adapter, WeightChange, form_delta
 from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import (
     PLAIN,
@@ -252,7 +252,7 @@ class ReductionReport:
     @property
     def relative_error(self) -> float | None:
         """‖ΔW − ΔW'‖ / ‖ΔW‖ over all modules; one that is left out counts as lost."""
-        return _relative_error(self.modules)
+        return relative_error(self.modules)
 
     @property
     def weighted_error(self) -> float | None:
@@ -421,8 +421,23 @@ def _load(
     if name in lora.modules:
         metric = None if metrics is None else metrics.of(name, torch.float64)
         return truncatable(lora.modules[name], wanted, dtype, metric)
-    delta = form_delta(name, lora.changes[name])
-    return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype))
+    return form_change(name, lora.changes[name], dtype, metrics)
+
+
+def form_change(
+    name: str, change: WeightChange, dtype: torch.dtype, metrics: "Metrics | None" = None
+) -> FormedChange:
+    """Form a change that is more than plain factors, to be cut.
+
+    Args:
+        name: Of the module.
+        change: One that does not depend on the base.
+        dtype: To store the factors in.
+        metrics: In which the error is least; Frobenius norm without.
+    """
+    delta = form_delta(name, change)
+    most_values = change.most_values if isinstance(change, Adapter) else None
+    return FormedChange(delta, dtype, None if metrics is None else metrics.of(name, delta.dtype), most_values)
 
 
 def write_reduced(
@@ -477,6 +492,7 @@ class Metrics:
         loras: Sequence[LoraFile],
         shapes: Mapping[str, tuple[int, ...]],
         plan: RankPlan,
+        paths: Mapping[str, str] | None = None,
     ) -> "Metrics":
         """Read the statistics, and refuse those of another model.
 
@@ -486,6 +502,7 @@ class Metrics:
             loras: Whose headers may say which model they are for.
             shapes: Of the weights that they change, by layer.
             plan: How much rank there is to be.
+            paths: As the attribute; as the layers' names say when left out.
 
         Raises:
             CheckpointError: The file cannot be read.
@@ -494,8 +511,9 @@ class Metrics:
         """
         require_ridge(ridge)
         plan.rules.require_for_statistics()
-        names = {name: parse_name(name) for name in shapes}
-        paths = {name: of.path for name, of in names.items() if not of.parts or of.parts[0] == "denoiser"}
+        if paths is None:
+            names = {name: parse_name(name) for name in shapes}
+            paths = {name: of.path for name, of in names.items() if not of.parts or of.parts[0] == "denoiser"}
         known = {lora.metadata[name] for lora in loras for name in _FINGERPRINTS if name in lora.metadata}
         layers = [paths.get(name) for name in shapes]
         statistics = load_statistics_of(
@@ -722,12 +740,13 @@ def _summarise_block(name: str, modules: Sequence[ResizedModule]) -> BlockReduct
         kept=sum(module.left_out is None for module in modules),
         old_ranks=_rank_range([module.old_rank for module in modules]),
         ranks=_rank_range([module.rank or None for module in modules]),
-        relative_error=_relative_error(modules),
+        relative_error=relative_error(modules),
         kept_energy=_kept_energy(modules),
     )
 
 
-def _relative_error(modules: Sequence[ResizedModule]) -> float | None:
+def relative_error(modules: Sequence[ResizedModule]) -> float | None:
+    """‖ΔW − ΔW'‖ / ‖ΔW‖ over all modules together; None where nothing changes."""
     change = root_sum_square([module.norm for module in modules])
     return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
 

@@ -11,14 +11,18 @@ from tests.lora.extract.test_extract_statistics import moments, path_of, statist
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.budget import Budget
+from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.merge import CombineOptions, MergeMethod, merge_loras
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
 from sigmascope.lora.statistics import RIDGE, ModelStatistics, load_statistics
+from sigmascope.lora.writer import save_lora
 
 RANK_2 = RankPlan(RankRules(FixedRank(2, 2)))
 
@@ -120,6 +124,32 @@ def test_a_merge_that_is_formed_knows_the_metric_too(pair: ModelPair, lora: Path
     found, least = errors(deltas(whole), merged["weighed"])
     assert found <= 1.002 * least
     assert errors(deltas(whole), merged["plain"])[0] > 1.05 * found
+
+
+def test_a_conversion_that_has_to_cut_has_the_least_error_that_the_rank_allows(
+    pair: ModelPair, lora: Path
+) -> None:
+    """PEFT's files hold no whole differences."""
+    whole, changes = pair.base.with_name("whole.safetensors"), deltas(lora)
+    save_lora(
+        whole,
+        LoraFile({}, changes={name: DiffChange({"diff": one.float()}) for name, one in changes.items()}),
+    )
+    target, plain = pair.base.with_name("peft.safetensors"), pair.base.with_name("plain.safetensors")
+    report = convert_lora(whole, target, "peft", rank=2, statistics=statistics_of(pair))
+    convert_lora(whole, plain, "peft", rank=2)
+
+    def stored(path: Path) -> dict[str, Tensor]:
+        return {name.replace("unet.", "denoiser.", 1): delta for name, delta in deltas(path).items()}
+
+    found, least = errors(changes, stored(target))
+    assert found <= 1.001 * least
+    assert errors(changes, stored(plain))[0] > 1.1 * found
+    lost, norms = (
+        [getattr(one, name) for one in report.factored] for name in ("weighted_error", "weighted_norm")
+    )
+    assert math.hypot(*lost) / math.hypot(*norms) == pytest.approx(found, rel=1e-4)
+    assert json.loads(load_lora(target).metadata["sigmascope_statistics"])["ridge"] == RIDGE
 
 
 def test_a_budget_spends_its_bytes_where_the_output_feels_them(pair: ModelPair, lora: Path) -> None:

@@ -396,6 +396,8 @@ CONVERT_EPILOG = """Examples:
 sigmascope lora convert my_lora.safetensors my_lora_kohya.safetensors --format kohya
 
 sigmascope lora convert civitai.safetensors for_diffusers.safetensors --format peft
+
+sigmascope lora convert lycoris.safetensors for_diffusers.safetensors --format peft --rank 32
 """
 
 
@@ -454,12 +456,23 @@ def convert(
         bool,
         typer.Option("--drop_unsupported", help="Leave out what the format cannot hold, and list it."),
     ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank",
+            metavar="<rank>",
+            help="Make plain factors of what peft cannot hold (LoHa, LoKr, whole weights). 9999: of all that there is.",
+        ),
+    ] = None,
+    statistics: Statistics = None,
+    ridge: Ridge = 1e-3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Convert a LoRA to the format of another tool.
 
-    The change of every layer stays the same. Alpha becomes the rank, with the
-    scale multiplied into the up factor, and the header keeps what is still true.
+    The change of every layer stays the same, unless --rank cuts what the format
+    cannot hold. Alpha becomes the rank, with the scale multiplied into the up
+    factor, and the header keeps what is still true.
     """
     from sigmascope.lora.convert import convert_lora
     from sigmascope.lora.writer import STORAGE_DTYPES
@@ -474,6 +487,9 @@ def convert(
             prefix="" if prefix == "none" else prefix,
             dtype=None if save_precision is None else STORAGE_DTYPES[save_precision.value],
             drop_unsupported=drop_unsupported,
+            rank=rank,
+            statistics=statistics,
+            ridge=ridge,
             progress=progress,
         )
     if as_json:
@@ -496,9 +512,15 @@ def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableT
         ("Model family", report.family),
         ("Modules", str(report.modules)),
         ("Other changes", str(report.changes) if report.changes else None),
+        ("Made plain factors", _factored(report) if report.factored else None),
         ("Widened to float32", widened if report.widened else None),
         ("For", Text(_usable_in(report))),
     ]
+
+
+def _factored(report: "ConversionReport") -> str:
+    ranks = [module.rank for module in report.factored]
+    return f"{len(ranks)}, of rank {span((min(ranks), max(ranks)))}, error {percent(report.relative_error)}"
 
 
 def _usable_in(report: "ConversionReport") -> str:

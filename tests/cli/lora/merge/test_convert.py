@@ -113,6 +113,24 @@ def test_a_change_that_the_format_cannot_hold_stops_it(
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_what_peft_cannot_hold_becomes_plain_factors(convert: Convert, tmp_path: Path) -> None:
+    whole = torch.diag(torch.tensor([4.0, 2.0, 1.0]))
+    save_lora(
+        tmp_path / "in.safetensors", LoraFile({}, changes={"denoiser.conv_in": DiffChange({"diff": whole})})
+    )
+    options = ("--format", "peft", "--rank", "2")
+    outcome = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", *options)
+    assert "1, of rank 2, error 21.8 %" in outcome.out  # 1 / √21
+    told = json.loads(
+        convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", *options, "--json").out
+    )
+    assert told["relative_error"] == pytest.approx(21**-0.5, rel=1e-4)
+    (factors,) = load_lora(tmp_path / "out.safetensors").modules.values()
+    torch.testing.assert_close(
+        factors.delta(), torch.diag(torch.tensor([4.0, 2.0, 0.0])), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_its_help_has_an_example(convert: Convert) -> None:
     outcome = convert("--help")
     assert outcome.code == 0
