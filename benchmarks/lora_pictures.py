@@ -11,7 +11,7 @@ and with 20 and guidance.
 At the bytes of each fixed rank, every other way gets as many: kohya's `sv_fro`, LyCORIS' `quantile` and KJNodes'
 `adaptive_energy` (the largest file of a grid of parameters that fits), a budget whose errors count as they are or by
 the size of the layer's weight, and statistics of calibration inputs that are not scored. Two are then fitted to the
-tuned model's outputs: that of the statistics on the same calibration inputs, and that of the budget on noise, which
+tuned model's outputs: that of the statistics on some calibration inputs, and that of the budget on noise, which
 needs no data. A LoRA of rank 64 is resized too: to the fixed rank, to its bytes, and to its bytes by statistics.
 
 PSNR is against the tuned model's picture of the same input and seed: the median over the inputs, and the worst in
@@ -66,6 +66,9 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
     "20 steps": {"num_inference_steps": 20, "guidance_scale": 1.0},
     "20 steps, guidance": {"num_inference_steps": 20, "guidance_scale": 3.0},
 }
+
+STATISTICS_CALL: Mapping[str, Any] = {"num_inference_steps": 3, "guidance_scale": 3.0}
+STATISTICS_PROMPTS = 64
 
 Scores = dict[str, list[float]]
 """PSNR of each scored picture in dB, by how the model was called."""
@@ -155,16 +158,16 @@ class PipelinePair(Pair):
         self._truth = self._painted(load_pocket(kind, "tuned"))
 
     def statistics(self, of: str, seed: int) -> ModelStatistics | None:
-        """Of prompts of training's, with 20 steps and guidance."""
+        """Of prompts of training's, with few steps and guidance."""
         if of == "noise":
             return None
-        texts = self._calibrating(seed)
+        texts = prompts(held_out=False)[seed * STATISTICS_PROMPTS :][:STATISTICS_PROMPTS]
         with open_checkpoint(self.base if of == "base" else self.tuned) as checkpoint:
             fingerprint = denoiser_fingerprint(checkpoint)
         return pipeline_statistics(
             load_pocket(self._kind, of),
             texts,
-            call=CALLS["20 steps, guidance"],
+            call=STATISTICS_CALL,
             seed=1000 + seed,
             fingerprint=fingerprint,
         )
@@ -217,7 +220,10 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=["lbm", *KINDS], default=["lbm", *KINDS])
     parser.add_argument("--inputs", type=int, default=16, help="scored scenes; half as many prompts")
     parser.add_argument(
-        "--calibration", type=int, default=8, help="scenes of the statistics; twice as many prompts"
+        "--calibration",
+        type=int,
+        default=8,
+        help="scenes of statistics and fit; twice as many prompts of a fit",
     )
     parser.add_argument("--seeds", type=int, default=3, help="of calibration")
     parser.add_argument("--fit_steps", type=int, default=400, help="of the optimizer, in each fit")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def collect_statistics(
             weights are not changed, and it is as it was afterwards.
         run: Calls the model, directly or through a pipeline, any number of times. If it is a generator, each tensor
             that it yields is what its calls since the last one made, with gradients allowed: projections are then of
-            that tensor, such as the latents after the last step. A tensor that does not hang together with the
+            that tensor, such as the latents after the last step, and each counts alike. A tensor that does not hang together with the
             calls by its gradients leaves each call's own output.
         probes: Random projections of each output.
         calls: How many calls `run` makes, for the progress; None where it is not known.
@@ -282,6 +282,21 @@ def _sums(full_up_to: int, rank: int, seed: int) -> NewSum:
     return new_sum
 
 
+class _Pair(NamedTuple):
+    """The sums of one layer: DᵀD over its inputs, DDᵀ over its outputs."""
+
+    inputs: MomentSum
+    outputs: MomentSum
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.inputs.parts + self.outputs.parts
+
+    def add(self, gradient: Tensor) -> None:
+        self.inputs.add(gradient)
+        self.outputs.add(gradient.mT)
+
+
 class LayerSums:
     """Sums up DᵀD and DDᵀ of one layer while it listens, D the gradients of its weight.
 
@@ -290,19 +305,20 @@ class LayerSums:
         new_sum: Makes its sums.
 
     Attributes:
-        adds_up: Whether gradients are added up until `settle`, and are one D together.
+        waits: Whether what is felt waits for `settle`.
+        adds_up: Whether gradients that wait are one D together.
         rows: How many positions were met.
     """
 
     def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
-        self.adds_up = False
+        self.waits = self.adds_up = False
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._sizes = matrix_shape(tuple(weight.shape))
         self._module = module
         self._new_sum = new_sum
-        self._inputs: MomentSum | None = None
-        self._outputs: MomentSum | None = None
+        self._sums: _Pair | None = None
+        self._waiting: _Pair | None = None
         self._gradient: Tensor | None = None
         self.rows = 0
         self._handle: RemovableHandle | None = None
@@ -315,14 +331,12 @@ class LayerSums:
     @property
     def is_met(self) -> bool:
         """Whether something went through it and came back."""
-        return self._inputs is not None and self._outputs is not None
+        return self._sums is not None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What it has summed up so far; empty where nothing was met."""
-        return (
-            () if self._inputs is None or self._outputs is None else self._inputs.parts + self._outputs.parts
-        )
+        return () if self._sums is None else self._sums.parts
 
     def restore(self, rows: int, parts: Sequence[Tensor]) -> None:
         """Go on from the `rows` and `parts` of another run.
@@ -330,7 +344,7 @@ class LayerSums:
         Raises:
             ValueError: They are of another layer.
         """
-        self.rows, self._inputs, self._outputs = rows, None, None
+        self.rows, self._sums = rows, None
         if not parts:
             return
         self._place(torch.device("cpu"))  # until it is known where the layer runs
@@ -349,11 +363,21 @@ class LayerSums:
             self._handle.remove()
             self._handle = None
 
-    def settle(self) -> None:
-        """Take the gradients that were added up as one."""
+    def felt(self) -> float:
+        """‖D‖² of what waits for `settle`."""
         if self._gradient is not None:
             self._sum_up(self._gradient)
             self._gradient = None
+        return 0.0 if self._waiting is None else self._waiting.inputs.trace
+
+    def settle(self, share: float) -> None:
+        """Take what waits, that often."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        self._place(waiting.parts[0].device)
+        for own, part in zip(self.parts, waiting.parts, strict=True):
+            own.add_(part, alpha=share)
 
     def result(self, calls: int) -> LayerStatistics:
         """The moments; the sums are let go.
@@ -361,10 +385,9 @@ class LayerSums:
         Raises:
             NonFiniteError: NaN or Inf was among them.
         """
-        inputs, outputs = self._inputs, self._outputs
-        assert inputs is not None
-        assert outputs is not None
-        self._inputs = self._outputs = None  # those of all layers take more memory than the results
+        assert self._sums is not None
+        inputs, outputs = self._sums
+        self._sums = None  # those of all layers take more memory than the results
         return LayerStatistics(inputs.result(calls), outputs.result(outputs.trace or 1.0), self.rows // calls)
 
     def _called(
@@ -399,21 +422,26 @@ class LayerSums:
             self._sum_up(total)
 
     def _sum_up(self, gradient: Tensor) -> None:
+        if self.waits:
+            self._waiting = self._waiting or self._empty(gradient.device)
+            self._waiting.add(gradient)
+            return
         self._place(gradient.device)
-        assert self._inputs is not None
-        assert self._outputs is not None
-        self._inputs.add(gradient)
-        self._outputs.add(gradient.mT)
+        assert self._sums is not None
+        self._sums.add(gradient)
 
     def _place(self, device: torch.device) -> None:
         """Have the sums on a device: new ones, or those that were elsewhere."""
         before = self.parts
         if before and before[0].device == device:
             return
-        self._inputs = self._new_sum(self._sizes[1], device)
-        self._outputs = self._new_sum(self._sizes[0], device)
+        self._sums = self._empty(device)
         for own, part in zip(self.parts, before, strict=bool(before)):
             own.copy_(part)
+
+    def _empty(self, device: torch.device) -> _Pair:
+        rows, columns = self._sizes
+        return _Pair(self._new_sum(columns, device), self._new_sum(rows, device))
 
 
 class _Felt(torch.autograd.Function):
@@ -511,12 +539,11 @@ class _Watched:
             return
         weights = sum(layer.bytes for layer in self.layers)
         for layer in self.layers:
-            layer.adds_up = weights <= _MOST_ADDED_UP
+            layer.waits, layer.adds_up = True, weights <= _MOST_ADDED_UP
         try:
             for number, probe in enumerate(self._projections(made)):
                 made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
-                for layer in self.layers:
-                    layer.settle()
+                self._settle()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -524,7 +551,17 @@ class _Watched:
                 f"no gradient comes back through the sampling: {error}",
                 hint='Use --through calls (in Python through="calls").',
             ) from error
+        finally:
+            for layer in self.layers:
+                layer.waits = layer.adds_up = False
         self.samplings += 1
+
+    def _settle(self) -> None:
+        """Let each outcome count alike: through many steps, some feel a hundred times as much as others."""
+        felt = math.fsum(layer.felt() for layer in self.layers)
+        is_usable = math.isfinite(felt) and felt > 0.0  # with NaN, only its own layer is to tell of it
+        for layer in self.layers:
+            layer.settle(1.0 / felt if is_usable else 1.0)
 
     def _take_back_alone(self, arguments: Arguments) -> None:
         self._take_back(arguments, None)

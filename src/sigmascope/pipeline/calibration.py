@@ -47,6 +47,7 @@ __all__ = [
 
 Through = Literal["sampling", "calls"]
 _DENOISERS = ("unet", "transformer", "prior")
+_FEW_STEPS = 3  # of a sampling that gradients pass through: more told less of pictures, of 20 steps too
 _LETTERS = 3  # a random word has at least
 _END_OF_WORD = "</w>"  # which some of CLIP's tokenizers leave in the text
 
@@ -70,9 +71,10 @@ def pipeline_statistics(
     Args:
         pipeline: Of diffusers, with a `unet` or `transformer`.
         prompts: A picture each.
-        call: Further arguments of the pipeline's call: steps, guidance, size.
-        through: `sampling`: how an error of each step arrives in the last latents, by gradients through all steps.
-            `calls`: how it shows in the step's own output; for pipelines and schedulers that let no gradient through.
+        call: Further arguments of the pipeline's call: steps, guidance, size. Steps are 3 when left out, and the
+            pipeline's own with `calls`.
+        through: `sampling`: how an error of each step arrives in the last latents, by gradients through all steps; each
+            picture counts alike. `calls`: how it shows in the step's own output; for pipelines and schedulers that let no gradient through.
         probes: Random projections of each output.
         full_up_to: Width up to which a layer's moments are kept whole.
         rank: Directions that are kept of wider ones.
@@ -89,6 +91,11 @@ def pipeline_statistics(
     _require_prompts(prompts)
     denoiser = denoiser_of(pipeline)
     arguments = dict(call or {})
+    if (
+        through == "sampling"
+        and "num_inference_steps" in inspect.signature(type(pipeline).__call__).parameters
+    ):
+        arguments.setdefault("num_inference_steps", _FEW_STEPS)
     steps = arguments.get("num_inference_steps")
 
     def make(number: int) -> Any:

@@ -1,5 +1,6 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -119,11 +120,16 @@ def test_a_sampling_is_taken_back_as_a_whole() -> None:
     found = collect_statistics(model, run)
     assert found.facts["calls"] == 6
     assert found.facts["samplings"] == len(taken) == 2
+    felt: dict[str, list[Tensor]] = {}
     for name in ("0", "2"):
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
-        expected = [gradients(sample(seed), weight, probe) for seed, probe in zip((1, 2), taken, strict=True)]
-        agrees(found[name], expected, calls=6)
+        felt[name] = [
+            gradients(sample(seed), weight, probe) for seed, probe in zip((1, 2), taken, strict=True)
+        ]
+    norms = [math.hypot(*(float(felt[name][number].norm()) for name in felt)) for number in (0, 1)]
+    for name, of_name in felt.items():  # each sampling counts alike
+        agrees(found[name], [one / norm for one, norm in zip(of_name, norms, strict=True)], calls=6)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,23 @@ def test_a_large_model_counts_each_call_of_a_sampling_by_itself(monkeypatch: pyt
         -step * felt.reshape(-1, 6).mT @ given.reshape(-1, 6)
         for step, felt, given in ((0.5, back, first), (0.3, taken[0], last))
     ]
-    agrees(found["0"], expected, calls=2)
+    norm = math.hypot(*(float(one.norm()) for one in expected))
+    agrees(found["0"], [one / norm for one in expected], calls=2)
+
+
+def test_a_sampling_that_feels_a_thousand_times_as_much_counts_no_more() -> None:
+    model, factor = Chain(), 1.0
+
+    def run() -> Iterator[Tensor]:
+        for seed, times in ((1, 1.0), (2, factor)):
+            yield model(inputs(seed)) * times
+
+    one = collect_statistics(model, run)
+    factor = 1000.0
+    other = collect_statistics(model, run)
+    for name in one:
+        assert torch.allclose(full(one[name].inputs), full(other[name].inputs), rtol=1e-4, atol=1e-7)
+        assert torch.allclose(full(one[name].outputs), full(other[name].outputs), rtol=1e-4, atol=1e-7)
 
 
 def test_calls_that_do_not_hang_together_are_taken_back_one_by_one() -> None:

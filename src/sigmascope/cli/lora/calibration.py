@@ -35,7 +35,7 @@ EPILOG = """Examples:
 
 sigmascope lora statistics lbm.safetensors --images photos --save_to stats.safetensors
 
-sigmascope lora statistics sdxl-folder --prompts prompts.txt --num_inference_steps 20 --save_to stats.safetensors
+sigmascope lora statistics sdxl-folder --prompts prompts.txt --guidance_scale 5 --save_to stats.safetensors
 
 sigmascope lora extract --base_model_path base.safetensors --tuned_model_path lbm.safetensors
 --save_to small.safetensors --max_size 20MB --statistics stats.safetensors
@@ -76,7 +76,7 @@ class CalibrationFlags:
         int | None,
         typer.Option(
             "--num_inference_steps",
-            help="As the LoRA will be used; 1 for an LBM, the pipeline's own for others.",
+            help="1 for an LBM. Of a pipeline 3 for statistics; for a fit its own, or as the LoRA will be used.",
             show_default=False,
             rich_help_panel=_INPUTS,
         ),
@@ -219,7 +219,7 @@ def statistics(
 
     The model is called as always, and once more with gradients. For each
     layer the second moments of what the picture feels of its weight are
-    kept. Eight inputs are enough for an LBM; a pipeline gains by more.
+    kept. Eight pictures are enough for an LBM; give a pipeline 64 prompts.
     A run that was killed goes on when it is started again.
     """
     from sigmascope.checkpoints import open_checkpoint
