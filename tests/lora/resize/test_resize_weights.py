@@ -215,7 +215,8 @@ def test_a_budget_is_no_worse_than_the_fixed_rank_of_its_bytes(
 
 def of_many_steps(tmp_path: Path) -> Path:
     """A LoRA of rank 16 for Stable Diffusion 3, in which some layers changed a hundred times as much as others."""
-    path, tensors = tmp_path / "sd3.safetensors", {}
+    path = tmp_path / "sd3.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
     for number in range(3):
         for part, shape, size in (("attn.to_q", (48, 40), 0.01), ("ff.net.2", (40, 90), 1.0)):
             name = f"transformer.transformer_blocks.{number}.{part}"
