@@ -73,8 +73,8 @@ def collect_statistics(
             weights are not changed, and it is as it was afterwards.
         run: Calls the model, directly or through a pipeline, any number of times. If it is a generator, each tensor
             that it yields is what its calls since the last one made, with gradients allowed: projections are then of
-            that tensor, such as the latents after the last step, and each counts alike. A tensor that does not hang together with the
-            calls by its gradients leaves each call's own output.
+            that tensor, such as the latents after the last step, and all count alike. A tensor that does not hang
+            together with the calls by its gradients leaves each call's own output.
         probes: Random projections of each output.
         calls: How many calls `run` makes, for the progress; None where it is not known.
         full_up_to: Width up to which a layer's moments are kept whole.
@@ -557,7 +557,7 @@ class _Watched:
         self.samplings += 1
 
     def _settle(self) -> None:
-        """Let each outcome count alike: through many steps, some feel a hundred times as much as others."""
+        """Let each outcome count alike: ‖D‖² of one picture may be twenty times that of another."""
         felt = math.fsum(layer.felt() for layer in self.layers)
         is_usable = math.isfinite(felt) and felt > 0.0  # with NaN, only its own layer is to tell of it
         for layer in self.layers:
