@@ -371,6 +371,18 @@ def test_factors_of_a_convolution_need_its_kernel(tmp_path: Path) -> None:
     torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
 
 
+def test_a_change_of_zeros_is_left_out_and_stops_nothing(tmp_path: Path) -> None:
+    """As layers have that a training did not reach."""
+    names = [f"lora_unet_time_embedding_linear_{number}" for number in (1, 2)]
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    loha_file(source, dict.fromkeys(names, (6, 5)))
+    save_file(load_file(source) | {f"{names[1]}.hada_w1_a": torch.zeros(6, 2)}, source)
+    report = convert_lora(source, target, "peft", family="sdxl", rank=2)
+    assert [one.name for one in report.factored] == names[:1]
+    assert [(one.name, one.reason) for one in report.left_out] == [(names[1], "it changes nothing")]
+    assert load_lora(target).modules.keys() == {"unet.time_embedding.linear_1"}
+
+
 def test_a_fused_layer_is_divided_as_plain_factors_are(tmp_path: Path) -> None:
     name, source, target = (
         "lora_unet_double_blocks_0_img_attn_qkv",

@@ -222,9 +222,10 @@ def convert_lora(
             for done, (module, factored) in enumerate(made, start=len(whole) + 1):
                 with leaving_out(module.name):
                     if factored is None:
-                        raise LoraFormatError(f"{module.name}: it changes nothing.")
-                    writer.write(named.layers[module.name], factored)
-                    cut[module.name] = module
+                        left_out.append(LeftOut(module.name, "it changes nothing"))
+                    else:
+                        writer.write(named.layers[module.name], factored)
+                        cut[module.name] = module
                 progress(done, len(named.layers), module.name)
         left_out += [LeftOut(key, "belongs to no module") for key in lora.unused_keys]
     return ConversionReport(
