@@ -173,7 +173,7 @@ class PipelinePair(Pair):
         )
 
     def fit(self, lora: Path, save_to: Path, of: str, seed: int) -> None:
-        """On the same prompts, or on as many of random words; four at a time."""
+        """On a quarter as many prompts as statistics, or on as many of random words; four at a time."""
         fit_saved_pipeline_lora(
             self.base,
             self.tuned,

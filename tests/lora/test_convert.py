@@ -348,27 +348,30 @@ def test_what_a_format_cannot_hold_becomes_the_nearest_plain_factors(rank: int, 
     assert told.error_norm == pytest.approx(lost, rel=1e-4, abs=1e-5)
 
 
-def test_factors_of_a_convolution_need_its_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tells", ["model", "name"])
+def test_factors_of_a_convolution_have_its_kernel(tells: str, tmp_path: Path) -> None:
+    name, layer = "lora_unet_mid_block_resnets_0_conv1", "mid_block.resnets.0.conv1"
+    source, target, model = (tmp_path / f"{end}.safetensors" for end in ("in", "out", "model"))
+    change = hadamard(loha_file(source, {name: (6, 5, 3, 3)})[name])
+    save_file({f"denoiser.{one}.weight": torch.zeros(6, 5, 3, 3) for one in (layer, "conv_in")}, model)
+    told: dict[str, Any] = {"model": model} if tells == "model" else {"family": "sdxl"}
+    convert_lora(source, target, "peft", rank=9999, **told)
+    factors = load_lora(target).modules[f"unet.{layer}"]
+    assert load_file(target)[f"unet.{layer}.lora_A.weight"].shape[1:] == (5, 3, 3)
+    torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_of_another_kernel_asks_for_the_model(tmp_path: Path) -> None:
     name, source, target = (
         "lora_unet_mid_block_resnets_0_conv1",
         tmp_path / "in.safetensors",
         tmp_path / "out.safetensors",
     )
-    change = hadamard(loha_file(source, {name: (6, 5, 3, 3)})[name])
-    with pytest.raises(ConfigError, match=f"{name}: the file does not tell the kernel"):
+    loha_file(source, {name: (6, 44)})
+    with pytest.raises(ConfigError, match=f"{name}: 44 inputs are of no 3×3 convolution") as refusal:
         convert_lora(source, target, "peft", family="sdxl", rank=9999)
+    assert "--model" in str(refusal.value)
     assert not target.exists()
-    save_file(
-        {
-            f"denoiser.{layer}.weight": torch.zeros(6, 5, 3, 3)
-            for layer in ("mid_block.resnets.0.conv1", "conv_in")
-        },
-        tmp_path / "model.safetensors",
-    )
-    convert_lora(source, target, "peft", model=tmp_path / "model.safetensors", rank=9999)
-    factors = load_lora(target).modules["unet.mid_block.resnets.0.conv1"]
-    assert factors.down.shape[1:] == (5, 3, 3) or factors.weight_shape == (6, 5, 3, 3)
-    torch.testing.assert_close(factors.delta().double().flatten(1), change, rtol=1e-4, atol=1e-4)
 
 
 def test_a_change_of_zeros_is_left_out_and_stops_nothing(tmp_path: Path) -> None:
@@ -408,6 +411,14 @@ def test_the_way_to_plain_factors_is_told_and_means_nothing_elsewhere(tmp_path: 
         convert_lora(source, target, "kohya", rank=4)
     with pytest.raises(ConfigError, match="nothing is cut"):
         convert_lora(source, target, "peft", statistics=tmp_path / "stats.safetensors")
+    loha_file(source, {"lora_unet_foo_bar": (6, 5)})
+    with pytest.raises(LoraFormatError) as other:
+        convert_lora(source, target, "peft", family="sdxl", rank=4)
+    assert "--rank" not in str(other.value)
+    plain = LoraFactors(torch.ones(6, 2), torch.ones(2, 5), 2.0, (6, 5))
+    save_lora(source, LoraFile({"denoiser.time_embedding.linear_1": plain}))
+    with pytest.raises(ConfigError, match="--rank has no effect: the file holds no LoHa"):
+        convert_lora(source, target, "peft", rank=1)
     with pytest.raises(ConfigError, match="--rank 0 keeps nothing"):
         convert_lora(source, target, "peft", rank=0)
     assert not target.exists()

@@ -138,6 +138,9 @@ def collect_statistics(
     return _finished(sums, watched.calls, facts | {"samplings": watched.samplings}, fingerprint)
 
 
+_SCHEME: Final = 2  # of what is summed up: sums of another are not gone on with
+
+
 class UnfinishedSums:
     """The sums so far, kept beside the file that they are for, so that a run that was killed can go on.
 
@@ -154,7 +157,7 @@ class UnfinishedSums:
     def __init__(self, target: Path, settings: Mapping[str, object]) -> None:
         self.path = target.with_name(f".{target.name}.part")
         self.inputs = 0
-        self._settings = json.dumps(dict(settings), sort_keys=True, default=str)
+        self._settings = json.dumps({"scheme": _SCHEME, **settings}, sort_keys=True, default=str)
         self._watched: _Watched | None = None
         self._written = time.monotonic()
 
@@ -600,7 +603,7 @@ class _Watched:
                     for number, probe in enumerate(self._projections(output)):
                         output.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
         self.calls += 1
-        self._progress(self.calls, self._expected or self.calls, "call")
+        self._progress(self.calls, max(self.calls, self._expected or 0), "call")
         return [leaf.grad for leaf in leaves]
 
     def _projections(self, output: Tensor) -> Iterator[Tensor]:

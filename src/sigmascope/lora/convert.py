@@ -31,8 +31,8 @@ from sigmascope.lora.layer_names import (
     UnetBlocks,
     blocks_of_model,
     is_layer,
-    is_unet_convolution,
     renamed,
+    unet_kernel,
 )
 from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
@@ -45,6 +45,7 @@ from sigmascope.lora.resize import (
     Resizer,
     form_change,
     relative_error,
+    weighted_error,
 )
 from sigmascope.lora.statistics import RIDGE
 from sigmascope.lora.writer import LoraWriter, storage_dtype
@@ -115,12 +116,18 @@ class ConversionReport:
         """‖ΔW − ΔW'‖ / ‖ΔW‖ over all of `factored`; None without any."""
         return relative_error(self.factored)
 
+    @property
+    def weighted_error(self) -> float | None:
+        """The same as the statistics weigh it, by which it is least; None without."""
+        return weighted_error(self.factored)
+
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         factored = [module.as_dict() for module in self.factored]
         paths = {"source": str(self.source), "target": str(self.target)}
         bare = asdict(replace(self, factored=()))
-        return bare | paths | {"factored": factored, "relative_error": self.relative_error}
+        errors = {"relative_error": self.relative_error, "weighted_error": self.weighted_error}
+        return bare | paths | errors | {"factored": factored}
 
 
 def convert_lora(
@@ -140,7 +147,7 @@ def convert_lora(
 ) -> ConversionReport:
     """Write a LoRA file in another format.
 
-    One module is in memory at a time. Factors keep their dtype; alpha becomes the rank, and the scale goes into
+    One module is in memory at a time, of those that are cut a few. Factors keep their dtype; alpha becomes the rank, and the scale goes into
     the up factor, which becomes float32 where it would be rounded otherwise. The header keeps what is still true.
 
     Args:
@@ -199,7 +206,7 @@ def convert_lora(
                 yield
             except LoraFormatError as error:
                 if not drop_unsupported:
-                    raise LoraFormatError(error.message, hint=_hint(error, named, name)) from error
+                    raise
                 left_out.append(LeftOut(name, error.message))
 
         with LoraWriter(
@@ -216,6 +223,8 @@ def convert_lora(
             whole = [name for name in named.layers if factors is None or name not in factors.shapes]
             for done, name in enumerate(whole, start=1):
                 with leaving_out(name):
+                    if factors is None:
+                        _require_held(wanted, named, name)
                     _write(writer, named.lora, name, named.layers[name])
                 progress(done, len(named.layers), name)
             made = () if factors is None else factors.run()
@@ -298,13 +307,14 @@ class NamedLora:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def _hint(error: LoraFormatError, named: NamedLora, name: str) -> str | None:
-    if not _is_factorable(named, name):
-        return error.hint
-    return (
-        "Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
-        "(--drop_unsupported)."
-    )
+def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
+    """Refuse, by a LoraFormatError, a change that the format cannot hold and that could become plain factors."""
+    if not wanted.keys.holds_changes and _is_factorable(named, name):
+        raise LoraFormatError(
+            f"{named.layers[name]}: {wanted.name} files hold no such change ({named.lora.kind_of(name)}).",
+            hint="Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
+            "(--drop_unsupported).",
+        )
 
 
 def _is_factorable(named: NamedLora, name: str) -> bool:
@@ -345,7 +355,7 @@ class _Factors:
         """Of all that are not plain factors.
 
         Raises:
-            ConfigError: A convolution's kernel cannot be told.
+            ConfigError: There is none, or a convolution's kernel cannot be told.
             CheckpointError, ModelMismatchError: As of `Metrics.read`.
         """
         shapes, paths = {}, {}
@@ -358,14 +368,23 @@ class _Factors:
             if named.layout.split(layer)[0] != "denoiser" or not isinstance(path, str):
                 continue
             paths[name] = path
-            tells_kernel = layer in named.shapes or named.lora.kind_of(name) == "diff"
-            if not tells_kernel and len(shapes[name]) == 2 and is_unet_convolution(path, named.layout):
-                raise ConfigError(
-                    f"{name}: the file does not tell the kernel of this convolution, which its factors need.",
-                    hint="Give the model: --model.",
-                )
+            side = unet_kernel(path, named.layout)
+            is_told = layer in named.shapes or named.lora.kind_of(name) == "diff" or len(shapes[name]) > 2
+            if side is not None and not is_told:
+                out, inner = shapes[name]
+                if inner % side**2:
+                    raise ConfigError(
+                        f"{name}: {inner} inputs are of no {side}×{side} convolution, which the layer's name says.",
+                        hint="Give the model: --model.",
+                    )
+                shapes[name] = (out, inner // side**2, side, side)
+        if not shapes:
+            raise ConfigError(
+                "--rank has no effect: the file holds no LoHa, LoKr or whole difference of a weight.",
+                hint="Leave it out, or change ranks by lora resize.",
+            )
         metrics = None
-        if statistics is not None and shapes:
+        if statistics is not None:
             metrics = Metrics.read(statistics, ridge, [named.lora], shapes, _rank_plan(rank), paths)
         return cls(named, shapes, rank, dtype, metrics)
 

@@ -161,7 +161,7 @@ _SIDE: Final = re.compile(
 _MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
 _SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
 _SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
-_CONVOLUTION: Final = re.compile(r"(^|\.)conv(\d|_in|_out|_shortcut)?$")
+_CONVOLUTION: Final = re.compile(r"(^|\.)conv(\d|_in|_out)?$")
 # A numbered block of a transformer, in any of `TABLES`.
 _BLOCK: Final = re.compile(
     r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
@@ -468,10 +468,15 @@ def is_unet_layer(path: str, layout: ModelLayout) -> bool:
     return layout.family in UNET_FAMILIES or (unknown and path.startswith(_UNET_STARTS))
 
 
-def is_unet_convolution(path: str, layout: ModelLayout) -> bool:
-    """Whether a denoiser's layer is a convolution of such a U-Net, by its name in diffusers' naming."""
-    is_1x1 = layout.family == "sd15" and path.endswith((".proj_in", ".proj_out"))
-    return is_unet_layer(path, layout) and (is_1x1 or _CONVOLUTION.search(path) is not None)
+def unet_kernel(path: str, layout: ModelLayout) -> int | None:
+    """Side of the kernel of such a U-Net's convolution, by its name in diffusers' naming; None of another layer."""
+    if not is_unet_layer(path, layout):
+        return None
+    if path.endswith(".conv_shortcut") or (
+        layout.family == "sd15" and path.endswith((".proj_in", ".proj_out"))
+    ):
+        return 1
+    return 3 if _CONVOLUTION.search(path) else None
 
 
 def usual_blocks(family: str) -> UnetBlocks:

@@ -257,11 +257,7 @@ class ReductionReport:
     @property
     def weighted_error(self) -> float | None:
         """`relative_error` as the statistics or the budget weigh it; None where all errors count alike."""
-        if any(module.weighted_norm is None for module in self.modules):
-            return None
-        change = root_sum_square([module.weighted_norm or 0.0 for module in self.modules])
-        lost = root_sum_square([module.weighted_error or 0.0 for module in self.modules])
-        return lost / change if change > 0.0 else None
+        return weighted_error(self.modules)
 
     @property
     def kept_energy(self) -> float | None:
@@ -749,6 +745,15 @@ def relative_error(modules: Sequence[ResizedModule]) -> float | None:
     """‖ΔW − ΔW'‖ / ‖ΔW‖ over all modules together; None where nothing changes."""
     change = root_sum_square([module.norm for module in modules])
     return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
+
+
+def weighted_error(modules: Sequence[ResizedModule]) -> float | None:
+    """The same as statistics or a budget weigh it; None where all errors count alike."""
+    if any(module.weighted_norm is None for module in modules):
+        return None
+    change = root_sum_square([module.weighted_norm or 0.0 for module in modules])
+    lost = root_sum_square([module.weighted_error or 0.0 for module in modules])
+    return lost / change if change > 0.0 else None
 
 
 def _kept_energy(modules: Sequence[ResizedModule]) -> float | None:

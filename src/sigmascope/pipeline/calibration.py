@@ -91,10 +91,8 @@ def pipeline_statistics(
     _require_prompts(prompts)
     denoiser = denoiser_of(pipeline)
     arguments = dict(call or {})
-    if (
-        through == "sampling"
-        and "num_inference_steps" in inspect.signature(type(pipeline).__call__).parameters
-    ):
+    takes_steps = "num_inference_steps" in inspect.signature(type(pipeline).__call__).parameters
+    if through == "sampling" and takes_steps and "strength" not in arguments:  # few may leave none of these
         arguments.setdefault("num_inference_steps", _FEW_STEPS)
     steps = arguments.get("num_inference_steps")
 

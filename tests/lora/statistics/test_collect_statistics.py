@@ -1,5 +1,6 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -606,7 +607,7 @@ class TestUnfinishedSums:
         self.of(UnfinishedSums(tmp_path / "a", {"seed": 2}), sampled=False)
         assert begun[-1] == 5
 
-    @pytest.mark.parametrize("facts", [None, {}, {"facts": '{"settings": "{}"}'}])
+    @pytest.mark.parametrize("facts", [None, {}, {"facts": json.dumps({"settings": '{"scheme": 2}'})}])
     def test_a_damaged_file_begins_the_run_anew(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, facts: dict[str, str] | None
     ) -> None:

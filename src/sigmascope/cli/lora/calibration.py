@@ -76,7 +76,8 @@ class CalibrationFlags:
         int | None,
         typer.Option(
             "--num_inference_steps",
-            help="1 for an LBM. Of a pipeline 3 for statistics; for a fit its own, or as the LoRA will be used.",
+            help="1 for an LBM. Of a pipeline 3 for statistics, its own with --through calls; for a fit as the LoRA will "
+            "be used.",
             show_default=False,
             rich_help_panel=_INPUTS,
         ),

@@ -520,7 +520,10 @@ def _conversion_facts(report: "ConversionReport") -> list[tuple[str, RenderableT
 
 def _factored(report: "ConversionReport") -> str:
     ranks = [module.rank for module in report.factored]
-    return f"{len(ranks)}, of rank {span((min(ranks), max(ranks)))}, error {percent(report.relative_error)}"
+    error = f"error {percent(report.relative_error)}"
+    if report.weighted_error is not None:
+        error += f", weighted {percent(report.weighted_error)}"
+    return f"{len(ranks)}, of rank {span((min(ranks), max(ranks)))}, {error}"
 
 
 def _usable_in(report: "ConversionReport") -> str:
