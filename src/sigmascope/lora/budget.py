@@ -78,7 +78,7 @@ class Allocation:
             Empty: the ranks are final. Otherwise they are the best of what is known.
         error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
             Without weights this is the overall relative error.
-        bytes: The most that the file takes.
+        bytes: What the file takes, as `StorageCost` knows it.
     """
 
     ranks: dict[str, int]
@@ -144,7 +144,7 @@ def plain_numbers(layer: str, weight_shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class StorageCost:
-    """The bytes of a safetensors file of LoRA modules, never too few.
+    """The bytes of a safetensors file of LoRA modules: measured, or else about.
 
     Attributes:
         value_bytes: Of one number of a factor: 2 for float16 and bfloat16.
@@ -153,8 +153,7 @@ class StorageCost:
         numbers: Gives how many numbers one rank of a layer of that shape takes.
         offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
         rounding: What rounding to storage precision adds: its share of ‖up·down‖, as a fraction.
-        measure: Gives the size of a file of these ranks; without it, what the header was thought to take and does not
-            stays free.
+        measure: Gives the size of a file of these ranks; without it, the size is what the other attributes say.
     """
 
     value_bytes: int

@@ -147,8 +147,9 @@ def convert_lora(
 ) -> ConversionReport:
     """Write a LoRA file in another format.
 
-    One module is in memory at a time, of those that are cut a few. Factors keep their dtype; alpha becomes the rank, and the scale goes into
-    the up factor, which becomes float32 where it would be rounded otherwise. The header keeps what is still true.
+    One module is in memory at a time, and a few of those that are cut. Factors keep their dtype; alpha becomes the
+    rank, and the scale goes into the up factor, which becomes float32 where it would be rounded otherwise. The header
+    keeps what is still true.
 
     Args:
         source: The file to read, in any format.
@@ -163,7 +164,8 @@ def convert_lora(
         rank: Of the plain factors that LoHa, LoKr and whole differences of weights become where the format cannot hold
             them (PEFT's); 9999 keeps everything.
         statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRA is for: with these factors the
-            error of what the layers put out is least, in place of that of their weights.
+            error of what the layers put out is least, in place of that of their weights. A fused layer that the format
+            divides is cut as one, by its weights.
         ridge: Weight of directions that the statistics never met, as a share of the mean.
         progress: Told after each module.
 
@@ -198,7 +200,7 @@ def convert_lora(
         factors = None
         if rank is not None:
             factors = _Factors.of(named, wanted, rank, dtype or _own_dtype(source), statistics, ridge)
-        cut: dict[str, ResizedModule] = {}
+        cut: list[ResizedModule] = []
 
         @contextmanager
         def leaving_out(name: str) -> Iterator[None]:
@@ -234,7 +236,7 @@ def convert_lora(
                         left_out.append(LeftOut(module.name, "it changes nothing"))
                     else:
                         writer.write(named.layers[module.name], factored)
-                        cut[module.name] = module
+                        cut.append(module)
                 progress(done, len(named.layers), module.name)
         left_out += [LeftOut(key, "belongs to no module") for key in lora.unused_keys]
     return ConversionReport(
@@ -248,7 +250,7 @@ def convert_lora(
         widened=tuple(writer.widened),
         left_out=tuple(left_out),
         file_bytes=path.stat().st_size,
-        factored=tuple(cut.values()),
+        factored=tuple(cut),
     )
 
 

@@ -236,7 +236,7 @@ def extraction_metadata(
         "sigmascope_tuned": as_text(pair.tuned.path.name),
         BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
         TUNED_FINGERPRINT: denoiser_fingerprint(pair.tuned),
-        "sigmascope_rank": options.rank_text,
+        "sigmascope_rank": options.header_text,
         "sigmascope_target_coverage": options.target_coverage,
         "sigmascope_min_diff": repr(options.min_diff),
     } | (

@@ -165,7 +165,7 @@ class ExtractOptions:
         return json.dumps({"budget": json.loads(self.budget.describe()), **patterns}, ensure_ascii=False)
 
     @property
-    def rank_text(self) -> str:
+    def header_text(self) -> str:
         """The same for the file's header; see `Budget.brief`."""
         if self.budget is None or self.rank_rules.describe_patterns():
             return self.asked_rank

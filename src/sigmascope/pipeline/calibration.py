@@ -47,7 +47,7 @@ __all__ = [
 
 Through = Literal["sampling", "calls"]
 _DENOISERS = ("unet", "transformer", "prior")
-_FEW_STEPS = 3  # of a sampling that gradients pass through: more told less of pictures, of 20 steps too
+_FEW_STEPS = 3  # of a sampling that gradients pass through; more tell less, even of pictures that take 20
 _LETTERS = 3  # a random word has at least
 _END_OF_WORD = "</w>"  # which some of CLIP's tokenizers leave in the text
 
@@ -74,7 +74,8 @@ def pipeline_statistics(
         call: Further arguments of the pipeline's call: steps, guidance, size. Steps are 3 when left out, and the
             pipeline's own with `calls`.
         through: `sampling`: how an error of each step arrives in the last latents, by gradients through all steps; each
-            picture counts alike. `calls`: how it shows in the step's own output; for pipelines and schedulers that let no gradient through.
+            picture counts alike. `calls`: how it shows in the step's own output; for pipelines and schedulers that let
+            no gradient through.
         probes: Random projections of each output.
         full_up_to: Width up to which a layer's moments are kept whole.
         rank: Directions that are kept of wider ones.
@@ -92,7 +93,7 @@ def pipeline_statistics(
     denoiser = denoiser_of(pipeline)
     arguments = dict(call or {})
     takes_steps = "num_inference_steps" in inspect.signature(type(pipeline).__call__).parameters
-    if through == "sampling" and takes_steps and "strength" not in arguments:  # few may leave none of these
+    if through == "sampling" and takes_steps and "strength" not in arguments:  # a share of few may be none
         arguments.setdefault("num_inference_steps", _FEW_STEPS)
     steps = arguments.get("num_inference_steps")
 
