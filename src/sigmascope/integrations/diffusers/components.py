@@ -29,7 +29,6 @@ from sigmascope.integrations.diffusers.hooks import (
     ByIdentity,
     Keywords,
     holder_of,
-    reference_to,
 )
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
@@ -413,7 +412,8 @@ class TextEncodingObserver(Observer):
             self._hook("image_encoding", name, encoder)
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
-        self.hook_module(encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
+        if isinstance(encoder, nn.Module):
+            self.hook_method(encoder, "__call__", functools.partial(self._before_encoder, stage, name))
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self.session.stack_here(pipeline)
@@ -461,17 +461,13 @@ class TextEncodingObserver(Observer):
 
         return after
 
-    def _before_encoder(
-        self, stage: str, name: str, encoder: Callable[[], object], *_: object
-    ) -> After | None:
+    def _before_encoder(self, stage: str, name: str, *_: object) -> After | None:
         stack = self.session.stack_here()
-        return None if stack is None else _within(stack, stage, name, encoder())
+        return None if stack is None else _within(stack, stage, name)
 
 
-def _within(stack: StageStack, name: str, encoder: str, module: object) -> After | None:
+def _within(stack: StageStack, name: str, encoder: str) -> After | None:
     """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
-    open_calls = stack.session.open_calls
-    open_calls.close_broken(stack, entering=module)
     if stack.is_in(encoder):
         return None
     is_inside = stack.is_in(name)
@@ -481,10 +477,8 @@ def _within(stack: StageStack, name: str, encoder: str, module: object) -> After
     if not is_inside:
         end_complete_denoising(stack)
     stage = stack.enter(encoder if is_inside else name)
-    call = open_calls.begin(stack, stage, module)
 
     def after(result: object, error: BaseException | None) -> None:
-        open_calls.end(call)
         stack.leave(stage, error)
         stage.fact("component", encoder)
 

@@ -2,23 +2,21 @@
 
 A `HookSet` keeps what is on and how to take it off. Whatever it is told of, it only listens: the host's arguments,
 results and exceptions pass unchanged, and the first failure of a listener takes the whole set off. A method is
-replaced while somebody listens (`listen`, `MethodHook`); several listeners share one replacement. A module has
-forward hooks (`ModuleHook`), or a hook around what torch.compile made of its call.
+replaced while somebody listens (`listen`, `MethodHook`); several listeners share one replacement. A module is heard
+at its class's `__call__`, around its forward hooks and around what `module.compile()` puts in their place.
 """
 
 import copy
 import functools
 import inspect
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from torch import nn
 from torch.compiler import is_compiling
 
 from sigmascope.integrations.autostart import without_this_frame
@@ -31,10 +29,6 @@ After: TypeAlias = Callable[[object, BaseException | None], None]
 """Called once with what a call returned, or with what it raised."""
 Before = Callable[[object, Arguments, Keywords], After | None]
 """Called before a call of a method with its target and arguments; gives what is to be called after it."""
-BeforeModule = Callable[[Arguments, Keywords], After | None]
-"""The same for a module, whose target is known."""
-COMPILED = "_compiled_call_impl"
-"""Where `module.compile()` puts what is called in place of the module, hooks and all."""
 
 
 class HookSet:
@@ -51,20 +45,18 @@ class HookSet:
         self.guard = guard
         self.works = True
         self._undo: dict[object, tuple[Callable[[], object], Callable[[], None]]] = {}
-        self._targets: ByIdentity[bool] = ByIdentity()
+        self._heard: dict[str, ByIdentity[Before]] = {}
 
     def hook_method(self, thing: object, attribute: str, before: Before) -> None:
-        """Hear an object's method: its class's, and what lies on the object itself under that name."""
-        self._targets.put(thing, True)
-        before_target = functools.partial(self._before_target, before)
-        self.hook_class(type(thing), attribute, before_target)
-        if attribute in getattr(thing, "__dict__", {}):
-            self.hook_attribute(thing, attribute, before_target)
+        """Hear an object's method: its class's, and what lies on the object itself; again changes nothing.
 
-    def _before_target(
-        self, before: Before, target: object, args: Arguments, kwargs: Keywords
-    ) -> After | None:
-        return before(target, args, kwargs) if self._targets.get(target) else None
+        A module is heard at `__call__`, around its hooks and around what `module.compile()` puts in their place.
+        """
+        heard = self._heard.setdefault(attribute, ByIdentity())
+        heard.put(thing, before)
+        owners = [type(thing)] if any(attribute in vars(base) for base in type(thing).__mro__[:-1]) else []
+        for owner in (*owners, *([thing] if attribute in getattr(thing, "__dict__", {}) else ())):
+            self.hook_attribute(owner, attribute, functools.partial(_before_target, heard))
 
     def hook_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -87,23 +79,6 @@ class HookSet:
             self.guard.switch_off(f"watch.{self.name} of {kind.__name__}", failure)
         else:
             self._keep_or_undo(key, undo, owner)
-
-    def hook_module(self, module: object, before: BeforeModule) -> None:
-        """Hear every call of a module; a second time changes nothing.
-
-        A module that is compiled in place is heard around its compiled call, where hooks would never run.
-
-        Args:
-            module: A module; anything else is left alone.
-            before: Called before a call with its arguments; gives what is to be called after it.
-        """
-        if not isinstance(module, nn.Module):
-            return
-        if getattr(module, COMPILED, None) is not None:
-            self.forget(id(module))
-            self.hook_attribute(module, COMPILED, lambda _, args, kwargs: before(args, kwargs))
-        elif not self.has(id(module), module):
-            self._keep_or_undo(id(module), _hooked(module, before, self.failed), module)
 
     def has(self, key: object, thing: object = None) -> bool:
         """Whether something of that key is on that thing."""
@@ -154,9 +129,16 @@ class HookSet:
                     undo()
             except BaseException as error:  # noqa: BLE001 - the rest is to be taken off too
                 interrupt = error
-        self._targets.clear()
+        self._heard.clear()
         if interrupt is not None:
             raise interrupt
+
+
+def _before_target(
+    heard: "ByIdentity[Before]", target: object, args: Arguments, kwargs: Keywords
+) -> After | None:
+    before = heard.get(target)
+    return None if before is None else before(target, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +169,7 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
         listener: Who is told.
 
     Raises:
-        KeyError: The owner has no such attribute of its own.
+        KeyError: The owner has no such attribute, or an object none of its own.
         TypeError: It is no function.
     """
     key = (id(owner), name)
@@ -222,6 +204,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
+_INHERITED = object()
+"""Stands for what a class has from its bases."""
+
+
 class MethodHook:
     """One method of one class, or one callable attribute of one object.
 
@@ -238,8 +224,9 @@ class MethodHook:
         self._owner = weakref.ref(owner, functools.partial(_pop, _METHOD_HOOKS, (id(owner), name)))
         self._name = name
         self._is_on = False
-        self._before = vars(owner)[name]
-        self._replacement = self._replaced(self._before, isinstance(owner, type))
+        self._before = vars(owner).get(name, _INHERITED) if isinstance(owner, type) else vars(owner)[name]
+        original = _inherited(owner, name) if self._before is _INHERITED else self._before
+        self._replacement = self._replaced(original, isinstance(owner, type))
 
     def put_on(self) -> None:
         """Replace the attribute, once."""
@@ -257,10 +244,12 @@ class MethodHook:
         owner = self._owner()
         if owner is None or vars(owner).get(self._name) is not self._replacement:
             return
-        if isinstance(owner, type):
-            setattr(owner, self._name, self._before)
-        else:
+        if not isinstance(owner, type):
             vars(owner)[self._name] = self._before
+        elif self._before is _INHERITED:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._before)
 
     def _replaced(self, attribute: object, of_class: bool) -> object:
         if not of_class:
@@ -274,6 +263,16 @@ class MethodHook:
         if inspect.isfunction(attribute):
             return _with_listeners(attribute, self)
         raise TypeError(f"{self._name} is a {type(attribute).__name__} and no function")
+
+
+def _inherited(kind: Any, name: str) -> object:
+    """What a class has from its bases under that name, and no replacement of ours."""
+    for base in kind.__mro__[1:]:
+        hook = _METHOD_HOOKS.get((id(base), name))
+        attribute = vars(base).get(name, _INHERITED) if hook is None else hook._before
+        if attribute is not _INHERITED:
+            return attribute
+    raise KeyError(name)
 
 
 def _with_listeners(
@@ -376,72 +375,6 @@ def _call_after(afters: list[tuple[After, Listener]], result: object, error: Bas
             after(result, error)
         except Exception as failure:  # noqa: BLE001 - as above
             listener.failed(failure)
-
-
-def _hooked(
-    module: nn.Module, before: BeforeModule, failed: Callable[[Exception], None]
-) -> Callable[[], None]:
-    pairs = _PairedHooks(before)
-    first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)
-    try:
-        second = module.register_forward_hook(ModuleHook(pairs.leave, failed), always_call=True)
-    except BaseException:
-        first.remove()
-        raise
-
-    def undo() -> None:
-        with suppress(Exception):
-            first.remove()
-        second.remove()
-
-    return undo
-
-
-class _PairedHooks:
-    """Brings what is to be called after a call from its first hook to its last, in each thread by itself."""
-
-    def __init__(self, before: BeforeModule) -> None:
-        self._before = before
-        self._threads = threading.local()
-
-    def enter(self, args: Arguments, kwargs: Keywords) -> None:
-        threads = self._threads
-        if not hasattr(threads, "afters"):
-            threads.afters = []
-        threads.afters.append(None)
-        threads.afters[-1] = self._before(args, kwargs)
-
-    def leave(self, _args: object, result: object) -> None:
-        afters = getattr(self._threads, "afters", None)
-        after = afters.pop() if afters else None
-        if after is not None:
-            after(result, sys.exception() if result is None else None)
-
-
-class ModuleHook:
-    """A forward hook of either kind.
-
-    A copy or pickle of the hooked module gets one of the standard library's in its place, which does nothing, so that
-    it can be loaded where there is no Sigmascope.
-    """
-
-    __slots__ = ("act", "failed")
-
-    def __init__(self, act: Callable[..., object], failed: Callable[[Exception], None]) -> None:
-        self.act = act
-        self.failed = failed
-
-    def __call__(self, _module: object, *seen: Any) -> None:
-        """Act on a call, unless it is being traced."""
-        if is_compiling():
-            return
-        try:
-            self.act(*seen)
-        except Exception as failure:  # noqa: BLE001 - what a listener raises must not reach the host
-            self.failed(failure)
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
 
 
 class ByIdentity(Generic[T]):

@@ -84,7 +84,6 @@ class CallObserver(Observer):
             states, _ = guard.read("watch.call", lambda: states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
-            session.open_calls.close_broken(outside)
             outside.end_denoising()
         stack = StageStack(session, id(pipeline))
         stack.pipeline = pipeline
@@ -401,27 +400,21 @@ class DenoiserObserver(Observer):
     def attach(self, parts: WatchedParts) -> None:
         """Hear every denoiser."""
         has_scheduler = any(callable(getattr(part, "step", None)) for _, part in parts.of_role("scheduler"))
-        for name, denoiser in denoisers_of(parts):
-            before = functools.partial(self._before, name, has_scheduler)
-            self.hook_module(denoiser, before)
-        for name in _DENOISER_NAMES:
+        heard: dict[str, object] = dict(denoisers_of(parts))
+        for name in _DENOISER_NAMES:  # another runtime's engine may stand for a denoiser: it is no module
             engine = parts.components.get(name)
             call = inspect.getattr_static(type(engine), "__call__", None)
             if inspect.isfunction(call) and not isinstance(engine, nn.Module):
-                self._hear_engine(name, has_scheduler, engine)
+                heard[name] = engine
+        for name, denoiser in heard.items():
+            self.hook_method(denoiser, "__call__", functools.partial(self._before, name, has_scheduler))
         for name, part in parts.components.items():
-            if name.startswith(_HELPER_PREFIX):
-                self.hook_module(part, self._before_helper)
+            if name.startswith(_HELPER_PREFIX) and isinstance(part, nn.Module):
+                self.hook_method(part, "__call__", self._before_helper)
 
-    def _hear_engine(self, name: str, has_scheduler: bool, engine: object) -> None:
-        """Hear what stands for a denoiser and is no module, such as the engine of another runtime."""
-
-        def before(_target: object, args: Arguments, kwargs: Keywords) -> After | None:
-            return self._before(name, has_scheduler, args, kwargs)
-
-        self.hook_method(engine, "__call__", before)
-
-    def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
+    def _before(
+        self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords
+    ) -> After | None:
         stack = current_stack(self.session) or self.session.stack_here()
         if stack is None:
             return None
@@ -449,7 +442,6 @@ def start_denoising(stack: StageStack) -> Denoising:
     denoising = stack.denoising
     if denoising is None:
         session = stack.session
-        session.open_calls.close_broken(stack)
         stack.is_guided, _ = session.guard.read("watch.call", lambda: asks_for_guidance(stack.pipeline))
         denoising = stack.denoising = Denoising(stack.enter("denoising"), session.recorder)
     return denoising

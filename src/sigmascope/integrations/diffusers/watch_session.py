@@ -3,8 +3,7 @@
 A `Session` is one open watch. It has a recorder, and an `Observer` for each kind of event: calls, text encoding, the
 denoiser and so on. An observer puts hooks on the pipelines that are watched; when its event comes, it enters a stage on
 the `StageStack` of the thread or task that the event comes in, and leaves it when the event is over. A stack belongs to
-one call of a pipeline, or to what happens outside of any. `OpenCalls` ends calls of modules that Ctrl-C broke off:
-PyTorch tells forward hooks of an `Exception`, and of nothing else.
+one call of a pipeline, or to what happens outside of any.
 
 `Denoising` counts the denoiser's calls and the scheduler's steps into steps. No pipeline says where a step begins. It
 begins when the denoiser, or what works for it (a ControlNet), is first called, and ends when the scheduler has made its
@@ -12,8 +11,6 @@ step. All calls between are one step: classifier-free guidance may need two, oth
 step has been seen, calls at another timestep begin another step.
 """
 
-import sys
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -30,10 +26,8 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.autostart import when_loaded
 from sigmascope.integrations.diffusers.hooks import (
-    COMPILED,
     ByIdentity,
     HookSet,
-    reference_to,
 )
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
@@ -59,7 +53,6 @@ STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", d
 """The stacks of this context, of all watches, the innermost last."""
 _LEAST_TO_JUDGE_LOAD: Final = 0.2
 """Seconds: the system counts what processors do in hundredths of one."""
-SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
     "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
@@ -104,7 +97,6 @@ class Session:
         self._known: ByIdentity[tuple[tuple[object, ...], PipelineFacts]] = ByIdentity()
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
-        self.open_calls = OpenCalls()
         self.arrivals = Arrivals()
         self._load_before: CpuMoment | None = None
         self._disk_before = DiskMoment()
@@ -162,7 +154,6 @@ class Session:
         self.guard.read("watch.stages", self._close_left)
         stacks = [reference() for reference in self.stacks.values()]
         for stack in reversed([stack for stack in stacks if stack is not None]):
-            self.guard.read("watch.stages", partial(self.open_calls.close_broken, stack))
             # Bounded: a turn takes one out at least, unless taking out itself fails.
             for _ in range(len(stack.open)):
                 self.guard.read("watch.stages", partial(stack.end, error))
@@ -224,7 +215,6 @@ class Session:
             return None
         stack = current_stack(self)
         if stack is not None:
-            self.open_calls.close_broken(stack)
             return stack
         if not self.records(pipeline):
             return None
@@ -355,7 +345,6 @@ def _state(part: object) -> tuple[object, ...]:
         None if first is None else (first.dtype, first.device),
         type(getattr(module, "_hf_hook", None)).__name__,
         getattr(module, "_diffusers_hook", None) is None,
-        getattr(module, COMPILED, None) is None,
         bool(getattr(module, "peft_config", None)),
     )
 
@@ -656,74 +645,3 @@ def leave_recorder(recorder: Recorder) -> None:
     while frame is not None and not frame.is_open:
         frame = frame.outer
     CURRENT.set(frame)
-
-
-class OpenCalls:
-    """Calls outside of pipelines whose stages are open, and which of them are over without having said so.
-
-    Calls in a pipeline need none of this: the stage of its own call ends whatever it was left by.
-    """
-
-    def __init__(self) -> None:
-        self._open: list[OpenCall] = []
-
-    def begin(self, stack: StageStack, stage: LiveStage, module: object) -> "OpenCall | None":
-        """Remember a call that is about to run; None where it cannot be followed."""
-        if stack.pipeline_id is not None:
-            return None
-        call = OpenCall(stack, stage, module)
-        if not call.depth:
-            return None  # this PyTorch calls modules in another way
-        self._open.append(call)
-        return call
-
-    def end(self, call: "OpenCall | None") -> None:
-        """Forget a call that said itself that it is over."""
-        if call in self._open:
-            self._open.remove(call)
-
-    def close_broken(self, stack: StageStack, entering: object = None) -> None:
-        """Close the stages of a stack's calls that run no more."""
-        for call in [call for call in self._open if call.stack is stack]:
-            if not call.is_running(entering):
-                self._open.remove(call)
-                call.break_off()
-
-
-class OpenCall:
-    """One call of a module."""
-
-    def __init__(self, stack: StageStack, stage: LiveStage, module: object) -> None:
-        self.stack = stack
-        self._stage = stage
-        self._module = reference_to(module)
-        self._thread = threading.get_ident()
-        self.depth = _calls_here(module)
-
-    def is_running(self, entering: object = None) -> bool:
-        """Whether the call is among those that this thread is in; another thread's is taken to be."""
-        if threading.get_ident() != self._thread:
-            return True
-        module = self._module()
-        return module is not None and _calls_here(module) - (module is entering) >= self.depth
-
-    def break_off(self) -> None:
-        """Close the stage, and those inside it, as left by what cannot be known."""
-        error = sys.exception()
-        is_known = error is not None and not isinstance(error, Exception)
-        self.stack.leave(self._stage, error if is_known else BrokenOff(SEEN_LATE))
-
-
-def _calls_here(module: object) -> int:
-    """How many calls of a module this thread is in: more than one where it calls itself."""
-    calls = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back
-    return calls
-
-
-class BrokenOff(BaseException):
-    """Stands in the record for what ended a call, which hooks are not told of."""

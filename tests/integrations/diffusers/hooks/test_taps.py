@@ -3,6 +3,7 @@ import traceback
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from sigmascope.integrations.diffusers import hooks
@@ -225,12 +226,25 @@ def test_a_tap_that_cannot_be_remembered_is_taken_off(monkeypatch: pytest.Monkey
     assert dict(vars(Host)) == before
 
 
-def test_a_module_that_takes_one_hook_and_refuses_the_other_keeps_none() -> None:
-    class Refuses(nn.Linear):
-        def register_forward_hook(self, *_: Any, **__: Any) -> Any:
-            raise ZeroDivisionError
+class _Base(nn.Linear):
+    """A class of modules of which another is made."""
 
-    module = Refuses(2, 2)
-    with pytest.raises(ZeroDivisionError):
-        HookSet(Guard()).hook_module(module, lambda *_: None)
-    assert not module._forward_pre_hooks
+
+class _Derived(_Base):
+    """Has its call from the other."""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_modules_of_a_class_and_its_base_are_heard_once_each_and_the_classes_are_as_before(
+    first: int,
+) -> None:
+    modules = [_Base(2, 2), _Derived(2, 2)]
+    heard: list[object] = []
+    hooks_ = HookSet(Guard())
+    for module in (modules[first], modules[1 - first]):
+        hooks_.hook_method(module, "__call__", lambda target, *_: heard.append(target))
+    for module in (*modules, _Derived(2, 2)):
+        module(torch.zeros(2))
+    assert heard == modules
+    hooks_.detach()
+    assert "__call__" not in vars(_Base) | vars(_Derived)

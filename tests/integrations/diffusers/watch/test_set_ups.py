@@ -11,7 +11,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.diffusers import hooks, watch_session
+from sigmascope.integrations.diffusers import watch_session
 
 CPU = torch.device("cpu")
 CALLS: list[str] = []
@@ -74,10 +74,10 @@ def test_a_compiled_denoiser_has_its_steps_in_one_graph(how: str, when: str) -> 
 def test_what_is_compiled_in_place_is_as_before() -> None:
     denoiser = compiled(TinyDenoiser(), "in place")
     pipe = sigmascope_pipeline(denoiser)
-    before = vars(denoiser)[hooks.COMPILED]
+    before = vars(denoiser)["_compiled_call_impl"]
     with sigmascope.watch(pipe):
         pipe(2)
-    assert vars(denoiser)[hooks.COMPILED] is before
+    assert vars(denoiser)["_compiled_call_impl"] is before
     assert CALLS == ["graph"]
     pipe(2)
     assert CALLS == ["graph"]

@@ -10,7 +10,6 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.diffusers.watch_session import BrokenOff
 
 TOKENS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -63,7 +62,7 @@ def test_the_record_says_that_a_call_broke_off_and_that_its_end_was_not_seen(
     with sigmascope.watch(pipeline) as run:
         interrupted()
     (stage,) = run.stages
-    assert str(stage.error).startswith("BrokenOff: the call was broken off, by Ctrl-C")
+    assert stage.error == "KeyboardInterrupt"
 
 
 def test_ctrl_c_that_leaves_the_block_is_the_stage_s_error(pipeline: Any) -> None:
@@ -94,7 +93,6 @@ def test_an_encoder_that_calls_itself_and_others_has_not_broken_off(pipeline: An
         pipeline.text_encoder(TOKENS)
     assert all(stage.success for stage in run.walk())
     assert [stage.name for stage in run.stages] == ["text_encoding"]
-    assert BrokenOff.__name__ not in str(run)
 
 
 class Fickle(nn.Module):
