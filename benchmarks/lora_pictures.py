@@ -44,7 +44,7 @@ from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import FitOptions
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora

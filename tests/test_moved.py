@@ -20,7 +20,7 @@ SHOWN = (
     ("lora.formats", "load_lora", "lora.reader"),
     ("lora.formats", "save_lora", "lora.writer"),
     ("lora.merge", "merge_lora", "lora.apply"),
-    ("lora.models.layout", "layout_of", "lora.families"),
+    ("lora.models.layout", "layout_of", "lora.families.layouts"),
     ("lora.ranking.budget", "StorageCost", "lora.budget"),
     ("lora.ranking.rank_rules", "RankRules", "lora.ranks"),
     ("lora.svd", "truncated_svd", "lora.decompose"),

@@ -64,7 +64,7 @@ MOVED: Final = {
     "lora.merging.reduction": "lora.resize",
     "lora.merging.reduction_report": "lora.resize",
     "lora.merging.sparse_merging": "lora.merge",
-    "lora.models.layout": "lora.families",
+    "lora.models.layout": "lora.families lora.fingerprint",
     "lora.models.pair_options": "lora.pairs",
     "lora.models.pairs": "lora.pairs",
     "lora.names.alignment": "lora.alignment",

@@ -14,7 +14,7 @@ from sigmascope.lbm.images import psnr
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import FitOptions
 from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.calibration import fit_saved_pipeline_lora, pipeline_statistics

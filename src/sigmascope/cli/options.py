@@ -12,13 +12,14 @@ from enum import StrEnum
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
 from sigmascope.errors import ConfigError
+from sigmascope.lora.format_names import FormatName
 
 if TYPE_CHECKING:
     from sigmascope.lora.budget import Budget
@@ -115,24 +116,16 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
-class LoraFormatName(StrEnum):
-    """`--format` of a LoRA that is made from others."""
-
-    NATIVE = "native"
-    KOHYA = "kohya"
-    PEFT = "peft"
-    COMFYUI = "comfyui"
-
-
+*_FIRST, _LAST = get_args(FormatName)
+ONE_OF_FORMATS = f"{', '.join(_FIRST)} or {_LAST}"
+"""For the help of `--format`."""
 SavePrecision = Annotated[
     Precision | None,
     typer.Option("--save_precision", help="Storage of the factors.", show_default="as in the input"),
 ]
 Format = Annotated[
-    LoraFormatName | None,
-    typer.Option(
-        "--format", metavar="<name>", help="native, kohya, peft or comfyui.", show_default="the input's"
-    ),
+    FormatName | None,
+    typer.Option("--format", metavar="<name>", help=f"{ONE_OF_FORMATS}.", show_default="the input's"),
 ]
 
 

@@ -22,8 +22,8 @@ from sigmascope.lbm.infer import translated_latent
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.streamed import streamed_lbm
 from sigmascope.lora.calibration import UnfinishedSums, checkpoint_gradients, collect_statistics
-from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import FitOptions, FittedLora, fit_lora, record_calls, require_fittable, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
 from sigmascope.progress import Progress, no_progress

@@ -24,6 +24,7 @@ What these are made of:
 
 - `factors`, `adapters`: ΔW = s · up · down, and the changes that are more than that (LoHa, LoKr, DoRA, Tucker, diff).
 - `decompose`, `ranks`, `budget`: factors of a matrix, and how many of them each layer gets.
-- `families`, `layer_names`, `module_names`, `alignment`: which model a file is for, and what its layers are called.
+- `families`: a file for each family of models. `layer_names`, `module_names`, `alignment`: what layers are called.
+- `fingerprint`: of a base, in the header of a LoRA.
 - `reader`, `writer`, `formats`: LoRA files of kohya, PEFT, ComfyUI and LBM.
 """

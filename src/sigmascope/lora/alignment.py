@@ -20,16 +20,10 @@ import torch
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.families import ModelLayout, Part, Row, UnetBlocks, row_of_diffusers, row_of_original
+from sigmascope.lora.families.unet import SDXL_BLOCKS
 from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
-from sigmascope.lora.layer_names import (
-    SDXL_BLOCKS,
-    Row,
-    UnetBlocks,
-    renamed,
-    row_of_diffusers,
-    row_of_original,
-)
+from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import (
     LayerIndex,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_header
 from sigmascope.errors import ConfigError
+from sigmascope.lora.families import family_named
 from sigmascope.lora.layer_names import matches, require_matches, require_pattern
 from sigmascope.lora.linalg import GOOD_PART, Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
@@ -63,7 +64,6 @@ WEIGHT_FOR: Final = "--weight_for"
 BUDGET_WEIGHTS: Final = "--budget_weights"
 RELATIVE: Final = "relative"
 PLAIN: Final = "plain"
-_ONE_STEP: Final = frozenset({"lbm"})  # families that make a picture in one step
 Weights = tuple[tuple[str, float], ...]
 """(pattern, weight); of several patterns that match a layer, the last wins."""
 
@@ -982,7 +982,7 @@ def needs_spread_ranks(weighing: str, family: str, *, has_statistics: bool) -> b
         family: Of the model, as `ModelLayout.family`.
         has_statistics: Whether statistics weigh the errors.
     """
-    return weighing == RELATIVE and not has_statistics and family not in _ONE_STEP
+    return weighing == RELATIVE and not has_statistics and family_named(family).steps != 1
 
 
 def weight_of(layer: str, weights: Weights) -> float:

@@ -26,9 +26,10 @@ from sigmascope.errors import ModelMismatchError, NonFiniteError, SigmascopeErro
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
+from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, Shapes, layout_of
+from sigmascope.lora.families.known import PARTS_BY_ENCODER
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layer_names import UNET_FAMILIES, WEIGHT, NearestNames, block_of_module, is_layer
+from sigmascope.lora.layer_names import WEIGHT, NearestNames, block_of_module, is_layer
 from sigmascope.lora.linalg import as_float64, same_matrix
 from sigmascope.lora.module_names import (
     FileFamily,
@@ -61,7 +62,7 @@ _FLAT_WORD: Final = re.compile(r"[^_]+_")
 _MATRIX: Final = 2  # axes
 
 # How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
-_COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
+_COMFYUI_ENCODERS: Final = tuple(f"{encoder}." for encoder in PARTS_BY_ENCODER)
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 
 Change = LoraFactors | WeightChange

@@ -23,17 +23,10 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.decompose import FormedChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, Part, layout_of
+from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Part, UnetBlocks, layout_of
 from sigmascope.lora.file import LoraFile, check_target, kept_metadata, refuse_files, refuse_inputs
 from sigmascope.lora.formats import LoraFormat, format_named
-from sigmascope.lora.layer_names import (
-    UNET_FAMILIES,
-    UnetBlocks,
-    blocks_of_model,
-    is_layer,
-    renamed,
-    unet_kernel,
-)
+from sigmascope.lora.layer_names import blocks_of_model, is_layer, renamed, unet_kernel
 from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
 from sigmascope.lora.ranks import FixedRank, RankRules, require_rank
 from sigmascope.lora.reader import open_lora
@@ -59,13 +52,6 @@ _TARGET: Final = "OUT"
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
-# Namings of a model whose family is not known that a format can be written from: its own names are all there is.
-_WRITABLE: Final = {
-    "native": {"diffusers", "original", "unknown"},
-    "kohya": {"original", "unknown"},
-    "comfyui": {"original"},
-    "peft": {"diffusers"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +446,7 @@ def _require_family(
     Raises:
         ConfigError: With the nearest family.
     """
-    if not layers or layout.family != "unknown" or layout.naming in _WRITABLE[format]:
+    if not layers or layout.family != "unknown" or layout.naming in format_named(format).writable:
         return
     raise ConfigError(
         f"{name}: the family of its model cannot be told, and {format} files name layers by it{nearest_family(layers)}.",

@@ -27,14 +27,11 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.budget import StorageCost, file_weights
-from sigmascope.lora.families import (
-    BASE_FINGERPRINT,
-    TUNED_FINGERPRINT,
-    ModelLayout,
-    denoiser_fingerprint,
-)
+from sigmascope.lora.families import ModelLayout, UnetBlocks
 from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.formats import FormatName, LoraFormat, format_named
+from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT, denoiser_fingerprint
+from sigmascope.lora.format_names import FormatName
+from sigmascope.lora.formats import LoraFormat, format_named
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import (
     DecomposedLayer,
@@ -45,7 +42,7 @@ from sigmascope.lora.layer_extraction import (
     read_factors,
     resolve_device,
 )
-from sigmascope.lora.layer_names import UnetBlocks, blocks_of_model, layer_order
+from sigmascope.lora.layer_names import blocks_of_model, layer_order
 from sigmascope.lora.linalg import fast_dtype
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.statistics import ModelStatistics, load_statistics_of

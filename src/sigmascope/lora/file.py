@@ -25,6 +25,7 @@ from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, Wri
 from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import FAMILIES
 
 __all__ = ["LoraFile", "ModuleFacts", "WeightChange"]
 
@@ -261,25 +262,6 @@ def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -
             raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")
 
 
-class FamilyNames(NamedTuple):
-    """What a family of models is called: by its users, in `modelspec.architecture`, in `ss_base_model_version`."""
-
-    title: str
-    architecture: str
-    base_version: str
-
-
-FAMILIES: Final = {
-    "lbm": FamilyNames("LBM", "lbm", "lbm"),
-    "sd15": FamilyNames("Stable Diffusion 1.5", "stable-diffusion-v1", "sd_v1"),
-    "sd2": FamilyNames("Stable Diffusion 2", "stable-diffusion-v2", "sd_v2"),
-    "sdxl": FamilyNames("SDXL", "stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
-    "sd3": FamilyNames("Stable Diffusion 3", "stable-diffusion-3", "sd3"),
-    "flux": FamilyNames("FLUX", "flux-1", "flux1"),
-    "wan": FamilyNames("WAN", "wan", "wan"),
-    "qwen_image": FamilyNames("Qwen-Image", "qwen-image", "qwen_image"),
-}
-"""The families of models that are known by name."""
 PEFT_CONFIGS: Final = "lora_adapter_metadata"
 """The field in which diffusers writes the configurations of all components, as JSON."""
 # Fields that are no longer true of a file that is made from another.

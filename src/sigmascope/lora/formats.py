@@ -39,12 +39,13 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DOWN, MID, UP
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.families import UNET_FAMILIES, ModelLayout, Naming, Part, Row, UnetBlocks, family_named
+from sigmascope.lora.families.family import COMFYUI_ENCODERS, KOHYA_ENCODERS
 from sigmascope.lora.file import PEFT_CONFIGS
-from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
+from sigmascope.lora.format_names import FormatName
+from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import is_convolution
 
-FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
 """How kohya's names begin."""
 
@@ -85,9 +86,7 @@ Kind = Literal["lora", "embedding", "tucker", "loha", "lokr", "diff", "set", "up
 
 _PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
-# kohya: families that go by diffusers' names, families of one text encoder, and how attention's names end.
-_KOHYA_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
-_KOHYA_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+# kohya: how attention's names end.
 _ATTENTION_PROJECTIONS: Final = (
     *("_to_q", "_to_k", "_to_v", "_to_out_0"),
     *("_q_proj", "_k_proj", "_v_proj", "_out_proj"),
@@ -98,21 +97,8 @@ _TEXT_ENCODER: Final = "text_encoder"
 _PEFT_FOUND_IN_ENCODERS: Final = (".q_proj", ".k_proj", ".v_proj", ".out_proj", ".fc1", ".fc2")
 _PEFT_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
 
-# ComfyUI: how names begin, and the names of text encoders, by family or else by part.
+# ComfyUI: how names begin.
 COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
-_T5: Final = "t5xxl"
-_COMFYUI_ENCODERS: Final[dict[tuple[str, Part], str]] = {
-    ("sd2", "text_encoder"): "clip_h",
-    ("wan", "text_encoder"): "umt5xxl",
-    ("qwen_image", "text_encoder"): "qwen25_7b",
-    ("flux", "text_encoder_2"): _T5,
-    ("sd3", "text_encoder_3"): _T5,
-}
-_COMFYUI_USUAL_ENCODERS: Final[dict[Part, str]] = {
-    "text_encoder": "clip_l",
-    "text_encoder_2": "clip_g",
-    "text_encoder_3": _T5,
-}
 
 
 @dataclass(slots=True)
@@ -171,7 +157,10 @@ class LoraFormat:
     Attributes:
         name: As in `LoraFile.format`.
         recognises: Whether a file with these keys is of this format.
+        used_by: Who reads it, for users.
         usual_naming: In which naming of a known family's layers its names are; None: the checkpoint's own.
+        writable: Namings of a model whose family is not known that it can be written from: such a model's own names
+            are all there is.
         module_name: The name of a module by the part of the model, the layer's path there in that naming, the
             checkpoint's layout, and the prefix that the user asked for.
         keys: How a module's tensors are named.
@@ -180,6 +169,8 @@ class LoraFormat:
     name: FormatName
     recognises: Callable[[KeyGroups], bool]
     usual_naming: Naming | None
+    used_by: str
+    writable: frozenset[str]
     module_name: Callable[[Part, str, ModelLayout, str | None], str]
     keys: FactorKeys = field(default_factory=FactorKeys)
 
@@ -187,8 +178,7 @@ class LoraFormat:
         """In which naming of a family's layers the names are; None: the checkpoint's own."""
         if family == "unknown":
             return None
-        by_diffusers = self.name == "kohya" and family in _KOHYA_BY_DIFFUSERS
-        return "diffusers" if by_diffusers else self.usual_naming
+        return family_named(family).kohya_naming if self.name == "kohya" else self.usual_naming
 
     def name_for(
         self,
@@ -262,12 +252,8 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
     flat = path.replace(".", "_")
     if part == "denoiser":
         return f"lora_unet_{flat}"
-    if part == "text_encoder":
-        return f"lora_te_{flat}" if layout.family in _KOHYA_ONE_TEXT_ENCODER else f"lora_te1_{flat}"
-    if part == "text_encoder_2":
-        return f"lora_te3_{flat}" if layout.family == "flux" else f"lora_te2_{flat}"
-    if part == "text_encoder_3":
-        return f"lora_te3_{flat}"
+    if part in KOHYA_ENCODERS:
+        return family_named(layout.family).kohya_encoders[part] + flat
     raise LoraFormatError(
         f"kohya's format has no names for {path} of the part {part}.",
         hint="Leave that part out, or write the format native.",
@@ -306,6 +292,8 @@ def _usual_rank(ranks: Mapping[str, int]) -> int | None:
 
 KOHYA = LoraFormat(
     name="kohya",
+    used_by="ComfyUI, Forge, sd-scripts, LyCORIS",
+    writable=frozenset({"original", "unknown"}),
     recognises=lambda groups: any(
         name.startswith(FLAT_PREFIXES) and "." not in name for name in groups.groups
     ),
@@ -360,6 +348,8 @@ def _finds_ranks(component: str, ranks: Mapping[str, int]) -> bool:
 
 PEFT = LoraFormat(
     name="peft",
+    used_by="pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
+    writable=frozenset({"diffusers"}),
     recognises=lambda groups: groups.by_peft,
     usual_naming="diffusers",
     module_name=_peft_module_name,
@@ -376,7 +366,7 @@ PEFT = LoraFormat(
 def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         return f"diffusion_model.{path}"
-    encoder = _COMFYUI_ENCODERS.get((layout.family, part)) or _COMFYUI_USUAL_ENCODERS.get(part)
+    encoder = family_named(layout.family).encoders.get(part) or COMFYUI_ENCODERS.get(part)
     if encoder is None:
         raise LoraFormatError(
             f"ComfyUI's format has no names for {path} of the part {part}.",
@@ -387,6 +377,8 @@ def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str
 
 COMFYUI = LoraFormat(
     name="comfyui",
+    used_by="ComfyUI's LoRA loaders",
+    writable=frozenset({"original"}),
     recognises=lambda groups: any(name.startswith(COMFYUI_STARTS) for name in groups.groups),
     usual_naming="original",
     module_name=_comfyui_module_name,
@@ -395,6 +387,8 @@ COMFYUI = LoraFormat(
 
 NATIVE = LoraFormat(
     name="native",
+    used_by="sigmascope lora validate, merge, inspect; sigmascope lbm infer --lora_path",
+    writable=frozenset({"diffusers", "original", "unknown"}),
     recognises=lambda groups: bool(groups.groups),  # every file of dotted paths that no other format claims
     usual_naming=None,
     module_name=lambda part, path, layout, prefix: layout.prefixes.get(part, "") + path,

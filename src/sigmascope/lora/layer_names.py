@@ -16,7 +16,7 @@ The U-Nets of SD 1, SD 2, SDXL and LBM are translated by rule (`to_sgm`, `to_dif
 counts the blocks through, so a translation needs to know how many layers a block has, and which of the upper blocks
 have attention (`UnetBlocks`).
 
-Diffusion transformers and text encoders are looked up in `TABLES`. Original files keep the query, key and value
+Diffusion transformers and text encoders are looked up in their families' records. Original files keep the query, key and value
 matrices of a block as one fused matrix where diffusers has one for each: then several of diffusers' layers are rows
 of one original layer, and the look-up gives the line of the table (`Row`).
 """
@@ -24,9 +24,7 @@ of one original layer, and the look-up gives the line of the table (`Row`).
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache
 from math import log
 from os import PathLike
 from typing import Final, Literal
@@ -36,18 +34,35 @@ from numpy.typing import NDArray
 
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.files import atomic_path
-from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.families import (
+    UNET_FAMILIES,
+    ModelLayout,
+    Naming,
+    Part,
+    Row,
+    UnetBlocks,
+    family_named,
+    row_of_diffusers,
+    row_of_original,
+)
+from sigmascope.lora.families.known import AROUND_ATTENTION, ATTENTION, BLOCK_LISTS, FLOW, SINGLE_BLOCKS
+from sigmascope.lora.families.unet import SDXL_BLOCKS
 
 Coverage = Literal["full", "attention", "extended"]
 """Which layers of a model are extracted; see `ExtractOptions.target_coverage`."""
 _ATTENTION: Final = re.compile(
-    r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_|single_blocks\.\d+\.linear1$"
+    "|".join((r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_", *ATTENTION))
 )
 """Attention in diffusers' names, in the families' own, in text encoders and VAEs. FLUX's own `linear1` holds the
 query, key and value of a block beside its feed-forward layer."""
 _AROUND_ATTENTION: Final = re.compile(
-    r"(?:^|\.)(?:ff|ff_context|ffn|mlp|\w+_mlp|DenseReluDense|proj_in|proj_mlp)(?:\.|$)"
-    r"|\.\d+\.proj_out$|single_blocks\.\d+\.linear2$"
+    "|".join(
+        (
+            r"(?:^|\.)(?:ff|ff_context|ffn|mlp|\w+_mlp|DenseReluDense|proj_in|proj_mlp)(?:\.|$)",
+            r"\.\d+\.proj_out$",
+            *AROUND_ATTENTION,
+        )
+    )
 )
 """Feed-forward layers, and the projections into and out of a block; not the model's own last `proj_out`."""
 
@@ -64,51 +79,23 @@ _SGM_ENCODER: Final = re.compile(
 )
 _T5: Final = re.compile(r"[._]encoder[._]block[._]\d")
 _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
-_NUMBERED: Final = re.compile(
-    r"(?:^|[._])((?:down|up|input|output|double|single|joint|vace|single_transformer|transformer)_blocks|blocks)[._](\d+)"
-)
-_UNNUMBERED: Final = re.compile(
-    r"(?:^|[._])(mid_block|middle_block|conv_in|conv_out|conv_norm_out|time_embedding|time_embed|time_in|vector_in"
-    r"|guidance_in|img_in|txt_in|add_embedding|label_emb|x_embedder|pos_embed|context_embedder|time_text_embed"
-    r"|t_embedder|y_embedder|condition_embedder[._](?:time_embedder|text_embedder|time_proj|image_embedder)"
-    r"|text_embedding|time_projection|img_emb|patch_embedding|vace_patch_embedding|final_layer[._](?:linear|adaLN)"
-    r"|audio_injector|casual_audio_encoder|scale_shift_table"
-    r"|proj_out|norm_out|head|out[._][02]|out)(?=[._]|$)"
-)
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A pattern of any of these names, with dots or flat; the longest first, as one may begin like another."""
+    return "|".join(re.escape(name).replace(r"\.", "[._]") for name in sorted(names, key=len, reverse=True))
+
+
+_NUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(BLOCK_LISTS)})[._](\d+)")
+_UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(SINGLE_BLOCKS)})(?=[._]|$)")
+_SINGLE_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in SINGLE_BLOCKS.items()}
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 
-# One name for what several formats name otherwise: diffusers', or the original's where that says more.
-_SAME: Final = {
-    "double_blocks": "transformer_blocks",
-    "joint_blocks": "transformer_blocks",
-    "single_blocks": "single_transformer_blocks",
-    "middle_block": "mid_block",
-    "time_embed": "time_embedding",
-    "label_emb": "add_embedding",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-    "x_embedder": "img_in",
-    "pos_embed": "img_in",
-    "context_embedder": "txt_in",
-    **dict.fromkeys(("time_in", "vector_in", "guidance_in", "t_embedder", "y_embedder"), "time_text_embed"),
-    "condition_embedder.time_embedder": "time_embedding",
-    "condition_embedder.text_embedder": "text_embedding",
-    "condition_embedder.time_proj": "time_projection",
-    "condition_embedder.image_embedder": "img_emb",
-    "final_layer.linear": "proj_out",
-    "final_layer.adaLN": "norm_out",
-    "head": "proj_out",
-    "scale_shift_table": "proj_out",
-}
 _LAYERS_OF_A_LEVEL: Final = 3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
 
 # Blocks in the order in which a latent passes them, text encoders first.
-_FLOW: Final = (
-    "text_encoder text_encoder_2 text_encoder_3 text_encoder_4 conv_in img_in patch_embedding vace_patch_embedding txt_in "
-    "text_embedding img_emb time_embedding time_projection time_text_embed add_embedding down_blocks mid_block "
-    "up_blocks transformer_blocks single_transformer_blocks vace_blocks blocks norm_out conv_norm_out conv_out proj_out out"
-)
-_ORDER: Final = {name: index for index, name in enumerate(_FLOW.split())}
+_ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+_ORDER: Final = {name: index for index, name in enumerate((*_ENCODERS, *FLOW))}
 
 # Weights of layers.
 WEIGHT: Final = ".weight"
@@ -121,8 +108,6 @@ _EMBEDDINGS: Final = frozenset(
 _WORDS: Final = re.compile(r"[^._]+")
 _NEAREST: Final = 3  # layers that are named where a pattern matches none
 
-Naming = Literal["diffusers", "original"]
-UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
 # How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
 _CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
 _DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
@@ -162,10 +147,6 @@ _MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
 _SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
 _SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
 _CONVOLUTION: Final = re.compile(r"(^|\.)conv(\d|_in|_out)?$")
-# A numbered block of a transformer, in any of `TABLES`.
-_BLOCK: Final = re.compile(
-    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
-)
 
 
 def is_layer(key: str, shape: Sequence[int]) -> bool:
@@ -238,8 +219,7 @@ def _block_in(name: str) -> str:
     if numbered is not None and (single is None or numbered.start() <= single.start()):
         return _numbered_block(numbered[1], int(numbered[2]))
     if single is not None:
-        dotted = re.sub(r"^(condition_embedder|final_layer|out)_", r"\1.", single[1])
-        return _SAME.get(dotted, dotted)
+        return _SINGLE_BY_FLAT[single[1].replace(".", "_")]
     layer = _LAYER.search(name)
     if layer is not None:
         return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
@@ -254,7 +234,7 @@ def _numbered_block(kind: str, number: int) -> str:
         return f"down_blocks.{level}" if number > 0 else "conv_in"
     if kind == "output_blocks":
         return f"up_blocks.{number // _LAYERS_OF_A_LEVEL}"
-    return f"{_SAME.get(kind, kind)}.{number}"
+    return f"{BLOCK_LISTS[kind]}.{number}"
 
 
 def block_position(block: str) -> tuple[int, str, int]:
@@ -380,48 +360,6 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in re.split(r"[\W_]+", text) if piece]
 
 
-@dataclass(frozen=True, slots=True)
-class UnetBlocks:
-    """What a translation needs to know of a U-Net.
-
-    Attributes:
-        layers_per_block: Residual layers of a lower block; an upper block has one more.
-        attention: The upper blocks that have attention.
-    """
-
-    layers_per_block: int = 2
-    attention: frozenset[int] = frozenset({0, 1})
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of `TABLES`.
-
-    Attributes:
-        original: The layer's name in the original model.
-        parts: Diffusers' layers that are its rows, in order; one where nothing is fused.
-        swapped: Whether the halves of the rows lie the other way round, in a layer of twice as many outputs as
-            inputs.
-    """
-
-    original: str
-    parts: tuple[str, ...]
-    swapped: bool = False
-
-    @property
-    def is_rename(self) -> bool:
-        """Whether the two layers hold the same matrix under two names."""
-        return len(self.parts) == 1 and not self.swapped
-
-    def numbered(self, number: str) -> "Row":
-        """The line for one block."""
-        return Row(
-            self.original.replace("#", number),
-            tuple(part.replace("#", number) for part in self.parts),
-            self.swapped,
-        )
-
-
 def renamed(
     path: str, part: Part, layout: ModelLayout, wanted: Naming, blocks: UnetBlocks | None = None
 ) -> str | Row:
@@ -473,7 +411,7 @@ def unet_kernel(path: str, layout: ModelLayout) -> int | None:
     if not is_unet_layer(path, layout):
         return None
     if path.endswith(".conv_shortcut") or (
-        layout.family == "sd15" and path.endswith((".proj_in", ".proj_out"))
+        family_named(layout.family).projects_by_convolution and path.endswith((".proj_in", ".proj_out"))
     ):
         return 1
     return 3 if _CONVOLUTION.search(path) else None
@@ -481,13 +419,7 @@ def unet_kernel(path: str, layout: ModelLayout) -> int | None:
 
 def usual_blocks(family: str) -> UnetBlocks:
     """The blocks of a family's published U-Net."""
-    return SD_BLOCKS if family in {"sd15", "sd2"} else SDXL_BLOCKS
-
-
-SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
-"""SD 1 and SD 2."""
-SDXL_BLOCKS: Final = UnetBlocks()
-"""SDXL and LBM."""
+    return family_named(family).unet_blocks
 
 
 def _in_other_part(path: str, part: Part) -> str | Row:
@@ -598,208 +530,3 @@ def _renamed(rest: str, kind: str, resnet: dict[str, str]) -> str | None:
 
 def _joined(*pieces: str | None) -> str | None:
     return ".".join(map(str, pieces)) if all(pieces) else None
-
-
-def row_of_original(family: str, path: str) -> Row | None:
-    """The line of a layer by its original name, with the block's number in it."""
-    return _looked_up(_by_original(family), path)
-
-
-def row_of_diffusers(family: str, path: str) -> Row | None:
-    """The line of a layer by its name in diffusers, with the block's number in it."""
-    return _looked_up(_by_part(family), path)
-
-
-def unflattened(flat: str, families: Iterable[str]) -> str | None:
-    """The dotted path of a layer whose dots became underscores, in the naming that it is of.
-
-    Args:
-        flat: Such as `double_blocks_3_img_attn_proj`.
-        families: Those whose tables to look in, in order.
-
-    Returns:
-        The path; None for one that is in no table.
-    """
-    for family in families:
-        numbers = re.findall(r"_(\d+)_", flat)
-        for template in (flat, *(flat.replace(f"_{number}_", "_#_", 1) for number in numbers[:1])):
-            path = _flat_names(family).get(template)
-            if path is not None:
-                return path.replace("#", numbers[0]) if "#" in path else path
-    return None
-
-
-def families_with(paths: Iterable[str]) -> list[str]:
-    """The families whose table has every one of these dotted paths, in either naming."""
-    wanted = list(paths)
-    return [
-        family
-        for family in TABLES
-        if wanted and all(row_of_original(family, path) or row_of_diffusers(family, path) for path in wanted)
-    ]
-
-
-def _looked_up(table: dict[str, Row], path: str) -> Row | None:
-    block = _BLOCK.fullmatch(path)
-    if block is None:
-        return table.get(path)
-    row = table.get(f"{block[1]}.#.{block[3]}")
-    return None if row is None else row.numbered(block[2])
-
-
-@cache
-def _by_original(family: str) -> dict[str, Row]:
-    return {row.original: row for row in rows(family)}
-
-
-@cache
-def _by_part(family: str) -> dict[str, Row]:
-    return {part: row for row in rows(family) for part in row.parts}
-
-
-@cache
-def _flat_names(family: str) -> dict[str, str]:
-    names = [name for row in rows(family) for name in (row.original, *row.parts)]
-    return {name.replace(".", "_"): name for name in names}
-
-
-@cache
-def rows(family: str) -> tuple[Row, ...]:
-    """The table of a family; empty for one that has none."""
-    rows = []
-    for line in filter(None, map(str.strip, TABLES.get(family, "").splitlines())):
-        original, _, names = line.partition(" = ")
-        parts = tuple(name.strip() for name in (names or original).removesuffix(" swapped").split(","))
-        rows.append(Row(original, parts, names.endswith(" swapped")))
-    return tuple(rows)
-
-
-TABLES: Final[dict[str, str]] = {
-    "flux": """
-        double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
-        double_blocks.#.txt_attn.qkv = transformer_blocks.#.attn.add_q_proj, transformer_blocks.#.attn.add_k_proj, transformer_blocks.#.attn.add_v_proj
-        double_blocks.#.img_attn.proj = transformer_blocks.#.attn.to_out.0
-        double_blocks.#.txt_attn.proj = transformer_blocks.#.attn.to_add_out
-        double_blocks.#.img_mlp.0 = transformer_blocks.#.ff.net.0.proj
-        double_blocks.#.img_mlp.2 = transformer_blocks.#.ff.net.2
-        double_blocks.#.txt_mlp.0 = transformer_blocks.#.ff_context.net.0.proj
-        double_blocks.#.txt_mlp.2 = transformer_blocks.#.ff_context.net.2
-        double_blocks.#.img_mod.lin = transformer_blocks.#.norm1.linear
-        double_blocks.#.txt_mod.lin = transformer_blocks.#.norm1_context.linear
-        single_blocks.#.linear1 = single_transformer_blocks.#.attn.to_q, single_transformer_blocks.#.attn.to_k, single_transformer_blocks.#.attn.to_v, single_transformer_blocks.#.proj_mlp
-        single_blocks.#.linear2 = single_transformer_blocks.#.proj_out
-        single_blocks.#.modulation.lin = single_transformer_blocks.#.norm.linear
-        img_in = x_embedder
-        txt_in = context_embedder
-        time_in.in_layer = time_text_embed.timestep_embedder.linear_1
-        time_in.out_layer = time_text_embed.timestep_embedder.linear_2
-        vector_in.in_layer = time_text_embed.text_embedder.linear_1
-        vector_in.out_layer = time_text_embed.text_embedder.linear_2
-        guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
-        guidance_in.out_layer = time_text_embed.guidance_embedder.linear_2
-        final_layer.adaLN_modulation.1 = norm_out.linear swapped
-        final_layer.linear = proj_out
-    """,
-    "sd3": """
-        joint_blocks.#.x_block.attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
-        joint_blocks.#.x_block.attn2.qkv = transformer_blocks.#.attn2.to_q, transformer_blocks.#.attn2.to_k, transformer_blocks.#.attn2.to_v
-        joint_blocks.#.context_block.attn.qkv = transformer_blocks.#.attn.add_q_proj, transformer_blocks.#.attn.add_k_proj, transformer_blocks.#.attn.add_v_proj
-        joint_blocks.#.x_block.attn.proj = transformer_blocks.#.attn.to_out.0
-        joint_blocks.#.x_block.attn2.proj = transformer_blocks.#.attn2.to_out.0
-        joint_blocks.#.context_block.attn.proj = transformer_blocks.#.attn.to_add_out
-        joint_blocks.#.x_block.mlp.fc1 = transformer_blocks.#.ff.net.0.proj
-        joint_blocks.#.x_block.mlp.fc2 = transformer_blocks.#.ff.net.2
-        joint_blocks.#.context_block.mlp.fc1 = transformer_blocks.#.ff_context.net.0.proj
-        joint_blocks.#.context_block.mlp.fc2 = transformer_blocks.#.ff_context.net.2
-        joint_blocks.#.x_block.adaLN_modulation.1 = transformer_blocks.#.norm1.linear
-        joint_blocks.#.context_block.adaLN_modulation.1 = transformer_blocks.#.norm1_context.linear swapped
-        context_embedder
-        x_embedder.proj = pos_embed.proj
-        t_embedder.mlp.0 = time_text_embed.timestep_embedder.linear_1
-        t_embedder.mlp.2 = time_text_embed.timestep_embedder.linear_2
-        y_embedder.mlp.0 = time_text_embed.text_embedder.linear_1
-        y_embedder.mlp.2 = time_text_embed.text_embedder.linear_2
-        final_layer.adaLN_modulation.1 = norm_out.linear swapped
-        final_layer.linear = proj_out
-    """,
-    "wan": """
-        blocks.#.self_attn.q = blocks.#.attn1.to_q
-        blocks.#.self_attn.k = blocks.#.attn1.to_k
-        blocks.#.self_attn.v = blocks.#.attn1.to_v
-        blocks.#.self_attn.o = blocks.#.attn1.to_out.0
-        blocks.#.self_attn.norm_q = blocks.#.attn1.norm_q
-        blocks.#.self_attn.norm_k = blocks.#.attn1.norm_k
-        blocks.#.cross_attn.q = blocks.#.attn2.to_q
-        blocks.#.cross_attn.k = blocks.#.attn2.to_k
-        blocks.#.cross_attn.v = blocks.#.attn2.to_v
-        blocks.#.cross_attn.o = blocks.#.attn2.to_out.0
-        blocks.#.cross_attn.k_img = blocks.#.attn2.add_k_proj
-        blocks.#.cross_attn.v_img = blocks.#.attn2.add_v_proj
-        blocks.#.cross_attn.norm_q = blocks.#.attn2.norm_q
-        blocks.#.cross_attn.norm_k = blocks.#.attn2.norm_k
-        blocks.#.cross_attn.norm_k_img = blocks.#.attn2.norm_added_k
-        blocks.#.norm3 = blocks.#.norm2
-        blocks.#.ffn.0 = blocks.#.ffn.net.0.proj
-        blocks.#.ffn.2 = blocks.#.ffn.net.2
-        blocks.#.modulation = blocks.#.scale_shift_table
-        patch_embedding
-        text_embedding.0 = condition_embedder.text_embedder.linear_1
-        text_embedding.2 = condition_embedder.text_embedder.linear_2
-        time_embedding.0 = condition_embedder.time_embedder.linear_1
-        time_embedding.2 = condition_embedder.time_embedder.linear_2
-        time_projection.1 = condition_embedder.time_proj
-        img_emb.proj.0 = condition_embedder.image_embedder.norm1
-        img_emb.proj.1 = condition_embedder.image_embedder.ff.net.0.proj
-        img_emb.proj.3 = condition_embedder.image_embedder.ff.net.2
-        img_emb.proj.4 = condition_embedder.image_embedder.norm2
-        head.head = proj_out
-        head.modulation = scale_shift_table
-    """,
-    "qwen_image": """
-        transformer_blocks.#.attn.to_q
-        transformer_blocks.#.attn.to_k
-        transformer_blocks.#.attn.to_v
-        transformer_blocks.#.attn.add_q_proj
-        transformer_blocks.#.attn.add_k_proj
-        transformer_blocks.#.attn.add_v_proj
-        transformer_blocks.#.attn.to_out.0
-        transformer_blocks.#.attn.to_add_out
-        transformer_blocks.#.img_mlp.net.0.proj
-        transformer_blocks.#.img_mlp.net.2
-        transformer_blocks.#.txt_mlp.net.0.proj
-        transformer_blocks.#.txt_mlp.net.2
-        transformer_blocks.#.img_mod.1
-        transformer_blocks.#.txt_mod.1
-        img_in
-        txt_in
-        time_text_embed.timestep_embedder.linear_1
-        time_text_embed.timestep_embedder.linear_2
-        norm_out.linear
-        proj_out
-    """,
-    "open_clip": """
-        transformer.resblocks.#.attn.in_proj_weight = encoder.layers.#.self_attn.q_proj, encoder.layers.#.self_attn.k_proj, encoder.layers.#.self_attn.v_proj
-        transformer.resblocks.#.attn.out_proj = encoder.layers.#.self_attn.out_proj
-        transformer.resblocks.#.mlp.c_fc = encoder.layers.#.mlp.fc1
-        transformer.resblocks.#.mlp.c_proj = encoder.layers.#.mlp.fc2
-        transformer.resblocks.#.ln_1 = encoder.layers.#.layer_norm1
-        transformer.resblocks.#.ln_2 = encoder.layers.#.layer_norm2
-        token_embedding = embeddings.token_embedding
-        ln_final = final_layer_norm
-    """,
-    "t5": """
-        encoder.block.#.layer.0.SelfAttention.q
-        encoder.block.#.layer.0.SelfAttention.k
-        encoder.block.#.layer.0.SelfAttention.v
-        encoder.block.#.layer.0.SelfAttention.o
-        encoder.block.#.layer.1.DenseReluDense.wi
-        encoder.block.#.layer.1.DenseReluDense.wi_0
-        encoder.block.#.layer.1.DenseReluDense.wi_1
-        encoder.block.#.layer.1.DenseReluDense.wo
-    """,
-}
-"""A family's layers: the original model's on the left, diffusers' or transformers' on the right.
-
-`#` is the number of a block. A name alone is the same in both. Several names on the right are rows of one fused matrix on the left, in that order.
-`swapped`: the two halves of the rows lie the other way round, where the layer gives (shift, scale) only.
-"""

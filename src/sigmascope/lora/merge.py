@@ -30,7 +30,7 @@ from sigmascope.lora.alignment import AlignedLoras, align, align_all
 from sigmascope.lora.budget import require_weighing
 from sigmascope.lora.decompose import FormedChange, Truncatable, truncatable
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT, layout_of
+from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import (
     LazyDict,
     LoraFile,
@@ -40,6 +40,7 @@ from sigmascope.lora.file import (
     refuse_files,
     refuse_inputs,
 )
+from sigmascope.lora.fingerprint import BASE_FINGERPRINT
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (

@@ -20,23 +20,36 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
-from sigmascope.lora.families import CONTEXT_WIDTHS, SINGLE_FILE, ModelLayout, Part, attends_to_itself, misfit
-from sigmascope.lora.file import FAMILIES, LoraFile, family_in
+from sigmascope.lora.families import (
+    CONTEXT_WIDTHS,
+    FAMILIES,
+    SINGLE_FILE,
+    TRANSFORMERS,
+    UNET_FAMILIES,
+    ModelLayout,
+    Part,
+    UnetBlocks,
+    attends_to_itself,
+    families_with,
+    family_named,
+    is_layer_of,
+    likeliest,
+    misfit,
+    row_of_diffusers,
+    row_of_original,
+    unflattened,
+)
+from sigmascope.lora.families.known import WIDTHS_BY_NAMES
+from sigmascope.lora.file import LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
     RESNET_OF_SGM,
     TOP,
     TOP_OF_SGM,
-    UNET_FAMILIES,
-    UnetBlocks,
     blocks_of,
-    families_with,
     is_unet_layer,
-    row_of_diffusers,
-    row_of_original,
     to_diffusers,
     to_sgm,
-    unflattened,
     usual_blocks,
 )
 
@@ -61,9 +74,6 @@ _OWN_PREFIXES: Final[dict[Part, str]] = {
     "text_encoder_3": "text_encoder_3.",
     "vae": "vae.",
 }
-# Families of U-Nets by the width that their cross attention reads.
-_BY_CONTEXT_WIDTH: Final = CONTEXT_WIDTHS | {1280: "sdxl"}
-
 # How names begin, and the parts that they may be of, the likeliest first.
 # T5 is FLUX' second encoder, SD 3's third.
 _TEXT_3: Final[tuple[Part, ...]] = ("text_encoder_3", "text_encoder_2")
@@ -91,8 +101,6 @@ _DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
 )
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
-_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
-
 # Names with underscores for dots.
 _BLOCKS: Final = re.compile(
     r"(?:(down_blocks|up_blocks)_(\d+)_(resnets|attentions|downsamplers|upsamplers)_(\d+)"
@@ -108,16 +116,6 @@ _MARKS_OF_SDXL: Final = {
     "add_embedding_linear": "its embedding of image sizes",
     "label_emb_0": "its embedding of image sizes",
 }
-_VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
-# Of the variants that read a video or sound.
-_WAN_STARTS: Final = (
-    "audio_injector",
-    "casual_audio_encoder",
-    "frame_packer",
-    "cond_encoder",
-    "trainable_cond_mask",
-)
-_WAN_ENDS: Final = ("before_proj", "after_proj")
 _CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
 
 
@@ -186,7 +184,7 @@ def unflattened_denoiser(name: str) -> str | None:
         return _TOP_NAMES[name]
     block = _BLOCKS.fullmatch(name)
     if block is None:
-        return unflattened(name, _TRANSFORMERS)
+        return unflattened(name, TRANSFORMERS)
     *start, rest = (piece for piece in block.groups() if piece is not None)
     inner = _inside_block(rest)
     return None if inner is None else ".".join([*start, inner])
@@ -433,11 +431,7 @@ def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int
         return "lbm"
     if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
         return _unet_family(shapes)
-    candidates = [
-        family
-        for family in families_with(shapes)
-        if family not in {"open_clip", "t5"} and misfit(family, shapes) is None
-    ]
+    candidates = likeliest(family for family in families_with(shapes) if misfit(family, shapes) is None)
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
@@ -445,7 +439,7 @@ def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """By the width of what cross attention attends to; else by the number of blocks."""
     context = [shape for path, shape in shapes.items() if path.endswith(_CONTEXT_LAYERS) and len(shape) == 2]
     if context:
-        return "lbm" if attends_to_itself(context) else _BY_CONTEXT_WIDTH.get(context[0][1], "sdxl")
+        return "lbm" if attends_to_itself(context) else WIDTHS_BY_NAMES.get(context[0][1], "sdxl")
     numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
     return "sd15" if any(path.startswith(numbered) for path in shapes) else "sdxl"
 
@@ -457,10 +451,8 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
     if family in UNET_FAMILIES:
         return "diffusers" if any(to_sgm(path) is not None for path in paths) else "sgm"
     own = [row_of_diffusers(family, path) for path in paths]
-    is_diffusers = (
-        any(row is not None and row.original not in row.parts for row in own) or family == "qwen_image"
-    )
-    return "diffusers" if is_diffusers else "original"
+    is_diffusers = any(row is not None and row.original not in row.parts for row in own)
+    return "diffusers" if is_diffusers or family_named(family).has_one_naming else "original"
 
 
 def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
@@ -504,6 +496,9 @@ def file_family(lora: LoraFile) -> FileFamily:
     stated = family_in(lora.metadata)
     if by_names in UNET_FAMILIES:
         return _unet_file_family(lora, by_names, stated)
+    is_kin = by_names is not None and family_named(stated).else_ == by_names
+    if is_kin and misfit(str(stated), _denoiser_layers(lora)) is None:  # names and shapes fit both
+        return FileFamily(stated, False, "its header")
     if by_names is not None:
         return FileFamily(by_names, False, "its names")
     return FileFamily(stated, False, "its header" if stated else "neither names nor header tell")
@@ -521,9 +516,10 @@ def _by_most_names(lora: LoraFile) -> str | None:
     """The family whose tables have most of the denoiser's names: some may be renamed, or of a variant."""
     layers = _denoiser_layers(lora)
     counts = _known_names(layers)
-    first, second = sorted(counts, key=lambda family: -counts[family])[:2]
-    is_first = counts[first] > counts[second] and 2 * counts[first] >= len(layers)
-    return first if is_first and misfit(first, layers) is None else None
+    most = max(counts.values())
+    candidates = [family for family in counts if counts[family] == most and misfit(family, layers) is None]
+    first = likeliest(candidates)
+    return first[0] if len(first) == 1 and 2 * most >= len(layers) > 0 else None
 
 
 def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
@@ -534,7 +530,7 @@ def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
 def _known_names(paths: Iterable[str]) -> dict[str, int]:
     """How many of these paths each family has."""
     known = list(paths)
-    return {family: sum(_is_in_table(family, path) for path in known) for family in _TRANSFORMERS}
+    return {family: sum(is_layer_of(family, path) for path in known) for family in TRANSFORMERS}
 
 
 def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
@@ -550,7 +546,7 @@ def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
     family = max(counts, key=lambda family: counts[family])
     if counts[family] == 0:
         return ""
-    others = [path for path in layers if not _is_in_table(family, path)]
+    others = [path for path in layers if not is_layer_of(family, path)]
     lacking = f"{len(others)} of {len(layers)} names are none of its ({others[0]})" if others else None
     otherwise = misfit(family, layers) or lacking
     return "" if otherwise is None else f"; the nearest is {title_of(family)}, but {otherwise}"
@@ -560,15 +556,14 @@ def _denoiser_path(name: str) -> str | None:
     parsed = parse_name(name.removesuffix(_BIAS))
     if parsed.parts and not parsed.parts[0].startswith("denoiser"):
         return None
-    parsed = replace(parsed, path=parsed.path.removeprefix(_VACE))
+    parsed = replace(parsed, path=parsed.path.removeprefix(_twin(parsed.path)))
     return parsed.dotted("denoiser") or parsed.path
 
 
-def _is_in_table(family: str, path: str) -> bool:
-    of_variant = family == "wan" and (path.startswith(_WAN_STARTS) or path.endswith(_WAN_ENDS))
-    return (
-        of_variant or row_of_original(family, path) is not None or row_of_diffusers(family, path) is not None
-    )
+def _twin(path: str) -> str:
+    """How a path begins that is of the blocks that a variant has beside the model's own."""
+    twins = (family.twin for family in FAMILIES.values() if family.twin is not None)
+    return next((twin for twin in twins if path.startswith(twin)), "")
 
 
 def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:
@@ -596,4 +591,4 @@ def _context_width(lora: LoraFile) -> int | None:
 
 def title_of(family: str | None) -> str:
     """The family as its users call it."""
-    return FAMILIES[family].title if family in FAMILIES else "an unknown family"
+    return family_named(family).title

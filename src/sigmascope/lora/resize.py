@@ -39,8 +39,8 @@ from sigmascope.lora.budget import (
 )
 from sigmascope.lora.decompose import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.file import LazyDict, LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.fingerprint import BASE_FINGERPRINT, TUNED_FINGERPRINT
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import FULL_RANK, Spectrum, max_rank, root_sum_square
 from sigmascope.lora.module_names import parse_name

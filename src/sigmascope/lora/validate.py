@@ -35,8 +35,8 @@ from sigmascope.files import atomic_path
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fingerprint import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.layer_names import (
     WEIGHT,
     block_of_module,

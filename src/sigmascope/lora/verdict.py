@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
-from sigmascope.lora.layer_names import UNET_FAMILIES
+from sigmascope.lora.families import family_named
 from sigmascope.lora.module_names import title_of
 from sigmascope.records.run import Finding, Severity
 
@@ -362,15 +362,21 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
 
 def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
     """Diffusers renames `diffusion_model.` for most newer families; for these it finds nothing under that name."""
-    as_peft = any(".lora_A." in key for key in keys)
-    lost = verdict.model_family in UNET_FAMILIES | {"sd3"} or (verdict.model_family == "flux" and as_peft)
-    if verdict.format == "comfyui" and verdict.matched and lost:
+    down = "lora_A" if any(".lora_A." in key for key in keys) else "lora_down"
+    family = family_named(verdict.model_family)
+    lost = [
+        module
+        for module in verdict.matched
+        if family.loses("diffusers", "comfyui", module.name.removeprefix("diffusion_model."), down)
+    ]
+    if verdict.format == "comfyui" and lost:
+        some = f"does not load {len(lost)} of {len(verdict.matched)} modules"
+        loads = "loads nothing" if len(lost) == len(verdict.matched) else some
         yield Finding(
             "lora_comfyui_names",
             "warning",
-            f"diffusers loads nothing of names that begin with diffusion_model. into {title_of(verdict.model_family)}, "
-            "and returns normally.",
-            {"modules": len(verdict.matched), "first": verdict.matched[0].name},
+            f"diffusers {loads} of names that begin with diffusion_model. into {family.title}, and returns normally.",
+            {"modules": len(lost), "first": lost[0].name},
             "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
         )
 
@@ -390,13 +396,14 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
 
 
 def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
-    """ComfyUI finds 234 of SDXL's 794 layers by such names; those of attention are lost."""
+    family = family_named(verdict.model_family)
+    start = f"{family.component}."
     lost = [
         module
         for module in verdict.matched
-        if module.name.startswith("unet.") and ".attn" in module.name and ".to_" in module.name
+        if module.name.startswith(start) and family.loses("comfyui", "peft", module.name.removeprefix(start))
     ]
-    if verdict.format == "peft" and verdict.model_family in UNET_FAMILIES and lost:
+    if verdict.format == "peft" and lost:
         yield Finding(
             "lora_comfyui_loses_attention",
             "warning",

@@ -38,10 +38,10 @@ from sigmascope.lora.adapters import (
 from sigmascope.lora.alignment import AlignedLoras, divided, joined, joined_sizes
 from sigmascope.lora.budget import StorageCost
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout
+from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of_model
+from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, matrix_shape, max_rank
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})

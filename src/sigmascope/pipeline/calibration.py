@@ -21,8 +21,8 @@ from sigmascope.lora.calibration import (
     collect_statistics,
     frozen,
 )
-from sigmascope.lora.families import denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import (
     FitOptions,
     FittedLora,

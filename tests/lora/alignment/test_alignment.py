@@ -14,8 +14,8 @@ from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
+from sigmascope.lora.families.known import row_of_diffusers
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layer_names import row_of_diffusers
 from sigmascope.lora.reader import open_lora
 
 diffusers: Any = pytest.importorskip("diffusers")

@@ -14,7 +14,7 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.ranks import MethodRank, RankRules
 from sigmascope.lora.reader import load_lora

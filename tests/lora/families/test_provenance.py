@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lora.families import denoiser_fingerprint
+from sigmascope.lora.fingerprint import denoiser_fingerprint
 
 State = dict[str, Tensor]
 

@@ -10,20 +10,11 @@ import torch
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout
+from sigmascope.lora.families import ModelLayout, UnetBlocks, row_of_diffusers, row_of_original, rows
+from sigmascope.lora.families.unet import SD_BLOCKS, SDXL_BLOCKS
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import format_named
-from sigmascope.lora.layer_names import (
-    SD_BLOCKS,
-    SDXL_BLOCKS,
-    UnetBlocks,
-    blocks_of,
-    row_of_diffusers,
-    row_of_original,
-    rows,
-    to_diffusers,
-    to_sgm,
-)
+from sigmascope.lora.layer_names import blocks_of, to_diffusers, to_sgm
 from sigmascope.lora.module_names import LayerIndex, flat, unflattened_denoiser, unflattened_text_encoder
 
 if TYPE_CHECKING:

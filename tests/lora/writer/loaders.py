@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, layout_of
+from sigmascope.lora.families.family import Row, UnetBlocks
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of, renamed
+from sigmascope.lora.layer_names import blocks_of, renamed
 from sigmascope.lora.writer import save_lora
 
 Deltas = Mapping[str, Tensor]

@@ -23,6 +23,7 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.lora.validate import block_table, module_table
 from sigmascope.cli.options import (
+    ONE_OF_FORMATS,
     AsJson,
     BasePath,
     PairFlags,
@@ -37,6 +38,7 @@ from sigmascope.cli.options import (
     rank_choice,
 )
 from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.lora.format_names import ExtractFormat
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -53,16 +55,6 @@ sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tu
 sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
 --save_to best_100MB.safetensors --max_size 100MB --exclude conv_out
 """
-
-
-class ExtractFormat(StrEnum):
-    """`--format` of an extraction."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    KOHYA = "kohya"
-    PEFT = "peft"
-    COMFYUI = "comfyui"
 
 
 class TargetCoverage(StrEnum):
@@ -101,10 +93,10 @@ def extract(
         typer.Option(
             "--format",
             metavar="<name>",
-            help="native, kohya, peft or comfyui. auto: native for LBM, peft for diffusers folders, "
+            help=f"{ONE_OF_FORMATS}. auto: native for LBM, peft for diffusers folders, "
             "comfyui for single files.",
         ),
-    ] = ExtractFormat.AUTO,
+    ] = "auto",
     min_diff: Annotated[
         float, typer.Option("--min_diff", help="Leave out layers whose largest change is below this.")
     ] = 0.0,
@@ -189,7 +181,7 @@ def extract(
         rules=choice.rules,
         budget=choice.budget,
         save_precision=save_precision.value,
-        format=lora_format.value,
+        format=lora_format,
         min_diff=min_diff,
         target_coverage=target_coverage.value,
         biases_and_norms=biases_and_norms,

@@ -32,7 +32,6 @@ from sigmascope.cli.console import (
 from sigmascope.cli.options import (
     AsJson,
     Format,
-    LoraFormatName,
     Precision,
     ResizeFlags,
     Ridge,
@@ -43,6 +42,8 @@ from sigmascope.cli.options import (
     option_groups,
 )
 from sigmascope.errors import ConfigError
+from sigmascope.lora.families import FAMILIES, family_named
+from sigmascope.lora.format_names import FormatName
 
 if TYPE_CHECKING:
     from sigmascope.lora.bake import BakeReport, MergedTensor
@@ -155,7 +156,7 @@ def merge(
         method=how,
         plan=plan,
         save_precision=None if save_precision is None else save_precision.value,
-        format=None if lora_format is None else lora_format.value,
+        format=lora_format,
         base=base_model_path,
         statistics=statistics,
         ridge=ridge,
@@ -314,7 +315,7 @@ def resize(
             save_to,
             plan,
             save_precision=None if save_precision is None else save_precision.value,
-            format=None if lora_format is None else lora_format.value,
+            format=lora_format,
             statistics=statistics,
             ridge=ridge,
             progress=progress,
@@ -401,16 +402,6 @@ sigmascope lora convert lycoris.safetensors for_diffusers.safetensors --format p
 """
 
 
-_NEXT = {
-    "peft": "pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
-    "kohya": "ComfyUI, Forge, sd-scripts, LyCORIS",
-    "comfyui": "ComfyUI's LoRA loaders",
-    "native": "sigmascope lora validate, merge, inspect; sigmascope lbm infer --lora_path",
-}
-# Families whose pipelines read kohya's files; for others `peft` is the format for diffusers.
-_KOHYA_IN_DIFFUSERS = ("sd15", "sd2", "sdxl", "qwen_image")
-
-
 @app.command("convert", epilog=CONVERT_EPILOG)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="LoRA to read, in any format.")],
@@ -418,7 +409,7 @@ def convert(
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors. Replaced when there.")
     ],
     target_format: Annotated[
-        LoraFormatName,
+        FormatName,
         typer.Option(
             "--format",
             metavar="<name>",
@@ -438,7 +429,7 @@ def convert(
         str | None,
         typer.Option(
             "--family",
-            help="Of the model, where the LoRA does not tell: lbm, sd15, sd2, sdxl, sd3, flux, wan, qwen_image.",
+            help=f"Of the model, where the LoRA does not tell: {', '.join(FAMILIES)}.",
         ),
     ] = None,
     prefix: Annotated[
@@ -481,7 +472,7 @@ def convert(
         report = convert_lora(
             source,
             target,
-            target_format.value,
+            target_format,
             model=model,
             family=family,
             prefix="" if prefix == "none" else prefix,
@@ -527,7 +518,13 @@ def _factored(report: "ConversionReport") -> str:
 
 
 def _usable_in(report: "ConversionReport") -> str:
-    in_diffusers = report.format == "kohya" and report.family in _KOHYA_IN_DIFFUSERS
-    return _NEXT[report.format] + (
+    from sigmascope.lora.formats import format_named
+
+    in_diffusers = (
+        report.format == "kohya"
+        and report.family in FAMILIES
+        and not family_named(report.family).loses("diffusers", "kohya")
+    )
+    return format_named(report.format).used_by + (
         "; diffusers through pipeline.load_lora_weights(...)" if in_diffusers else ""
     )

@@ -41,8 +41,8 @@ from sigmascope.lbm.training.distributed import Processes, gather_state, shard_l
 from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora, make_trainable
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.settings import STEADY, TrainSettings, make_optimizer
-from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile, as_text, kept_metadata
+from sigmascope.lora.fingerprint import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.writer import save_lora, stored_factors
 
 _NUMPY_SEEDS: Final = 2**32

@@ -1,0 +1,60 @@
+"""Families of models: a file for each, and which of them a checkpoint is of.
+
+- `family`: the record. `known`: all of them, and lookups by name. `layouts`: how a checkpoint names its parts.
+- `unet`, `text_encoders`: what several families share.
+"""
+
+from sigmascope.lora.families.family import Family, Lost, Naming, Part, Ratio, Row, Shapes, UnetBlocks
+from sigmascope.lora.families.known import (
+    CONTEXT_WIDTHS,
+    FAMILIES,
+    TRANSFORMERS,
+    UNET_FAMILIES,
+    UNKNOWN,
+    families_with,
+    family_named,
+    is_layer_of,
+    likeliest,
+    row_of_diffusers,
+    row_of_original,
+    rows,
+    unflattened,
+)
+from sigmascope.lora.families.layouts import (
+    SINGLE_FILE,
+    ModelLayout,
+    attends_to_itself,
+    layout_of,
+    misfit,
+    unet_family,
+)
+
+__all__ = [
+    "CONTEXT_WIDTHS",
+    "FAMILIES",
+    "SINGLE_FILE",
+    "TRANSFORMERS",
+    "UNET_FAMILIES",
+    "UNKNOWN",
+    "Family",
+    "Lost",
+    "ModelLayout",
+    "Naming",
+    "Part",
+    "Ratio",
+    "Row",
+    "Shapes",
+    "UnetBlocks",
+    "attends_to_itself",
+    "families_with",
+    "family_named",
+    "is_layer_of",
+    "layout_of",
+    "likeliest",
+    "misfit",
+    "row_of_diffusers",
+    "row_of_original",
+    "rows",
+    "unet_family",
+    "unflattened",
+]

@@ -1,0 +1,204 @@
+"""What is known of a family of models, as one record; every table of names, shapes and hosts is derived from these."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final, Literal
+
+from sigmascope.lora.format_names import FormatName
+
+Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
+Shapes = Mapping[str, tuple[int, ...]]
+Naming = Literal["diffusers", "original"]
+
+KOHYA_ENCODERS: Final[Mapping[Part, str]] = MappingProxyType(
+    {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"}
+)
+"""How kohya's tools begin the names of text encoders' modules, where a family has nothing else."""
+COMFYUI_ENCODERS: Final[Mapping[Part, str]] = MappingProxyType(
+    {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"}
+)
+"""What ComfyUI calls text encoders, where a family has nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a family's layers.
+
+    Attributes:
+        original: The layer's name in the original model.
+        parts: Diffusers' layers that are its rows, in order; one where nothing is fused.
+        swapped: Whether the halves of the rows lie the other way round, in a layer of twice as many outputs as
+            inputs.
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    swapped: bool = False
+
+    @property
+    def is_rename(self) -> bool:
+        """Whether the two layers hold the same matrix under two names."""
+        return len(self.parts) == 1 and not self.swapped
+
+    def numbered(self, number: str) -> "Row":
+        """The line for one block."""
+        return Row(
+            self.original.replace("#", number),
+            tuple(part.replace("#", number) for part in self.parts),
+            self.swapped,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnetBlocks:
+    """What a translation needs to know of a U-Net.
+
+    Attributes:
+        layers_per_block: Residual layers of a lower block; an upper block has one more.
+        attention: The upper blocks that have attention.
+    """
+
+    layers_per_block: int = 2
+    attention: frozenset[int] = frozenset({0, 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Outputs and inputs of a layer as multiples of the family's width.
+
+    Attributes:
+        layers: A regular expression, of the whole path in either naming.
+        outputs: Multiple of the width.
+        inputs: Multiple of the width.
+    """
+
+    layers: str
+    outputs: int
+    inputs: int
+
+    def matches(self, path: str) -> bool:
+        """Whether it is about that layer."""
+        return re.fullmatch(self.layers, path) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a host leaves out of a format, without an error.
+
+    Attributes:
+        host: `diffusers` through its pipeline, or `comfyui`.
+        format: The LoRA format.
+        layers: A regular expression, of the whole path of a layer as the format names it.
+        down: The end of the down factor's key of the files that it is so with; None for all.
+    """
+
+    host: Literal["diffusers", "comfyui"]
+    format: FormatName
+    layers: str = ".*"
+    down: Literal["lora_A", "lora_down"] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models. To add one, write a file with its record and name it in `known`.
+
+    Attributes:
+        name: In options, reports and `ModelLayout.family`.
+        title: What its users call it.
+        architecture: In `modelspec.architecture`.
+        base_version: In kohya's `ss_base_model_version`.
+        component: The diffusers pipeline's component that is the denoiser.
+        signatures: Keys that a checkpoint of the family has, by the naming of its denoiser; separated by spaces.
+        ratios: What another family that shares names differs in; see `misfit`.
+        most_blocks: How many numbered blocks it has at most, by the name of the list.
+        widest: Features that attention reads at most; None for any number.
+        else_: The family to assume of a file of names that both have, unless shapes or blocks speak against it.
+        layers: One a line, `original = diffusers`; `#` is the number of a block. A name alone is the same in both.
+            Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
+            `swapped`: the halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+        variant: A regular expression of the layers that only variants of it have.
+        twin: How the blocks begin that a variant has beside the model's own, and with the same layers.
+        blocks: Lists of blocks, and layers outside of them, in the order in which a latent passes them, and what
+            reports call them: `double_blocks.# = transformer_blocks`, or a name alone. `.#` marks a numbered list.
+        extra_blocks: Layers outside of blocks that have no place in that order.
+        attention: A regular expression of attention's layers whose names do not say so (`attn`).
+        around: The same of the layers around attention, which are not called `ff`, `mlp` or the like.
+        encoders: What ComfyUI calls the text encoders.
+        kohya_encoders: How kohya's tools begin the names of modules of text encoders.
+        kohya_naming: The naming that kohya's files of this family have.
+        lost: What hosts leave out of the formats' files.
+        context_widths: Of a U-Net: what its cross attention reads; the first is the base model's.
+        unet_blocks: Of a U-Net, as published.
+        projects_by_convolution: Whether a U-Net's transformers begin and end with 1×1 convolutions.
+        steps: How many steps make a picture: 1, or None for several.
+    """
+
+    name: str
+    title: str
+    architecture: str
+    base_version: str
+    component: Literal["unet", "transformer"] = "transformer"
+    signatures: Mapping[str, str] = field(default_factory=dict)
+    ratios: tuple[Ratio, ...] = ()
+    most_blocks: Mapping[str, int] = field(default_factory=dict)
+    widest: int | None = None
+    else_: str | None = None
+    layers: str = ""
+    variant: str | None = None
+    twin: str | None = None
+    blocks: str = ""
+    extra_blocks: tuple[str, ...] = ()
+    attention: str | None = None
+    around: str | None = None
+    encoders: Mapping[Part, str] = field(default_factory=dict)
+    kohya_encoders: Mapping[Part, str] = field(default_factory=lambda: KOHYA_ENCODERS)
+    kohya_naming: Naming = "original"
+    lost: tuple[Lost, ...] = ()
+    context_widths: tuple[int, ...] = ()
+    unet_blocks: UnetBlocks = UnetBlocks()
+    projects_by_convolution: bool = False
+    steps: int | None = None
+
+    @property
+    def is_unet(self) -> bool:
+        """Whether its denoiser is a U-Net of Stable Diffusion's make, which is translated by rule."""
+        return self.component == "unet"
+
+    def loses(self, host: str, format: str, path: str | None = None, down: str | None = None) -> bool:
+        """Whether a host leaves a layer out.
+
+        Args:
+            host: As in `Lost.host`.
+            format: Of the file.
+            path: The layer's, as the format names it; whether all of them are lost when left out.
+            down: How the file's down factors end; of files that end so or otherwise when left out.
+        """
+        return any(
+            (lost.host, lost.format) == (host, format)
+            and lost.down in (None, down)
+            and (lost.layers == ".*" if path is None else re.fullmatch(lost.layers, path) is not None)
+            for lost in self.lost
+        )
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The lines of `layers`."""
+        return parsed_rows(self.layers)
+
+    @cached_property
+    def has_one_naming(self) -> bool:
+        """Whether diffusers' names are the original's."""
+        return all(row.parts == (row.original,) for row in self.rows)
+
+
+def parsed_rows(text: str) -> tuple[Row, ...]:
+    """Read a table of layers; see `Family.layers`."""
+    rows = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        original, _, names = line.partition(" = ")
+        parts = tuple(name.strip() for name in (names or original).removesuffix(" swapped").split(","))
+        rows.append(Row(original, parts, names.endswith(" swapped")))
+    return tuple(rows)

@@ -1,0 +1,23 @@
+"""Stable Diffusion 1."""
+
+from typing import Final
+
+from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
+from sigmascope.lora.families.unet import BLOCKS, LOST, SD_BLOCKS, SIGNATURES
+
+SD15: Final = Family(
+    name="sd15",
+    title="Stable Diffusion 1.5",
+    architecture="stable-diffusion-v1",
+    base_version="sd_v1",
+    component="unet",
+    signatures=SIGNATURES,
+    blocks=BLOCKS,
+    encoders={"text_encoder": "clip_l"},
+    kohya_encoders={**KOHYA_ENCODERS, "text_encoder": "lora_te_"},
+    kohya_naming="diffusers",
+    lost=LOST,
+    context_widths=(768,),
+    unet_blocks=SD_BLOCKS,
+    projects_by_convolution=True,
+)

@@ -1,0 +1,22 @@
+"""Stable Diffusion 2."""
+
+from typing import Final
+
+from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
+from sigmascope.lora.families.unet import BLOCKS, LOST, SD_BLOCKS, SIGNATURES
+
+SD2: Final = Family(
+    name="sd2",
+    title="Stable Diffusion 2",
+    architecture="stable-diffusion-v2",
+    base_version="sd_v2",
+    component="unet",
+    signatures=SIGNATURES,
+    blocks=BLOCKS,
+    encoders={"text_encoder": "clip_h"},
+    kohya_encoders={**KOHYA_ENCODERS, "text_encoder": "lora_te_"},
+    kohya_naming="diffusers",
+    lost=LOST,
+    context_widths=(1024,),
+    unet_blocks=SD_BLOCKS,
+)

@@ -1,0 +1,20 @@
+"""SDXL, and its refiner, which reads 1280 features and has the second text encoder alone."""
+
+from typing import Final
+
+from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.unet import BLOCKS, LOST, SDXL_BLOCKS, SIGNATURES
+
+SDXL: Final = Family(
+    name="sdxl",
+    title="SDXL",
+    architecture="stable-diffusion-xl-v1-base",
+    base_version="sdxl_base_v1-0",
+    component="unet",
+    signatures=SIGNATURES,
+    blocks=BLOCKS,
+    encoders={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
+    lost=LOST,
+    context_widths=(2048, 1280),
+    unet_blocks=SDXL_BLOCKS,
+)

@@ -1,0 +1,71 @@
+"""WAN 2.1 and 2.2, and the variants that read a picture, a video (VACE) or sound as well."""
+
+from typing import Final
+
+from sigmascope.lora.families.family import Family, Lost
+
+WAN: Final = Family(
+    name="wan",
+    title="WAN",
+    architecture="wan",
+    base_version="wan",
+    signatures={
+        "diffusers": "patch_embedding.weight condition_embedder.time_embedder.linear_1.weight blocks.0.attn1.to_q.weight",
+        "original": "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight",
+    },
+    layers="""
+        blocks.#.self_attn.q = blocks.#.attn1.to_q
+        blocks.#.self_attn.k = blocks.#.attn1.to_k
+        blocks.#.self_attn.v = blocks.#.attn1.to_v
+        blocks.#.self_attn.o = blocks.#.attn1.to_out.0
+        blocks.#.self_attn.norm_q = blocks.#.attn1.norm_q
+        blocks.#.self_attn.norm_k = blocks.#.attn1.norm_k
+        blocks.#.cross_attn.q = blocks.#.attn2.to_q
+        blocks.#.cross_attn.k = blocks.#.attn2.to_k
+        blocks.#.cross_attn.v = blocks.#.attn2.to_v
+        blocks.#.cross_attn.o = blocks.#.attn2.to_out.0
+        blocks.#.cross_attn.k_img = blocks.#.attn2.add_k_proj
+        blocks.#.cross_attn.v_img = blocks.#.attn2.add_v_proj
+        blocks.#.cross_attn.norm_q = blocks.#.attn2.norm_q
+        blocks.#.cross_attn.norm_k = blocks.#.attn2.norm_k
+        blocks.#.cross_attn.norm_k_img = blocks.#.attn2.norm_added_k
+        blocks.#.norm3 = blocks.#.norm2
+        blocks.#.ffn.0 = blocks.#.ffn.net.0.proj
+        blocks.#.ffn.2 = blocks.#.ffn.net.2
+        blocks.#.modulation = blocks.#.scale_shift_table
+        patch_embedding
+        text_embedding.0 = condition_embedder.text_embedder.linear_1
+        text_embedding.2 = condition_embedder.text_embedder.linear_2
+        time_embedding.0 = condition_embedder.time_embedder.linear_1
+        time_embedding.2 = condition_embedder.time_embedder.linear_2
+        time_projection.1 = condition_embedder.time_proj
+        img_emb.proj.0 = condition_embedder.image_embedder.norm1
+        img_emb.proj.1 = condition_embedder.image_embedder.ff.net.0.proj
+        img_emb.proj.3 = condition_embedder.image_embedder.ff.net.2
+        img_emb.proj.4 = condition_embedder.image_embedder.norm2
+        head.head = proj_out
+        head.modulation = scale_shift_table
+    """,
+    variant=r"(?:audio_injector|casual_audio_encoder|frame_packer|cond_encoder|trainable_cond_mask).*|.*(?:before_proj|after_proj)",
+    twin="vace_",
+    blocks="""
+        patch_embedding
+        vace_patch_embedding
+        text_embedding
+        condition_embedder.text_embedder = text_embedding
+        img_emb
+        condition_embedder.image_embedder = img_emb
+        time_embedding
+        condition_embedder.time_embedder = time_embedding
+        time_projection
+        condition_embedder.time_proj = time_projection
+        vace_blocks.#
+        blocks.#
+        proj_out
+        scale_shift_table = proj_out
+        head = proj_out
+    """,
+    extra_blocks=("audio_injector", "casual_audio_encoder"),
+    encoders={"text_encoder": "umt5xxl"},
+    lost=(Lost("diffusers", "kohya"),),
+)

@@ -1,0 +1,186 @@
+"""The records of families against the models themselves: diffusers' classes, and its conversion of single files."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import FAMILIES, TRANSFORMERS, layout_of, misfit, row_of_diffusers
+from sigmascope.lora.families.known import FLOW
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import block_of_module, in_coverage
+from sigmascope.lora.module_names import file_family
+
+Z_IMAGE: dict[str, Any] = {
+    "all_patch_size": (2,),
+    "all_f_patch_size": (1,),
+    "in_channels": 4,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 3,
+    "n_kv_heads": 3,
+    "cap_feat_dim": 32,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [64, 32, 32],
+}
+FLUX2: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 40,
+    "timestep_guidance_channels": 32,
+    "axes_dims_rope": [4, 4, 4, 4],
+}
+
+
+class Made(NamedTuple):
+    """A small model, and diffusers' conversion of its family's single files."""
+
+    model: nn.Module
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@pytest.fixture(params=["z_image", "flux2"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def made(family: str) -> Made:
+    import diffusers
+    from diffusers.loaders import single_file_utils as conversions
+
+    with torch.device("meta"):
+        if family == "z_image":
+            convert = conversions.convert_z_image_transformer_checkpoint_to_diffusers
+            return Made(diffusers.ZImageTransformer2DModel(**Z_IMAGE), convert)
+        convert = conversions.convert_flux2_transformer_checkpoint_to_diffusers
+        return Made(diffusers.Flux2Transformer2DModel(**FLUX2), convert)
+
+
+def original_file(family: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint under the original names, by the record, and diffusers' weights that are in it."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {key: value.shape for key, value in model.state_dict().items() if key.endswith(".weight")}
+    original: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for key in shapes:
+        row = row_of_diffusers(family, key.removesuffix(".weight"))
+        if row is None or f"{row.original}.weight" in original:
+            continue
+        parts = [torch.randn(shapes[f"{part}.weight"], generator=generator) for part in row.parts]
+        weights |= {f"{part}.weight": value for part, value in zip(row.parts, parts, strict=True)}
+        whole = torch.cat(parts)
+        original[f"{row.original}.weight"] = whole.roll(len(whole) // 2, 0) if row.swapped else whole
+    return original, weights
+
+
+def test_every_linear_layer_has_a_row(family: str, made: Made) -> None:
+    linears = [name for name, module in made.model.named_modules() if isinstance(module, nn.Linear)]
+    assert [name for name in linears if row_of_diffusers(family, name) is None] == []
+
+
+def test_diffusers_makes_of_an_original_file_what_the_rows_say(family: str, made: Made) -> None:
+    original, weights = original_file(family, made.model)
+    converted = made.convert(original)
+    for key, value in weights.items():
+        torch.testing.assert_close(converted[key], value, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_an_original_file_is_told(family: str, made: Made, prefix: str) -> None:
+    original, _ = original_file(family, made.model)
+    layout = layout_of({prefix + key: tuple(value.shape) for key, value in original.items()})
+    assert (layout.family, layout.naming, layout.prefixes["denoiser"]) == (family, "original", prefix)
+
+
+def test_a_model_of_diffusers_is_told(family: str, made: Made) -> None:
+    layout = layout_of({key: tuple(value.shape) for key, value in made.model.state_dict().items()})
+    assert (layout.family, layout.naming) == (family, "diffusers")
+
+
+def test_every_layer_has_one_block_in_both_namings(family: str, made: Made) -> None:
+    for name, module in made.model.named_modules():
+        row = row_of_diffusers(family, name) if isinstance(module, nn.Linear) else None
+        if row is not None:
+            blocks = {
+                block_of_module(path)
+                for path in (name, row.original, f"lora_unet_{row.original}".replace(".", "_"))
+            }
+            assert len(blocks) == 1, (name, blocks)
+            assert next(iter(blocks)).partition(".")[0] in FLOW
+
+
+def test_attention_is_covered(family: str, made: Made) -> None:
+    for name, module in made.model.named_modules():
+        if isinstance(module, nn.Linear) and ".to_" in name:
+            assert in_coverage(name, "attention"), name
+
+
+def test_flux_1_and_flux_2_are_told_by_shapes() -> None:
+    feed_forward = {"double_blocks.0.img_mlp.0": (6 * 64, 64)}
+    assert misfit("flux2", feed_forward) is None
+    assert "not 4 times" in str(misfit("flux", feed_forward))
+    assert "not 6 times" in str(misfit("flux2", {"double_blocks.0.img_mlp.0": (4 * 64, 64)}))
+
+
+def test_no_two_families_have_a_name_in_headers() -> None:
+    for field in ("architecture", "base_version"):
+        names = [getattr(family, field) for family in FAMILIES.values()]
+        assert len(set(names)) == len(names)
+
+
+@cache
+def real_shapes(family: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a family's matrices at their real widths, with few blocks, by diffusers' path."""
+    import diffusers
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "flux": lambda: diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1),
+        "flux2": lambda: diffusers.Flux2Transformer2DModel(num_layers=1, num_single_layers=1),
+        "sd3": lambda: diffusers.SD3Transformer2DModel(num_layers=2),
+        "wan": lambda: diffusers.WanTransformer3DModel(num_layers=1),
+        "qwen_image": lambda: diffusers.QwenImageTransformer2DModel(num_layers=1),
+        "z_image": lambda: diffusers.ZImageTransformer2DModel(n_layers=1, n_refiner_layers=1),
+    }
+    with torch.device("meta"):
+        modules = makers[family]().named_modules()
+        return {name: tuple(module.weight.shape) for name, module in modules if isinstance(module, nn.Linear)}
+
+
+def lora_of(family: str, naming: str, only: str) -> LoraFile:
+    """A LoRA of some layers, in the names of diffusers or of the original."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in real_shapes(family).items():
+        row = row_of_diffusers(family, name)
+        if only not in name or row is None:
+            continue
+        if naming == "diffusers":
+            shapes[f"transformer.{name}"] = shape
+        else:
+            width = sum(real_shapes(family)[part][0] for part in row.parts)
+            shapes[f"diffusion_model.{row.original}"] = (width, shape[1])
+    factors = {
+        name: LoraFactors(torch.zeros(out, 1), torch.zeros(1, inner), 1.0, (out, inner))
+        for name, (out, inner) in shapes.items()
+    }
+    return LoraFile(factors, format="peft" if naming == "diffusers" else "comfyui")
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use of it
+@pytest.mark.parametrize("naming", ["diffusers", "original"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_no_family_is_taken_for_another(name: str, naming: str) -> None:
+    if naming == "original":
+        assert file_family(lora_of(name, naming, "")).family == name
+    for only in ("", "attn", "attention", "ff", "feed_forward"):
+        part = lora_of(name, naming, only)
+        if part.modules:
+            assert file_family(part).family in {name, FAMILIES[name].else_, None}, only
