@@ -422,6 +422,8 @@ def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
     out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
     if count == 1:
         return [out]
+    if row.grouped:
+        return [inner] + [(out - inner) // (count - 1)] * (count - 1)
     sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
     if min(sizes) < 1 or sum(sizes) != out:
         raise LoraFormatError(
@@ -441,5 +443,8 @@ def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
     """
     if len(row.parts) == 1:
         return [sizes[row.parts[0]]]
+    if row.grouped:
+        known = next((sizes[name] for name in row.parts[1:] if name in sizes), inner)
+        return [sizes.get(row.parts[0], inner), *(sizes.get(name, known) for name in row.parts[1:])]
     usual = [inner] * 3 + [_WIDENING * inner] * (len(row.parts) - 3)
     return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]

@@ -354,6 +354,8 @@ def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bo
         yield by_original.parts[0], by_original.swapped
     elif layout.naming == "diffusers" and by_part is not None and len(by_part.parts) == 1:
         yield by_part.original, by_part.swapped
+        if by_part.also is not None:
+            yield by_part.also, by_part.swapped
 
 
 @dataclass(frozen=True, slots=True)

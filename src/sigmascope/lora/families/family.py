@@ -37,6 +37,8 @@ class Row:
     original: str
     parts: tuple[str, ...]
     swapped: bool = False
+    grouped: bool = False
+    also: str | None = None
 
     @property
     def is_rename(self) -> bool:
@@ -49,6 +51,8 @@ class Row:
             self.original.replace("#", number),
             tuple(part.replace("#", number) for part in self.parts),
             self.swapped,
+            self.grouped,
+            None if self.also is None else self.also.replace("#", number),
         )
 
 
@@ -147,6 +151,7 @@ class Family:
     widest: int | None = None
     else_: str | None = None
     layers: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
     variant: str | None = None
     twin: str | None = None
     blocks: str = ""
@@ -186,7 +191,7 @@ class Family:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The lines of `layers`."""
-        return parsed_rows(self.layers)
+        return parsed_rows(self.layers, self.aliases)
 
     @cached_property
     def has_one_naming(self) -> bool:
@@ -194,11 +199,25 @@ class Family:
         return all(row.parts == (row.original,) for row in self.rows)
 
 
-def parsed_rows(text: str) -> tuple[Row, ...]:
+def parsed_rows(text: str, aliases: Mapping[str, str] = MappingProxyType({})) -> tuple[Row, ...]:
     """Read a table of layers; see `Family.layers`."""
     rows = []
     for line in filter(None, map(str.strip, text.splitlines())):
         original, _, names = line.partition(" = ")
-        parts = tuple(name.strip() for name in (names or original).removesuffix(" swapped").split(","))
-        rows.append(Row(original, parts, names.endswith(" swapped")))
+        parts = tuple(
+            name.strip()
+            for name in (names or original).removesuffix(" swapped").removesuffix(" grouped").split(",")
+        )
+        also = original
+        for own, other in aliases.items():
+            also = also.replace(own, other)
+        rows.append(
+            Row(
+                original,
+                parts,
+                names.endswith(" swapped"),
+                names.endswith(" grouped"),
+                None if also == original else also,
+            )
+        )
     return tuple(rows)

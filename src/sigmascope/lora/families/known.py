@@ -9,10 +9,15 @@ from functools import cache
 from graphlib import TopologicalSorter
 from typing import Final
 
+from sigmascope.lora.families.chroma import CHROMA
 from sigmascope.lora.families.family import Family, Part, Row
 from sigmascope.lora.families.flux import FLUX
 from sigmascope.lora.families.flux2 import FLUX2
+from sigmascope.lora.families.hidream import HIDREAM
+from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO
 from sigmascope.lora.families.lbm import LBM
+from sigmascope.lora.families.ltx_video import LTX_VIDEO
+from sigmascope.lora.families.lumina2 import LUMINA2
 from sigmascope.lora.families.qwen_image import QWEN_IMAGE
 from sigmascope.lora.families.sd2 import SD2
 from sigmascope.lora.families.sd3 import SD3
@@ -22,7 +27,23 @@ from sigmascope.lora.families.text_encoders import ENCODERS
 from sigmascope.lora.families.wan import WAN
 from sigmascope.lora.families.z_image import Z_IMAGE
 
-_ALL: Final = (LBM, SD15, SD2, SDXL, FLUX, FLUX2, SD3, WAN, QWEN_IMAGE, Z_IMAGE)
+_ALL: Final = (
+    LBM,
+    SD15,
+    SD2,
+    SDXL,
+    FLUX,
+    FLUX2,
+    SD3,
+    WAN,
+    QWEN_IMAGE,
+    Z_IMAGE,
+    LUMINA2,
+    CHROMA,
+    HUNYUAN_VIDEO,
+    LTX_VIDEO,
+    HIDREAM,
+)
 
 FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in _ALL}
 """The families of models that are known, by name."""
@@ -140,7 +161,7 @@ def _looked_up(table: str, rows: Mapping[str, Row], path: str) -> Row | None:
 
 @cache
 def _by_original(table: str) -> dict[str, Row]:
-    return {row.original: row for row in rows(table)}
+    return {name: row for row in rows(table) for name in (row.original, row.also) if name is not None}
 
 
 @cache
@@ -150,7 +171,7 @@ def _by_part(table: str) -> dict[str, Row]:
 
 @cache
 def _flat_names(table: str) -> dict[str, str]:
-    names = [name for row in rows(table) for name in (row.original, *row.parts)]
+    names = [name for row in rows(table) for name in (row.original, *row.parts, row.also) if name is not None]
     return {name.replace(".", "_"): name for name in names}
 
 

@@ -1,0 +1,30 @@
+"""Chroma: FLUX.1 without modulation in the blocks, which one network gives to all."""
+
+from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.flux import FLUX
+
+_GONE = ("_mod.lin", "modulation", "time_in", "vector_in", "guidance_in", "adaLN")
+_NUMBER = r"distilled_guidance_layer"
+CHROMA = Family(
+    name="chroma",
+    title="Chroma",
+    architecture="chroma",
+    base_version="chroma",
+    signatures={
+        "diffusers": "x_embedder.weight distilled_guidance_layer.in_proj.weight single_transformer_blocks.0.proj_mlp.weight",
+        "original": "img_in.weight distilled_guidance_layer.in_proj.weight double_blocks.0.img_attn.qkv.weight",
+    },
+    ratios=FLUX.ratios,
+    most_blocks=FLUX.most_blocks,
+    widest=FLUX.widest,
+    else_="flux",
+    layers="\n".join(line for line in FLUX.layers.splitlines() if not any(gone in line for gone in _GONE))
+    + """
+        distilled_guidance_layer.in_proj
+        distilled_guidance_layer.out_proj
+        distilled_guidance_layer.layers.#.in_layer = distilled_guidance_layer.layers.#.linear_1
+        distilled_guidance_layer.layers.#.out_layer = distilled_guidance_layer.layers.#.linear_2
+    """,
+    blocks="distilled_guidance_layer\n" + FLUX.blocks,
+    encoders={"text_encoder": "t5xxl"},
+)

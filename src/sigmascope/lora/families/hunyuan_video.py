@@ -1,0 +1,62 @@
+"""HunyuanVideo: FLUX.1's blocks, more of them; its own files say `img_attn_qkv` and `fc1`, ComfyUI's FLUX' names."""
+
+from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.flux import FLUX
+
+HUNYUAN_VIDEO = Family(
+    name="hunyuan_video",
+    title="HunyuanVideo",
+    architecture="hunyuan-video",
+    base_version="hunyuan_video",
+    signatures={
+        "diffusers": "x_embedder.proj.weight context_embedder.proj_in.weight single_transformer_blocks.0.proj_mlp.weight",
+        "original": "img_in.proj.weight txt_in.input_embedder.weight double_blocks.0.img_attn.qkv.weight",
+    },
+    widest=FLUX.widest,
+    ratios=FLUX.ratios,
+    most_blocks={
+        "double_blocks": 20,
+        "single_blocks": 40,
+        "transformer_blocks": 20,
+        "single_transformer_blocks": 40,
+    },
+    else_="flux",
+    layers="\n".join(
+        line
+        for line in FLUX.layers.splitlines()
+        if "blocks.#" in line or "vector_in" in line or "final_layer" in line
+    )
+    + """
+        img_in.proj = x_embedder.proj
+        txt_in.input_embedder = context_embedder.proj_in
+        txt_in.t_embedder.in_layer = context_embedder.time_text_embed.timestep_embedder.linear_1
+        txt_in.t_embedder.out_layer = context_embedder.time_text_embed.timestep_embedder.linear_2
+        txt_in.c_embedder.in_layer = context_embedder.time_text_embed.text_embedder.linear_1
+        txt_in.c_embedder.out_layer = context_embedder.time_text_embed.text_embedder.linear_2
+        txt_in.individual_token_refiner.blocks.#.self_attn.qkv = context_embedder.token_refiner.refiner_blocks.#.attn.to_q, context_embedder.token_refiner.refiner_blocks.#.attn.to_k, context_embedder.token_refiner.refiner_blocks.#.attn.to_v
+        txt_in.individual_token_refiner.blocks.#.self_attn.proj = context_embedder.token_refiner.refiner_blocks.#.attn.to_out.0
+        txt_in.individual_token_refiner.blocks.#.mlp.0 = context_embedder.token_refiner.refiner_blocks.#.ff.net.0.proj
+        txt_in.individual_token_refiner.blocks.#.mlp.2 = context_embedder.token_refiner.refiner_blocks.#.ff.net.2
+        txt_in.individual_token_refiner.blocks.#.adaLN_modulation.1 = context_embedder.token_refiner.refiner_blocks.#.norm_out.linear
+        time_in.in_layer = time_text_embed.timestep_embedder.linear_1
+        time_in.out_layer = time_text_embed.timestep_embedder.linear_2
+        guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
+        guidance_in.out_layer = time_text_embed.guidance_embedder.linear_2
+    """,
+    aliases={
+        "_attn.qkv": "_attn_qkv",
+        "_attn.proj": "_attn_proj",
+        "mlp.0": "mlp.fc1",
+        "mlp.2": "mlp.fc2",
+        "_mod.lin": "_mod.linear",
+        "modulation.lin": "modulation.linear",
+        "time_in.in_layer": "time_in.mlp.0",
+        "time_in.out_layer": "time_in.mlp.2",
+        "guidance_in.in_layer": "guidance_in.mlp.0",
+        "guidance_in.out_layer": "guidance_in.mlp.2",
+    },
+    blocks=FLUX.blocks,
+    attention=FLUX.attention,
+    around=FLUX.around,
+    encoders={"text_encoder": "llama", "text_encoder_2": "clip_l"},
+)

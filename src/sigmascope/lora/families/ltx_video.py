@@ -1,0 +1,42 @@
+"""LTX-Video: diffusers' names but for three."""
+
+from sigmascope.lora.families.family import Family, Ratio
+
+LTX_VIDEO = Family(
+    name="ltx_video",
+    title="LTX-Video",
+    architecture="ltx-video",
+    base_version="ltx_video",
+    signatures={
+        "diffusers": "proj_in.weight time_embed.linear.weight transformer_blocks.0.attn1.to_q.weight",
+        "original": "patchify_proj.weight adaln_single.linear.weight transformer_blocks.0.attn1.to_q.weight",
+    },
+    ratios=(
+        Ratio(r"transformer_blocks\.\d+\.ff\.net\.0\.proj", 4, 1),
+        Ratio(r"transformer_blocks\.\d+\.ff\.net\.2", 1, 4),
+    ),
+    layers="\n".join(
+        f"transformer_blocks.#.{attn}.{layer}"
+        for attn in ("attn1", "attn2")
+        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    + """
+        transformer_blocks.#.ff.net.0.proj
+        transformer_blocks.#.ff.net.2
+        patchify_proj = proj_in
+        adaln_single.emb.timestep_embedder.linear_1 = time_embed.emb.timestep_embedder.linear_1
+        adaln_single.emb.timestep_embedder.linear_2 = time_embed.emb.timestep_embedder.linear_2
+        adaln_single.linear = time_embed.linear
+        caption_projection.linear_1
+        caption_projection.linear_2
+        proj_out
+    """,
+    blocks="""
+        patchify_proj = img_in
+        caption_projection = txt_in
+        adaln_single = time_embedding
+        transformer_blocks.#
+        proj_out
+    """,
+    encoders={"text_encoder": "t5xxl"},
+)

@@ -1,0 +1,48 @@
+"""Lumina 2: grouped attention, whose queries are as wide as the model and whose keys and values are narrower."""
+
+from sigmascope.lora.families.family import Family
+
+_BLOCK = """
+    LIST.#.attention.qkv = LIST.#.attn.to_q, LIST.#.attn.to_k, LIST.#.attn.to_v grouped
+    LIST.#.attention.out = LIST.#.attn.to_out.0
+    LIST.#.attention.q_norm = LIST.#.attn.norm_q
+    LIST.#.attention.k_norm = LIST.#.attn.norm_k
+    LIST.#.feed_forward.w1 = LIST.#.feed_forward.linear_1
+    LIST.#.feed_forward.w2 = LIST.#.feed_forward.linear_2
+    LIST.#.feed_forward.w3 = LIST.#.feed_forward.linear_3
+    LIST.#.adaLN_modulation.1 = LIST.#.norm1.linear
+"""
+LUMINA2 = Family(
+    else_="z_image",
+    name="lumina2",
+    title="Lumina 2",
+    architecture="lumina-2",
+    base_version="lumina2",
+    signatures={
+        "diffusers": "x_embedder.weight time_caption_embed.caption_embedder.1.weight layers.0.attn.to_q.weight",
+        "original": "x_embedder.weight cap_embedder.1.weight layers.0.attention.qkv.weight layers.0.adaLN_modulation.1.weight",
+    },
+    layers="".join(_BLOCK.replace("LIST", name) for name in ("noise_refiner", "context_refiner", "layers"))
+    + """
+    x_embedder
+    cap_embedder.0 = time_caption_embed.caption_embedder.0
+    cap_embedder.1 = time_caption_embed.caption_embedder.1
+    t_embedder.mlp.0 = time_caption_embed.timestep_embedder.linear_1
+    t_embedder.mlp.2 = time_caption_embed.timestep_embedder.linear_2
+    final_layer.adaLN_modulation.1 = norm_out.linear_1
+    final_layer.linear = norm_out.linear_2
+    """,
+    blocks="""
+        x_embedder = img_in
+        cap_embedder = txt_in
+        t_embedder = time_text_embed
+        noise_refiner.#
+        context_refiner.#
+        layers.#
+        norm_out
+        final_layer.linear = proj_out
+    """,
+    attention=r"(?:layers|refiner)\.\d+\.attention\.",
+    around=r"\.feed_forward\.",
+    encoders={"text_encoder": "gemma2_2b"},
+)
