@@ -1,11 +1,11 @@
-"""Time of merging a LoRA into a live model: `merge_lora` beside diffusers' `fuse_lora` in the same run.
+"""Time of merging a LoRA into a live model: `merge_into_model` beside diffusers' `fuse_lora` in the same run.
 
     python benchmarks/lora_merge.py                 # 64 and 117 million parameters
     python benchmarks/lora_merge.py --rank 128 --repeats 7
     python benchmarks/lora_merge.py --scale 0.8     # no power of two: product and sum take two passes
 
 Both add the same file to the same U-Net. `fuse_lora` keeps nothing: `unfuse_lora` subtracts, which does not give the
-weights back to the bit. `merge_lora` keeps the original values and checks that the result is finite, as
+weights back to the bit. `merge_into_model` keeps the original values and checks that the result is finite, as
 `fuse_lora(safe_fusing=True)` does. Rounds alternate, and the median ratios of neighbours are printed, of wall and of
 processor time. On a machine that does other work, set OMP_NUM_THREADS=1 and read the second.
 """
@@ -21,7 +21,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sigmascope.lora.apply import MergedLora, merge_lora
+from sigmascope.lora.apply import MergedLora, merge_into_model
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
@@ -81,7 +81,7 @@ def compare(name: str, dtype: torch.dtype, rank: int, scale: float, repeats: int
         }
         merged: list[MergedLora] = []
         for _ in range(repeats + 1):
-            times["merge"].append(seconds(lambda: merged.append(merge_lora(ours, lora, scale))))
+            times["merge"].append(seconds(lambda: merged.append(merge_into_model(ours, lora, scale))))
             times["unmerge"].append(seconds(lambda: merged.pop().unmerge()))
             times["fuse"].append(seconds(lambda: theirs.fuse_lora(lora_scale=scale)))
             times["unfuse"].append(seconds(theirs.unfuse_lora))

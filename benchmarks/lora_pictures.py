@@ -35,9 +35,9 @@ from PIL import Image
 from tests.pocket_pipelines import KINDS, load_pocket, prompts, save_pocket
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lbm.calibration import fit_lbm_lora, lbm_statistics, noise_pictures
 from sigmascope.lbm.images import psnr
 from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.lbm_statistics import fit_lbm_lora, lbm_statistics, noise_pictures
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
@@ -50,7 +50,7 @@ from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
 from sigmascope.lora.statistics import ModelStatistics
-from sigmascope.pipeline.calibration import fit_saved_pipeline_lora, pipeline_statistics
+from sigmascope.pipeline.pipeline_statistics import fit_saved_pipeline_lora, pipeline_statistics
 
 POLICIES = {
     "kohya sv_fro": "sv_fro",

@@ -39,18 +39,18 @@ from .lora.layer_extraction import ExtractOptions as ExtractOptions
 from .lora.merge import (
     CombineOptions as CombineOptions,
     MergeMethod as MergeMethod,
-    merge_loras as merge_loras,
+    merge_lora_files as merge_lora_files,
 )
 from .lora.resize import RankPlan as RankPlan, resize_lora as resize_lora
 from .lora.ranks import FixedRank as FixedRank, MethodRank as MethodRank, RankRules as RankRules
 from .lora.budget import Budget as Budget
-from .lora.plan import LoraPlan as LoraPlan, plan_lora as plan_lora
+from .lora.size_plan import LoraPlan as LoraPlan, plan_lora as plan_lora
 from .lora.convert import convert_lora as convert_lora
 from .lora.statistics import ModelStatistics as ModelStatistics, load_statistics as load_statistics
-from .lora.calibration import collect_statistics as collect_statistics
+from .lora.statistics_collection import collect_statistics as collect_statistics
 from .lora.fit import FitOptions as FitOptions, FittedLora as FittedLora
 from .lora.fit import fit_lora as fit_lora, record_calls as record_calls
-from .pipeline.calibration import (
+from .pipeline.pipeline_statistics import (
     fit_pipeline_lora as fit_pipeline_lora,
     pipeline_statistics as pipeline_statistics,
 )
@@ -66,14 +66,14 @@ from .lora.file import LoraFile as LoraFile
 from .lora.factors import LoraFactors as LoraFactors
 
 # Apply LoRAs: on a live model, attached or merged; merged into a checkpoint; side by side as pictures
-from .lora.apply import attach_lora as attach_lora, merge_lora as merge_lora
+from .lora.apply import attach_lora as attach_lora, merge_into_model as merge_into_model
 from .pipeline.lora_grid import LoraGrid as LoraGrid, lora_grid as lora_grid
-from .lora.bake import bake_loras as bake_loras
+from .lora.checkpoint_merge import merge_into_checkpoint as merge_into_checkpoint
 
 # Latent Bridge Matching
 from .lbm.model import build_lbm as build_lbm, load_lbm as load_lbm
 from .lbm.infer import translate_image as translate_image
-from .lbm.calibration import fit_lbm_lora as fit_lbm_lora, lbm_statistics as lbm_statistics
+from .lbm.lbm_statistics import fit_lbm_lora as fit_lbm_lora, lbm_statistics as lbm_statistics
 from .lbm.base import create_base as create_base
 from .lbm.training.settings import load_train_settings as load_train_settings
 from .lbm.training.train import train as train

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.breakdown import findings_of, headline, large_places, time_breakdown
+from sigmascope.analysis.breakdown import headline, large_places, run_findings, time_breakdown
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
 from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 
@@ -202,7 +202,7 @@ def test_findings_come_once_the_gravest_first_then_those_with_most_to_gain() -> 
     more = Finding("b", "info", "B.", {"gain_seconds": 2.0})
     grave = Finding("c", "error", "C.")
     run = run_of(Stage("denoising", 0.0, 1.0, findings=(twice, grave)), findings=(twice, more))
-    assert [finding.id for finding in findings_of(run)] == ["c", "b", "a"]
+    assert [finding.id for finding in run_findings(run)] == ["c", "b", "a"]
 
 
 def test_a_run_without_stages_says_so() -> None:

@@ -16,7 +16,7 @@ _MODULES = (
     "sigmascope.lbm.data",
     "sigmascope.lbm.training.settings",
     "sigmascope.lora.apply",
-    "sigmascope.lora.bake",
+    "sigmascope.lora.checkpoint_merge",
     "sigmascope.lora.compare",
     "sigmascope.lora.inspect",
     "sigmascope.lora.resize",

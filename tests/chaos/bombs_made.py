@@ -547,16 +547,16 @@ def validate(path: Path) -> object:
 
 def bake(path: Path) -> object:
     """A LoRA merged into the file of a small model."""
-    from sigmascope.lora.bake import bake_loras
+    from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 
-    return bake_loras([path], _model(path, "base", 0.0), path.with_name("out.safetensors"))
+    return merge_into_checkpoint([path], _model(path, "base", 0.0), path.with_name("out.safetensors"))
 
 
 def merge(path: Path) -> object:
     """A LoRA merged into a live model."""
     from torch import nn
 
-    from sigmascope.lora.apply import merge_lora
+    from sigmascope.lora.apply import merge_into_model
     from sigmascope.lora.reader import open_lora
 
     model = nn.Module()
@@ -566,7 +566,7 @@ def merge(path: Path) -> object:
         place = place.get_submodule(name)
     place.add_module(_LAYER.rpartition(".")[2], nn.Linear(4, 4))
     with open_lora(path) as lora:
-        return merge_lora(model, lora)
+        return merge_into_model(model, lora)
 
 
 BOMBS: Sequence[Bomb] = (
@@ -673,7 +673,7 @@ def main(folder: Path, kinds: Sequence[str]) -> None:
     import sigmascope.lbm.data
     import sigmascope.lbm.training.settings
     import sigmascope.lora.apply
-    import sigmascope.lora.bake
+    import sigmascope.lora.checkpoint_merge
     import sigmascope.lora.compare
     import sigmascope.lora.inspect
     import sigmascope.lora.resize

@@ -35,10 +35,10 @@ from sigmascope.lbm.images import load_image, save_image
 from sigmascope.lbm.make_shards import ShardTarget, write_shards
 from sigmascope.lbm.pocket.demo import run_demo
 from sigmascope.lbm.shards import read_shard
-from sigmascope.lora.bake import bake_loras
+from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.merge import CombineOptions, merge_loras
+from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
 
@@ -62,7 +62,7 @@ def _resize(target: Path) -> None:
 
 
 def _combine(target: Path) -> None:
-    merge_loras([_LORA, _LORA], target, CombineOptions())
+    merge_lora_files([_LORA, _LORA], target, CombineOptions())
 
 
 def _convert(target: Path) -> None:
@@ -70,7 +70,7 @@ def _convert(target: Path) -> None:
 
 
 def _bake(target: Path) -> None:
-    bake_loras([_LORA], _BASE, target)
+    merge_into_checkpoint([_LORA], _BASE, target)
 
 
 def _save_run(target: Path) -> None:

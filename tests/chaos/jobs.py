@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sigmascope.lbm.training.checkpoints import read_state
 from sigmascope.lbm.training.train import TrainReport, train
-from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.budget import Budget
+from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.merge import CombineOptions, merge_loras
+from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
 from sigmascope.monitor import Recorder
@@ -74,10 +74,10 @@ def jobs(folder: Path) -> list[Job]:
         resize_lora(loras[0], target, _plan(rank))
 
     def merge(weight: float) -> None:
-        merge_loras(loras, target, CombineOptions(weights=(weight, 0.5), plan=_plan(5)))
+        merge_lora_files(loras, target, CombineOptions(weights=(weight, 0.5), plan=_plan(5)))
 
     def bake(weight: float) -> None:
-        bake_loras(loras, base, "model.safetensors", weights=(weight, 0.5))
+        merge_into_checkpoint(loras, base, "model.safetensors", weights=(weight, 0.5))
 
     def convert(layout: str) -> None:
         convert_lora(loras[0], target, layout)

@@ -40,14 +40,14 @@ from sigmascope.lbm.images import find_images, load_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.shards import read_shard
 from sigmascope.lbm.training.settings import load_train_settings
-from sigmascope.lora.apply import attach_lora, merge_lora
-from sigmascope.lora.bake import bake_loras
+from sigmascope.lora.apply import attach_lora, merge_into_model
+from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.compare import compare_loras
 from sigmascope.lora.compatibility import judge_lora
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.inspect import inspect_lora
-from sigmascope.lora.merge import CombineOptions, merge_loras
+from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
@@ -232,7 +232,7 @@ def _bake_into(trial: Trial) -> list[str]:
 
 
 def _baked(lora: Path | str, into: Path | str) -> list[str]:
-    bake_loras([lora], into, _OUT)
+    merge_into_checkpoint([lora], into, _OUT)
     with open_checkpoint(into) as before, open_checkpoint(_OUT) as after:
         changed = [name for name in before if _bytes(before.tensor(name)) != _bytes(after.tensor(name))]
         assert len(changed) <= len(LAYERS) + 1, f"{changed} were changed"
@@ -343,7 +343,7 @@ def _combine(trial: Trial) -> list[str]:
     loras: list[Path | str] = ["other.safetensors", trial.file]
     trial.random.shuffle(loras)
     options = CombineOptions(weights=(1.0, 0.5), plan=_FULL, save_precision="float")
-    report = merge_loras(loras, _OUT, options)
+    report = merge_lora_files(loras, _OUT, options)
     json.dumps(report.as_dict(), allow_nan=False)
     assert load_file(_OUT)
     return [_OUT]
@@ -395,7 +395,7 @@ def _apply(trial: Trial) -> None:
     try:
         lora = load_lora(trial.file)
         if merges:
-            merge_lora(model, lora, 0.5).unmerge()
+            merge_into_model(model, lora, 0.5).unmerge()
         else:
             attach_lora(model, lora, 0.5).detach()
     finally:

@@ -11,8 +11,8 @@ from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
 from sigmascope.lbm.streamed import streamed_lbm
-from sigmascope.lora.calibration import collect_statistics
 from sigmascope.lora.statistics import ModelStatistics
+from sigmascope.lora.statistics_collection import collect_statistics
 
 SMALL = 1000  # elements: nearly all layers of the pocket model stay in the file
 

@@ -9,8 +9,8 @@ from tests.families import FAMILIES, generate, make_pipeline
 from tests.families.group_offload import OFFLOADS_GROUPS
 from torch import Tensor
 
+from sigmascope.pipeline.optimization_plan import Choice, Plan
 from sigmascope.pipeline.optimizer import Hardware, OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.plan import Choice, Plan
 
 GIB = 2**30
 H100 = Hardware("cuda:0", "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), 128 * GIB)

@@ -17,7 +17,7 @@ from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import FitOptions
 from sigmascope.lora.reader import load_lora
-from sigmascope.pipeline.calibration import fit_saved_pipeline_lora, pipeline_statistics
+from sigmascope.pipeline.pipeline_statistics import fit_saved_pipeline_lora, pipeline_statistics
 
 pytestmark = pytest.mark.slow
 CALL: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 3.0}

@@ -318,11 +318,11 @@ def _failure(run: Run) -> str | None:
 
 def _fault(run: Run) -> str | None:
     """What the gravest finding says, of those that say that something is wrong."""
-    faults = [finding for finding in findings_of(run) if finding.severity in _FAULTS]
+    faults = [finding for finding in run_findings(run) if finding.severity in _FAULTS]
     return faults[0].message if faults else None
 
 
-def findings_of(run: Run) -> list[Finding]:
+def run_findings(run: Run) -> list[Finding]:
     """The findings of the run and of its stages, each once, the gravest first, then those with most to gain."""
     order = ("critical", "error", "warning", "info")
     unique: dict[tuple[str, str], Finding] = {}
@@ -342,7 +342,7 @@ def gain_seconds(finding: Finding) -> float:
 def _waste(run: Run) -> str | None:
     """A finding that says where a good part of the time went for nothing, and no row does."""
     costly = max(
-        (finding for finding in findings_of(run) if finding.id != _HAS_ROW), key=gain_seconds, default=None
+        (finding for finding in run_findings(run) if finding.id != _HAS_ROW), key=gain_seconds, default=None
     )
     if costly is None or run.seconds <= 0 or gain_seconds(costly) < _WASTE_SHARE * run.seconds:
         return None

@@ -463,7 +463,7 @@ def show(
 def _as_dict(run: "Run") -> dict[str, Any]:
     from dataclasses import asdict
 
-    from sigmascope.analysis.breakdown import findings_of, headline, time_breakdown
+    from sigmascope.analysis.breakdown import headline, run_findings, time_breakdown
 
     return {
         "name": run.name,
@@ -471,7 +471,7 @@ def _as_dict(run: "Run") -> dict[str, Any]:
         "seconds": run.seconds,
         "headline": headline(run),
         "time": [{"label": row.label, **asdict(row)} for row in time_breakdown(run)],
-        "findings": [asdict(finding) for finding in findings_of(run)],
+        "findings": [asdict(finding) for finding in run_findings(run)],
     }
 
 

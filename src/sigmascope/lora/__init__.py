@@ -18,7 +18,7 @@ Prove and read it:
 Apply it:
 
 - `apply`: on a live model, attached or merged, and taken off again.
-- `bake`: merged into a checkpoint file.
+- `checkpoint_merge`: merged into a checkpoint file.
 
 What these are made of:
 

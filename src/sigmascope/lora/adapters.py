@@ -288,7 +288,7 @@ class LohaChange(Adapter):
                 inner_size(shapes, f"hada_w{side}_a", f"hada_w{side}_b")
             factor_shapes = [(shapes[f"hada_w{side}_a"][0], shapes[f"hada_w{side}_b"][1]) for side in (1, 2)]
         if factor_shapes[0] != factor_shapes[1]:
-            raise misfit(shapes, *names)
+            raise shapes_error(shapes, *names)
         return AdapterFacts(factor_shapes[0], shapes["hada_w1_b"][0])
 
     @property
@@ -415,9 +415,9 @@ def _tucker_shape(shapes: Shapes, core: str, factors: str) -> tuple[int, ...]:
     left, right = f"{factors}_a", f"{factors}_b"
     sizes = shapes[core], shapes[left], shapes[right]
     if len(sizes[0]) < 3 or len(sizes[1]) != 2 or len(sizes[2]) != 2 or min(map(min, sizes)) < 1:
-        raise misfit(shapes, core, left, right)
+        raise shapes_error(shapes, core, left, right)
     if sizes[0][:2] != (sizes[1][0], sizes[2][0]):
-        raise misfit(shapes, core, left, right)
+        raise shapes_error(shapes, core, left, right)
     return (sizes[1][1], sizes[2][1], *sizes[0][2:])
 
 
@@ -489,7 +489,7 @@ class LokrChange(Adapter):
 def _left(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
     if _W1 in shapes:
         if len(shapes[_W1]) != 2 or min(shapes[_W1]) < 1:
-            raise misfit(shapes, _W1)
+            raise shapes_error(shapes, _W1)
         return shapes[_W1], None
     rank = inner_size(shapes, _W1_A, _W1_B)
     return (shapes[_W1_A][0], shapes[_W1_B][1]), rank
@@ -498,7 +498,7 @@ def _left(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
 def _right(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
     if _W2 in shapes:
         if len(shapes[_W2]) < 2 or min(shapes[_W2]) < 1:
-            raise misfit(shapes, _W2)
+            raise shapes_error(shapes, _W2)
         return shapes[_W2], None
     if _CORE not in shapes:
         rank = inner_size(shapes, _W2_A, _W2_B)
@@ -519,7 +519,7 @@ class TuckerChange(Adapter):
         up, down, mid = shapes[UP], shapes[DOWN], shapes[MID]
         flat = all(len(shape) >= 2 and set(shape[2:]) <= {1} for shape in (up, down))
         if not flat or len(mid) < 3 or mid[:2] != (up[1], down[0]) or min(*up, *down, *mid) < 1:
-            raise misfit(shapes, UP, MID, DOWN)
+            raise shapes_error(shapes, UP, MID, DOWN)
         return AdapterFacts((up[0], down[1], *mid[2:]), down[0])
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
@@ -769,11 +769,11 @@ def inner_size(shapes: Shapes, left: str, right: str) -> int:
     require_parts(shapes, left, right)
     first, second = shapes[left], shapes[right]
     if len(first) != 2 or len(second) != 2 or first[1] != second[0] or min(*first, *second) < 1:
-        raise misfit(shapes, left, right)
+        raise shapes_error(shapes, left, right)
     return second[0]
 
 
-def misfit(shapes: Shapes, *names: str) -> LoraFormatError:
+def shapes_error(shapes: Shapes, *names: str) -> LoraFormatError:
     """The error for parts that do not fit together."""
     named = ", ".join(f"{name} {shapes[name]}" for name in names)
     return LoraFormatError(

@@ -1,4 +1,4 @@
-"""Apply a LoRA to a live model or pipeline, hot (attach_lora) or merged (merge_lora), and undo it.
+"""Apply a LoRA to a live model or pipeline, hot (attach_lora) or merged (merge_into_model), and undo it.
 
 A file may hold changes of several models of a pipeline. A model alone gets those that are for it; the others are
 named in `left_out`.
@@ -40,7 +40,7 @@ from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of, modules_in
 from sigmascope.units import first_few
 
-__all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
+__all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_into_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -187,20 +187,20 @@ def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
         if _is_compiled(module) and any(inner in names for inner in module.modules()):
             raise ModelMismatchError(
                 f"{path or 'the model'} is already compiled, and a LoRA attached to it now would not run.",
-                hint="Attach it before torch.compile, or use merge_lora, which changes the weights.",
+                hint="Attach it before torch.compile, or use merge_into_model, which changes the weights.",
             )
     bypassed = [name for layer, name in names.items() if isinstance(layer, NonDynamicallyQuantizableLinear)]
     if bypassed:
         raise ModelMismatchError(
             f"{', '.join(bypassed)}: nn.MultiheadAttention reads this weight without calling the layer.",
-            hint="Use merge_lora, which changes the weight.",
+            hint="Use merge_into_model, which changes the weight.",
         )
     padding = [name for layer, name in names.items() if _pads_its_input(layer)]
     if padding:
         raise ModelMismatchError(
             f"{first_few(padding)}: a convolution that takes more than its input, "
             "as one in time that pads with the frames before.",
-            hint="Use merge_lora, which changes the weight.",
+            hint="Use merge_into_model, which changes the weight.",
         )
 
 
@@ -443,7 +443,7 @@ class LoraBranch:
         return torch.add(output, branch.to(output.dtype), alpha=strength * self.factors.scale)
 
 
-def merge_lora(
+def merge_into_model(
     model: Any,
     lora: LoraFile,
     scale: float = 1.0,
@@ -506,7 +506,7 @@ def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
 
 
 class MergedLora:
-    """A LoRA that is part of a model's weights. Made by `merge_lora`.
+    """A LoRA that is part of a model's weights. Made by `merge_into_model`.
 
     Attributes:
         applied: The LoRA's modules that were merged, in the LoRA's order.

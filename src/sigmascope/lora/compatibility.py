@@ -41,7 +41,7 @@ from sigmascope.lora.module_names import (
     title_of,
 )
 from sigmascope.lora.reader import OpaqueChange, open_any_kind
-from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, Reason, findings_of, unreadable
+from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, Reason, unreadable, verdict_findings
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
@@ -147,7 +147,7 @@ def _module_verdicts(
         unused_keys=lora.unused_keys,
         unavailable={} if values else {"values": "not asked for: numbers were not read"},
     )
-    return replace(verdict, findings=findings_of(verdict, keys))
+    return replace(verdict, findings=verdict_findings(verdict, keys))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -619,13 +619,3 @@ def _partner(ending: str) -> str | None:
             if this in dotted:
                 return dotted.replace(this, other, 1).removeprefix(".")
     return None
-
-
-if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from sigmascope.moved import moved_name
-
-        return moved_name(__name__, name)

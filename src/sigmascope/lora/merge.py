@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -66,7 +66,7 @@ from sigmascope.lora.writer import (
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
-__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "merge_loras"]
+__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "merge_lora_files"]
 
 
 _NAMED: Final = 5  # modules in a message
@@ -183,7 +183,7 @@ class CombineOptions:
     ridge: float = RIDGE
 
 
-def merge_loras(
+def merge_lora_files(
     loras: Sequence[str | PathLike[str]],
     save_to: str | PathLike[str],
     options: CombineOptions | None = None,
@@ -641,13 +641,3 @@ def require_density(density: float) -> float:
             f"--density {density} is no share of values to keep.", hint="Use a number above 0, up to 1."
         )
     return density
-
-
-if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from sigmascope.moved import moved_name
-
-        return moved_name(__name__, name)

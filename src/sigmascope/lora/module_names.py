@@ -31,10 +31,10 @@ from sigmascope.lora.families import (
     UnetBlocks,
     attends_to_itself,
     families_with,
+    family_misfit,
     family_named,
     is_layer_of,
     likeliest,
-    misfit,
     row_of_diffusers,
     row_of_original,
     unflattened,
@@ -400,7 +400,7 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
         else:
             placed[name] = place
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
-    otherwise = None if family is None else misfit(family, shapes)
+    otherwise = None if family is None else family_misfit(family, shapes)
     if otherwise is not None:
         raise ConfigError(
             f"{lora} is not for the family {family}: {otherwise}.",
@@ -427,13 +427,15 @@ def _placed(name: str) -> tuple[Part, str] | None:
 
 def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
     named = family_in(lora.metadata)
-    if named is not None and misfit(named, shapes) is None:
+    if named is not None and family_misfit(named, shapes) is None:
         return named
     if any(name.startswith("denoiser.") for name in names):
         return "lbm"
     if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
         return _unet_family(shapes)
-    candidates = likeliest(family for family in families_with(shapes) if misfit(family, shapes) is None)
+    candidates = likeliest(
+        family for family in families_with(shapes) if family_misfit(family, shapes) is None
+    )
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
@@ -499,7 +501,7 @@ def file_family(lora: LoraFile) -> FileFamily:
     if by_names in UNET_FAMILIES:
         return _unet_file_family(lora, by_names, stated)
     is_kin = by_names is not None and family_named(stated).else_ == by_names
-    if is_kin and misfit(str(stated), _denoiser_layers(lora)) is None:  # names and shapes fit both
+    if is_kin and family_misfit(str(stated), _denoiser_layers(lora)) is None:  # names and shapes fit both
         return FileFamily(stated, False, "its header")
     if by_names is not None:
         return FileFamily(by_names, False, "its names")
@@ -519,7 +521,9 @@ def _by_most_names(lora: LoraFile) -> str | None:
     layers = _denoiser_layers(lora)
     counts = _known_names(layers)
     most = max(counts.values())
-    candidates = [family for family in counts if counts[family] == most and misfit(family, layers) is None]
+    candidates = [
+        family for family in counts if counts[family] == most and family_misfit(family, layers) is None
+    ]
     first = likeliest(candidates)
     return first[0] if len(first) == 1 and 2 * most >= len(layers) > 0 else None
 
@@ -550,7 +554,7 @@ def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
         return ""
     others = [path for path in layers if not is_layer_of(family, path)]
     lacking = f"{len(others)} of {len(layers)} names are none of its ({others[0]})" if others else None
-    otherwise = misfit(family, layers) or lacking
+    otherwise = family_misfit(family, layers) or lacking
     return "" if otherwise is None else f"; the nearest is {title_of(family)}, but {otherwise}"
 
 

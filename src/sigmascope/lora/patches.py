@@ -421,16 +421,16 @@ def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple
     """
     if patch.offset is None:
         if (up.shape[0], down[0].numel()) != (shape[0], prod(shape[1:])):
-            raise _misfit(patch, up, down, shape)
+            raise _shapes_error(patch, up, down, shape)
         return up, down.flatten(1)
     axis, start, length = patch.offset
     if axis == 0:
         if (up.shape[0], down[0].numel()) != (length, prod(shape[1:])) or start + length > shape[0]:
-            raise _misfit(patch, up, down, shape)
+            raise _shapes_error(patch, up, down, shape)
         return _padded(up, 0, start, shape[0]), down.flatten(1)
     part = (*shape[1:axis], length, *shape[axis + 1 :])
     if (up.shape[0], down[0].numel()) != (shape[0], prod(part)) or start + length > shape[axis]:
-        raise _misfit(patch, up, down, shape)
+        raise _shapes_error(patch, up, down, shape)
     return up, _padded(down.reshape(len(down), *part), axis, start, shape[axis]).flatten(1)
 
 
@@ -440,7 +440,7 @@ def _padded(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
     return whole
 
 
-def _misfit(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
+def _shapes_error(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
     part = "" if patch.offset is None else f" at {patch.offset}"
     return ModelMismatchError(
         f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}{part}."

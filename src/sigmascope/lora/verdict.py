@@ -1,6 +1,6 @@
 """The verdict on a LoRA file and a model: module by module, with findings and advice.
 
-A `LoraVerdict` holds what becomes of each module (`ModuleVerdict`); `findings_of` says what that comes to, with
+A `LoraVerdict` holds what becomes of each module (`ModuleVerdict`); `verdict_findings` says what that comes to, with
 numbers and with what to do. `loader_findings` adds what the loaders of the field do with a file that is right in
 itself (diffusers 0.42 and ComfyUI 0.3 to 0.18).
 """
@@ -8,7 +8,7 @@ itself (diffusers 0.42 and ComfyUI 0.3 to 0.18).
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
@@ -227,7 +227,7 @@ def _why_no_norm(module: ModuleVerdict) -> dict[str, str]:
     return unread | {"delta_norm": f"what a {module.kind} change does depends on the model's weight"}
 
 
-def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...]:
+def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...]:
     """What is wrong with a LoRA on a model, the worst first.
 
     Args:
@@ -462,13 +462,3 @@ def unreadable(error: Exception) -> Finding:
     message = error.message if isinstance(error, SigmascopeError) else str(error)
     hint = error.hint if isinstance(error, SigmascopeError) else None
     return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)
-
-
-if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from sigmascope.moved import moved_name
-
-        return moved_name(__name__, name)

@@ -30,7 +30,16 @@ from sigmascope.pipeline.memory_optimizations import (
     TILING_KIND,
 )
 from sigmascope.pipeline.model_state import Structure
-from sigmascope.pipeline.plan import PIPELINE, Change, Choice, Kind, OptimizationConfig, Plan, Undo, models_of
+from sigmascope.pipeline.optimization_plan import (
+    PIPELINE,
+    Change,
+    Choice,
+    Kind,
+    OptimizationConfig,
+    Plan,
+    Undo,
+    models_of,
+)
 from sigmascope.pipeline.speed_optimizations import (
     ATTENTION_KIND,
     CACHE_KIND,

@@ -22,7 +22,7 @@ from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.apply_undo import AppliedChoice, undo_all
 from sigmascope.pipeline.model_state import wait_for
-from sigmascope.pipeline.plan import Choice, NotTaken, Plan, parts_of
+from sigmascope.pipeline.optimization_plan import Choice, NotTaken, Plan, parts_of
 from sigmascope.probes.models import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.progress import Progress, no_progress

@@ -20,8 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from sigmascope import units
-from sigmascope.pipeline.peak_prediction import Planned, Prediction, predict_peak
-from sigmascope.pipeline.plan import (
+from sigmascope.pipeline.optimization_plan import (
     PIPELINE,
     Choice,
     Considered,
@@ -41,6 +40,7 @@ from sigmascope.pipeline.plan import (
     planned_call,
     spatial_factor,
 )
+from sigmascope.pipeline.peak_prediction import Planned, Prediction, predict_peak
 from sigmascope.probes.models import layerwise_casting
 from sigmascope.probes.reading import attempt
 from sigmascope.records.memory import MIB, mib

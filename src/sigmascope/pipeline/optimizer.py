@@ -24,7 +24,7 @@ from sigmascope.pipeline.apply_undo import (
 )
 from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
 from sigmascope.pipeline.memory_optimizations import PRECISION, context_of, estimate_work, memory_estimate
-from sigmascope.pipeline.plan import (
+from sigmascope.pipeline.optimization_plan import (
     PIPELINE,
     Choice,
     Considered,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sigmascope.pipeline.memory_optimizations import is_quantised
-from sigmascope.pipeline.plan import (
+from sigmascope.pipeline.optimization_plan import (
     PIPELINE,
     Choice,
     Considered,

@@ -1,7 +1,7 @@
 """One entry of a ComfyUI patcher, read as the changes to a weight that it stands for.
 
 `applied` takes the entry apart (`read_entry`), resolves merged models into sums (`parts_of`), reads each adapter,
-whatever its version (`read_value`), and checks whether its shapes fit the weight (`misfit`). The check is needed since
+whatever its version (`read_value`), and checks whether its shapes fit the weight (`patch_misfit`). The check is needed since
 ComfyUI registers what does not fit and raises nothing: when it merges, it logs `ERROR lora <key>` or
 `WARNING SHAPE MISMATCH` and leaves the weight as it was. `settled` adds what is known to fail though its shapes fit,
 and looks at the weight to decide where it can.
@@ -210,7 +210,7 @@ def _standing_of_part(part: Part, shape: tuple[int, ...] | None, standing: Stand
     entry, change = part.entry, part.change
     if shape is None:
         return Standing("failed", "the model has no weight of that name")
-    why = misfit(change, shape, entry.offset)
+    why = patch_misfit(change, shape, entry.offset)
     if why is not None:
         return Standing("failed", why)
     if entry.strength == 0 and entry.strength_model == 1 and change.kind != "set":
@@ -426,7 +426,7 @@ def _pads(options: object) -> bool:
     return isinstance(options, Mapping) and bool(options.get("pad_weight"))
 
 
-def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
+def patch_misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
     """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows."""
     check = _CHECKS.get(change.kind)
     if check is None:

@@ -174,7 +174,7 @@ def _applied(name: str, layer: nn.Module, adapter: str, change: Change, standing
     if shape is None:
         unavailable["weight_shape"] = "the layer has no weight of that name"
     state, reason = standing.of(adapter, scales.strength, change.kind)
-    why = misfit(change, shape)
+    why = adapter_misfit(change, shape)
     if why is not None:
         state, reason = "failed", why
     return AppliedPatch(
@@ -343,7 +343,7 @@ _READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
 }
 
 
-def misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
+def adapter_misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
     """Why a low-rank change cannot be one of a weight of that shape, or None."""
     up, down = (change.tensors.get(name) for name in ("up", "down"))
     if up is None or down is None:

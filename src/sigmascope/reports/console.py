@@ -16,7 +16,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
+from sigmascope.analysis.breakdown import (
+    TimeShare,
+    headline,
+    in_words,
+    large_places,
+    large_rows,
+    run_findings,
+)
 from sigmascope.analysis.memory import PeakOwner, peak_owners
 from sigmascope.records.performance import (
     PROCESS,
@@ -62,7 +69,7 @@ def print_run(run: Run, console: Console | None = None, *, full: bool = False) -
 
 def render_summary(run: Run) -> RenderableType:
     """Return what to know first: the headline, a bar for each part of the time, and five findings at most."""
-    findings = findings_of(run)
+    findings = run_findings(run)
     verdict = headline(run)
     state = "" if run.complete else " (not complete)"
     parts: list[RenderableType] = [
@@ -166,7 +173,7 @@ def render_run(run: Run) -> RenderableType:
     parts += device_lines(run)
     parts += _damage(run)
     parts += _errors(run)
-    parts += map(_finding, findings_of(run))
+    parts += map(_finding, run_findings(run))
     return Harmless(Group(*parts))
 
 

@@ -17,7 +17,14 @@ import jinja2
 from markupsafe import Markup
 
 from sigmascope.__about__ import __version__
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, in_words, large_places, large_rows
+from sigmascope.analysis.breakdown import (
+    TimeShare,
+    headline,
+    in_words,
+    large_places,
+    large_rows,
+    run_findings,
+)
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
@@ -152,7 +159,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "complete": run.complete,
         "headline": headline(run),
         "time": list(_time_rows(run)),
-        "findings": findings_of(run),
+        "findings": run_findings(run),
         "errors": [(stage.name, stage.error) for stage in run.walk() if stage.error is not None],
         "damage": list(islice(impossible_times(run), 5)),
         "folded": None if run.folded is None else folded_in_words(run.folded),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from sigmascope.analysis.breakdown import TimeShare, findings_of, headline, large_places, large_rows
+from sigmascope.analysis.breakdown import TimeShare, headline, large_places, large_rows, run_findings
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
@@ -46,7 +46,7 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
     last = shown[-1]
     rows, small = large_rows(last)
     changed = what_changed(shown[1:], shown[:1]) if len(shown) > 1 else None
-    findings = findings_of(last)
+    findings = run_findings(last)
     return template("report.md.jinja").render(
         runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
         privacy={"hash": "their hashes", "none": "nothing", "full": "their text"}[prompts],

@@ -96,8 +96,8 @@ from sigmascope.stages.latent_validation import (
     CodingFacts,
     PicturesAndLatent,
     failures_of,
-    findings_of,
     not_finite_in,
+    validation_findings,
     validation_of,
 )
 from sigmascope.stages.schema import (
@@ -398,7 +398,7 @@ def _analysis(
     facts = CodingFacts(
         direction, media, vae, vae_before, vae_now, tried, used.strategy, efficiency, measured.impact, dummy
     )
-    findings = findings_of(facts, known.findings)
+    findings = validation_findings(facts, known.findings)
     failures = failures_of([*findings["output"], *(findings["strategies"] if dummy else ())])
     success = error is None and not failures
     problems = " ".join(finding.message for finding in failures)

@@ -67,7 +67,7 @@ class CodingFacts:
     dummy: bool
 
 
-def findings_of(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
+def validation_findings(facts: CodingFacts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
     """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`."""
     media, encodes = facts.media, facts.direction == "encoding"
     pictures = [*picture_findings(media.pictures, decoded=not encodes)]

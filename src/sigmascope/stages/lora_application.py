@@ -36,8 +36,8 @@ from sigmascope.stages.baseline import (
 )
 from sigmascope.stages.lora_on_model import (
     FUSED,
+    application_findings,
     file_findings,
-    findings_of,
     host_of,
     lora_file_facts,
     match_applied,
@@ -243,7 +243,7 @@ def analyze_lora_application_results(
     on_unet, on_clip, left_off = _models_with_lora(unet, clip, modified_unet, modified_clip)
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
-    findings = findings_of(
+    findings = application_findings(
         [("UNet", unet.weights, unet.patches), ("CLIP", clip.weights, clip.patches)],
         [*file_findings(verdict.value, on_model.value, host_of(modified_unet, modified_clip))],
         effective,

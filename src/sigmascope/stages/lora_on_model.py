@@ -491,7 +491,7 @@ _Evidence = dict[str, JsonScalar]
 _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
 
 
-def findings_of(
+def application_findings(
     models: _Models,
     of_file: Sequence[Finding],
     effective: bool | None,

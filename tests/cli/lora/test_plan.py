@@ -11,7 +11,7 @@ from tests.cli.lora.conftest import Run
 
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lora.plan import plan_lora
+from sigmascope.lora.size_plan import plan_lora
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_table_ends_with_a_command_that_makes_what_was_planned(
 ) -> None:
     planned = cache(partial(plan_lora, BASE_PATH, TUNED_PATH))  # once for table and JSON
     monkeypatch.setattr(
-        "sigmascope.lora.plan.plan_lora",
+        "sigmascope.lora.size_plan.plan_lora",
         lambda base, tuned, options, *, most_rank, progress: planned(options, most_rank=most_rank),
     )
     flags = [

@@ -12,7 +12,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
-from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.apply import attach_lora, merge_into_model
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import validate_lora
@@ -95,7 +95,7 @@ def test_hot_and_merged_latents_agree_and_unmerging_is_exact(base: LbmModel, ran
     with torch.inference_mode():
         with attach_lora(base, lora):
             hot = base(latent, sigma)
-        with merge_lora(base, lora):
+        with merge_into_model(base, lora):
             merged = base(latent, sigma)
     torch.testing.assert_close(hot, merged, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(tensor, before[key]) for key, tensor in base.state_dict().items())

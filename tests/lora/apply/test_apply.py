@@ -312,7 +312,7 @@ def test_an_already_compiled_model_is_refused(model: SmallNet, make_lora: MakeLo
     lora = make_lora(model)
     compiled = torch.compile(model, backend="eager")
     assert isinstance(compiled, nn.Module)
-    with pytest.raises(ModelMismatchError, match=r"already compiled.*merge_lora"):
+    with pytest.raises(ModelMismatchError, match=r"already compiled.*merge_into_model"):
         attach_lora(compiled, lora)
     model.compile(backend="eager")
     with pytest.raises(ModelMismatchError, match="already compiled"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.apply import attach_lora, merge_into_model
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 
@@ -59,7 +59,7 @@ def test_text_encoders_give_what_they_give_with_diffusers_own_loading(
             alone[part] = encoded(getattr(pipeline, part))
     with attach_lora(pipeline, lora):
         together = {part: encoded(getattr(pipeline, part)) for part in parts}
-    with merge_lora(pipeline, lora):
+    with merge_into_model(pipeline, lora):
         merged = {part: encoded(getattr(pipeline, part)) for part in parts}
     pipeline.load_lora_weights(file)
     for part in parts:
@@ -136,7 +136,7 @@ def test_a_language_model_that_encodes_text_takes_its_part(pipelines: GetPipelin
     with attach_lora(encoder, lora) as attached:
         assert [len(attached.applied), len(attached.left_out)] == [1, 1]
     before = encoder.get_submodule(name).weight.detach().clone()
-    with merge_lora(encoder, lora):
+    with merge_into_model(encoder, lora):
         changed = encoder.get_submodule(name).weight - before
     torch.testing.assert_close(changed, factors.delta(), atol=1e-6, rtol=1e-5)
 
@@ -160,7 +160,7 @@ def test_convolutions_in_time_and_space_are_those_of_the_changed_weight(
         expected = changed(x)
         with attach_lora(nn.ModuleDict({"conv": layer}), LoraFile({"conv": factors}), scale=0.5):
             torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
-        with merge_lora(nn.ModuleDict({"conv": layer}), LoraFile({"conv": factors}), scale=0.5):
+        with merge_into_model(nn.ModuleDict({"conv": layer}), LoraFile({"conv": factors}), scale=0.5):
             torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_a_convolution_that_pads_its_input_itself_is_refused_hot_and_merged_cold
     lora = LoraFile({name: factors_for(shape)})
     with pytest.raises(ModelMismatchError, match="takes more than its input"):
         attach_lora(vae, lora)
-    with merge_lora(vae, lora) as merged:
+    with merge_into_model(vae, lora) as merged:
         assert merged.applied == (name,)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.bake import bake_loras
+from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.pairs import PairOptions
 from sigmascope.lora.reader import load_lora
@@ -310,7 +310,7 @@ def test_with_biases_and_norms_the_base_becomes_the_tuned_model(
     wanted = state(tuned_model(name, others=True))
     assert len(report.modules) + len(report.diffs) == len(wanted)
     assert report.uncovered == {}
-    bake_loras([report.lora], report.base, tmp_path / "baked.safetensors")
+    merge_into_checkpoint([report.lora], report.base, tmp_path / "baked.safetensors")
     baked = load_file(tmp_path / "baked.safetensors")
     for key, tensor in wanted.items():
         torch.testing.assert_close(baked[key], tensor, rtol=1e-6, atol=1e-6)

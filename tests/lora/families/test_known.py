@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import FAMILIES, TRANSFORMERS, layout_of, misfit, row_of_diffusers
+from sigmascope.lora.families import FAMILIES, TRANSFORMERS, family_misfit, layout_of, row_of_diffusers
 from sigmascope.lora.families.known import FLOW
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import block_of_module, in_coverage
@@ -126,9 +126,9 @@ def test_attention_is_covered(family: str, made: Made) -> None:
 
 def test_flux_1_and_flux_2_are_told_by_shapes() -> None:
     feed_forward = {"double_blocks.0.img_mlp.0": (6 * 64, 64)}
-    assert misfit("flux2", feed_forward) is None
-    assert "not 4 times" in str(misfit("flux", feed_forward))
-    assert "not 6 times" in str(misfit("flux2", {"double_blocks.0.img_mlp.0": (4 * 64, 64)}))
+    assert family_misfit("flux2", feed_forward) is None
+    assert "not 4 times" in str(family_misfit("flux", feed_forward))
+    assert "not 6 times" in str(family_misfit("flux2", {"double_blocks.0.img_mlp.0": (4 * 64, 64)}))
 
 
 def test_no_two_families_have_a_name_in_headers() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from sigmascope.lora.families import ModelLayout, Part, layout_of, misfit
+from sigmascope.lora.families import ModelLayout, Part, family_misfit, layout_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -264,7 +264,7 @@ def test_models_that_share_names_with_flux_are_not_taken_for_it() -> None:
     # Of a file with nothing but attention, the width does: 6144 of [dev], 4096 of [klein] 9B, FLUX.1's is 3072.
     for width, fits in ((6144, False), (4096, False), (3072, True)):
         for name in ("double_blocks.0.img_attn.qkv", "single_transformer_blocks.3.attn.to_q"):
-            wrong = misfit("flux", {name: (3 * width if "qkv" in name else width, width)})
+            wrong = family_misfit("flux", {name: (3 * width if "qkv" in name else width, width)})
             assert (wrong is None) == fits
             assert fits or wrong == f"{name} reads {width} features, more than 3072"
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora import factors as factors_module
-from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.apply import attach_lora, merge_into_model
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 
@@ -66,7 +66,7 @@ def test_weights_become_base_plus_scaled_change(
 ) -> None:
     lora = make_lora(model, rank=2, alpha=3.0)
     base = weights(model)
-    merged = merge_lora(model, lora, scale)
+    merged = merge_into_model(model, lora, scale)
     assert merged.applied == ("0", "2")
     for name, factors in lora.modules.items():
         expected = base[f"{name}.weight"].double() + scale * factors.delta(torch.float64)
@@ -79,7 +79,7 @@ def test_unmerging_restores_every_bit(
 ) -> None:
     unet.to(dtype)
     base = weights(unet)
-    merged = merge_lora(unet, make_lora(unet, rank=3), 0.9)
+    merged = merge_into_model(unet, make_lora(unet, rank=3), 0.9)
     assert not same_bits(unet, base)
     merged.unmerge()
     assert same_bits(unet, base)
@@ -105,7 +105,7 @@ def test_a_unet_gives_the_same_hot_and_merged(unet: UNet2DConditionModel, make_l
     with attach_lora(unet, lora, 0.8) as attached:
         hot = run()
         assert attached.dormant == ()
-    with merge_lora(unet, lora, 0.8):
+    with merge_into_model(unet, lora, 0.8):
         cold = run()
     assert float((hot - plain).abs().max()) > 0.05
     torch.testing.assert_close(hot, cold, rtol=1e-4, atol=1e-5)
@@ -116,7 +116,7 @@ def test_rounding_happens_once_to_the_weights_dtype(model: nn.Sequential, make_l
     model.bfloat16()
     lora = make_lora(model)
     base = weights(model)
-    merge_lora(model, lora)
+    merge_into_model(model, lora)
     expected = (base["2.weight"].float() + lora.modules["2"].delta()).bfloat16()
     assert torch.equal(weight(model, "2"), expected)
 
@@ -130,7 +130,7 @@ def test_a_weight_of_many_pieces_is_merged_and_restored(
     lora = make_lora(model, rank=2)
     base = weights(model)
     exact = base["0.weight"].double() + scale * lora.modules["0"].delta(torch.float64)
-    with merge_lora(model, lora, scale):
+    with merge_into_model(model, lora, scale):
         torch.testing.assert_close(weight(model, "0").double(), exact, rtol=1e-6, atol=1e-7)
     assert same_bits(model, base)
 
@@ -144,7 +144,7 @@ def test_an_overflow_in_the_last_piece_leaves_the_weight_as_it_was(
     lora.modules["0"].up[-1] = inf
     base = weights(model)
     with pytest.raises(NonFiniteError, match="0: the merged weight would hold NaN or Inf"):
-        merge_lora(model, lora)
+        merge_into_model(model, lora)
     assert same_bits(model, base)
 
 
@@ -152,14 +152,14 @@ def test_float64_arithmetic_where_asked(model: nn.Sequential, make_lora: MakeLor
     model.double()
     lora = make_lora(model, dtype=torch.float64)
     base = weights(model)
-    merge_lora(model, lora, compute_dtype=torch.float64)
+    merge_into_model(model, lora, compute_dtype=torch.float64)
     expected = base["2.weight"] + lora.modules["2"].delta(torch.float64)
     torch.testing.assert_close(weight(model, "2"), expected, rtol=1e-15, atol=1e-15)
 
 
 def test_parameters_stay_the_same_objects(model: nn.Sequential, make_lora: MakeLora) -> None:
     before = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
-    with merge_lora(model, make_lora(model)):
+    with merge_into_model(model, make_lora(model)):
         assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
     assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -169,13 +169,13 @@ def test_scale_zero_touches_nothing(model: nn.Sequential, make_lora: MakeLora) -
     with torch.no_grad():
         weight(model, "2").fill_(-0.0)
     base = weights(model)
-    merged = merge_lora(model, make_lora(model), scale=0.0)
+    merged = merge_into_model(model, make_lora(model), scale=0.0)
     assert same_bits(model, base)
     assert (merged.kept_bytes, merged.applied) == (0, ("0", "2"))
 
 
 def test_the_memory_of_the_originals_is_stated(model: nn.Sequential, make_lora: MakeLora) -> None:
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     assert merged.kept_bytes == (6 * 3 * 3 * 3 + 4 * 6) * 4
     merged.unmerge()
     assert merged.kept_bytes == 0
@@ -183,9 +183,9 @@ def test_the_memory_of_the_originals_is_stated(model: nn.Sequential, make_lora: 
 
 def test_nested_merges_are_undone_in_order(model: nn.Sequential, make_lora: MakeLora) -> None:
     base = weights(model)
-    with merge_lora(model, make_lora(model, seed=1)):
+    with merge_into_model(model, make_lora(model, seed=1)):
         between = weights(model)
-        with merge_lora(model, make_lora(model, seed=2)):
+        with merge_into_model(model, make_lora(model, seed=2)):
             pass
         assert same_bits(model, between)
     assert same_bits(model, base)
@@ -193,8 +193,8 @@ def test_nested_merges_are_undone_in_order(model: nn.Sequential, make_lora: Make
 
 def test_undoing_the_outer_merge_first_is_refused(model: nn.Sequential, make_lora: MakeLora) -> None:
     base = weights(model)
-    outer = merge_lora(model, make_lora(model, seed=1))
-    inner = merge_lora(model, make_lora(model, seed=2))
+    outer = merge_into_model(model, make_lora(model, seed=1))
+    inner = merge_into_model(model, make_lora(model, seed=2))
     both = weights(model)
     with pytest.raises(ModelMismatchError, match="2 of 2 merged weights were changed since, the first is 0"):
         outer.unmerge()
@@ -206,7 +206,7 @@ def test_undoing_the_outer_merge_first_is_refused(model: nn.Sequential, make_lor
 
 def test_a_training_step_in_between_is_not_silently_lost(model: nn.Sequential, make_lora: MakeLora) -> None:
     base = weights(model)
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     with torch.no_grad():
         weight(model, "2")[0, 0] += 0.5
     with pytest.raises(ModelMismatchError, match=r"1 of 2 .* the first is 2.*force=True"):
@@ -228,7 +228,7 @@ def test_any_accident_to_a_merged_weight_is_noticed(
     make_lora: MakeLora, accident: Callable[[Tensor], object]
 ) -> None:
     model = nn.Sequential(nn.Linear(37, 64))
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     with torch.no_grad():
         accident(weight(model, "0"))
     with pytest.raises(ModelMismatchError, match="changed since"):
@@ -239,7 +239,7 @@ def test_a_model_cast_while_merged_is_restored_only_by_force(
     model: nn.Sequential, make_lora: MakeLora
 ) -> None:
     base = weights(model)
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     model.bfloat16()
     with pytest.raises(ModelMismatchError):
         merged.unmerge()
@@ -253,7 +253,7 @@ def test_a_weight_that_layers_share_changes_once(make_lora: MakeLora) -> None:
     one = make_lora(model[:1])
     both = LoraFile({"0": one.modules["0"], "1": one.modules["0"]})
     base = weight(model, "0").clone()
-    with merge_lora(model, both) as merged:
+    with merge_into_model(model, both) as merged:
         assert merged.applied == ("0", "1")
         torch.testing.assert_close(weight(model, "1"), base + one.modules["0"].delta())
         assert model.get_parameter("1.weight") is model.get_parameter("0.weight")
@@ -266,7 +266,7 @@ def test_a_weight_that_is_not_contiguous_is_merged_and_restored(make_lora: MakeL
     kernel.data = kernel.data.to(memory_format=torch.channels_last)
     base = weights(model)
     lora = make_lora(model)
-    with merge_lora(model, lora):
+    with merge_into_model(model, lora):
         torch.testing.assert_close(weight(model, "0"), base["0.weight"] + lora.modules["0"].delta())
         assert not weight(model, "0").is_contiguous()
     assert torch.equal(weight(model, "0"), base["0.weight"])
@@ -280,7 +280,7 @@ def test_an_overflow_is_refused_and_leaves_the_model_as_it_was(
     lora = make_lora(model)
     huge = LoraFactors(lora.modules["2"].up * 1e9, lora.modules["2"].down, 2.0, (4, 6))
     with pytest.raises(NonFiniteError, match=r"2: the merged weight would hold NaN or Inf in torch\.float16"):
-        merge_lora(model, LoraFile({"0": lora.modules["0"], "2": huge}))
+        merge_into_model(model, LoraFile({"0": lora.modules["0"], "2": huge}))
     assert same_bits(model, base)
 
 
@@ -298,7 +298,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(torch, "mm", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        merge_lora(model, lora)
+        merge_into_model(model, lora)
     assert same_bits(model, base)
 
 
@@ -308,14 +308,14 @@ def test_a_misfit_is_refused_before_anything_changes(
     base = weights(model)
     modules = {**make_lora(model).modules, "2": make_factors((5, 6), 2)}
     with pytest.raises(ModelMismatchError, match=r"2 is \(5, 6\) in the LoRA and \(4, 6\) in the model"):
-        merge_lora(model, LoraFile(modules))
+        merge_into_model(model, LoraFile(modules))
     assert same_bits(model, base)
 
 
 def test_a_model_without_values_is_refused(make_lora: MakeLora) -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="meta"))
     with pytest.raises(ModelMismatchError, match="0 is on the meta device"):
-        merge_lora(model, make_lora(model))
+        merge_into_model(model, make_lora(model))
 
 
 def test_a_packed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora) -> None:
@@ -323,7 +323,7 @@ def test_a_packed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora)
     lora = make_lora(model)
     model[0].weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ModelMismatchError, match=r"quantised weight.*attach_lora"):
-        merge_lora(model, lora)
+        merge_into_model(model, lora)
 
 
 def test_a_computed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora) -> None:
@@ -331,7 +331,7 @@ def test_a_computed_weight_is_refused_with_the_way_that_works(make_lora: MakeLor
     lora = make_lora(model)
     parametrizations.weight_norm(model[0])
     with pytest.raises(ModelMismatchError, match=r"computes its weight.*attach_lora"):
-        merge_lora(model, lora)
+        merge_into_model(model, lora)
     x = torch.randn(2, 4)
     expected = model(x) + x @ lora.modules["0"].delta().T
     with attach_lora(model, lora):
@@ -343,14 +343,14 @@ def test_a_compiled_model_is_merged(model: nn.Sequential, make_lora: MakeLora) -
     base = weights(model)
     compiled = torch.compile(model, backend="eager")
     assert isinstance(compiled, nn.Module)
-    with merge_lora(compiled, lora):
+    with merge_into_model(compiled, lora):
         assert not same_bits(model, base)
     assert same_bits(model, base)
 
 
 def test_an_infinite_scale_is_refused(model: nn.Sequential, make_lora: MakeLora) -> None:
     with pytest.raises(ConfigError, match="scale of inf"):
-        merge_lora(model, make_lora(model), inf)
+        merge_into_model(model, make_lora(model), inf)
 
 
 def test_keys_that_are_not_merged_are_logged(
@@ -358,7 +358,7 @@ def test_keys_that_are_not_merged_are_logged(
 ) -> None:
     lora = LoraFile(make_lora(model).modules, unused_keys=("0.diff_b",))
     with caplog.at_level(logging.WARNING):
-        merge_lora(model, lora)
+        merge_into_model(model, lora)
     assert "1 keys are not applied: ('0.diff_b',)" in caplog.text
 
 
@@ -367,7 +367,7 @@ def test_keys_that_are_not_merged_are_logged(
 def test_merging_on_the_gpu_keeps_the_originals_on_the_cpu(model: nn.Sequential, make_lora: MakeLora) -> None:
     base = weights(model)
     model.cuda()
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     model.cpu()
     merged.unmerge()
     assert same_bits(model, base)
@@ -377,7 +377,7 @@ def test_a_float64_model_is_merged_in_float64(make_lora: MakeLora) -> None:
     model = nn.Sequential(nn.Linear(6, 4)).double()
     lora = make_lora(model, dtype=torch.float64)
     expected = weight(model, "0") + lora.modules["0"].delta(torch.float64)
-    merge_lora(model, lora)
+    merge_into_model(model, lora)
     torch.testing.assert_close(weight(model, "0"), expected, rtol=1e-15, atol=0)
 
 
@@ -385,7 +385,7 @@ def test_an_interrupted_unmerge_can_be_finished(
     model: nn.Sequential, make_lora: MakeLora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = weights(model)
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
 
     def interrupted(target: Tensor, values: Tensor) -> None:
         raise KeyboardInterrupt
@@ -403,7 +403,7 @@ def test_an_original_that_fits_no_more_is_kept(
     model: nn.Sequential, make_lora: MakeLora, lost: Tensor
 ) -> None:
     base = weights(model)
-    merged = merge_lora(model, make_lora(model))
+    merged = merge_into_model(model, make_lora(model))
     linear = model[2]
     held = linear.weight
     linear.weight = nn.Parameter(lost)
@@ -418,11 +418,11 @@ def test_an_inference_tensor_is_refused_with_the_way_that_works(make_lora: MakeL
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ModelMismatchError, match=r"inference_mode.*attach_lora"):
-        merge_lora(model, make_lora(model))
+        merge_into_model(model, make_lora(model))
 
 
 def test_the_originals_lie_in_one_aligned_block(model: nn.Sequential, make_lora: MakeLora) -> None:
-    merged = merge_lora(model.bfloat16(), make_lora(model))
+    merged = merge_into_model(model.bfloat16(), make_lora(model))
     originals = [changed.original for changed in merged._changed]
     assert len({original.untyped_storage().data_ptr() for original in originals}) == 1
     offsets = [original.storage_offset() * original.element_size() for original in originals]

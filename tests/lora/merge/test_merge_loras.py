@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.convert import convert_lora
-from sigmascope.lora.merge import CombineOptions, MergeMethod, RankPlan, merge_loras
+from sigmascope.lora.merge import CombineOptions, MergeMethod, RankPlan, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, RankRules
 
 Tensors = dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("weights", [None, (0.7, 0.3), (1.0, -2.0)])
 def test_the_sum_is_exact(two: list[Path], tmp_path: Path, weights: tuple[float, float] | None) -> None:
-    report = merge_loras(two, tmp_path / "sum.safetensors", CombineOptions(weights))
+    report = merge_lora_files(two, tmp_path / "sum.safetensors", CombineOptions(weights))
     after = load_file(tmp_path / "sum.safetensors")
     one, other = (load_file(path) for path in two)
     first, second = weights or (1.0, 1.0)
@@ -83,7 +83,7 @@ def test_the_sum_is_exact(two: list[Path], tmp_path: Path, weights: tuple[float,
 
 def test_factors_stand_side_by_side_bit_for_bit_where_nothing_rounds(two: list[Path], tmp_path: Path) -> None:
     save_file(lora(1, IN, MID), two[0])
-    merge_loras(two, tmp_path / "sum.safetensors", CombineOptions((0.5, 2.0)))
+    merge_lora_files(two, tmp_path / "sum.safetensors", CombineOptions((0.5, 2.0)))
     after, one, other = (load_file(path) for path in (tmp_path / "sum.safetensors", *two))
     up = torch.cat([0.5 * one[f"{MID}.lora_up.weight"], 2.0 * other[f"{MID}.lora_up.weight"]], dim=1)
     down = torch.cat([one[f"{MID}.lora_down.weight"], other[f"{MID}.lora_down.weight"]])
@@ -96,7 +96,7 @@ def test_recompression_is_as_near_as_any_matrix_of_that_rank(
     two: list[Path], tmp_path: Path, rank: int
 ) -> None:
     options = CombineOptions((0.7, 0.3), plan=fixed(rank))
-    report = merge_loras(two, tmp_path / "small.safetensors", options)
+    report = merge_lora_files(two, tmp_path / "small.safetensors", options)
     after, one, other = (load_file(path) for path in (tmp_path / "small.safetensors", *two))
     for entry in report.modules:
         dense = 0.7 * delta(one, entry.name) + 0.3 * delta(other, entry.name)
@@ -121,7 +121,7 @@ def test_any_ranks_and_shapes(
         dense = dense + delta(tensors, "denoiser.conv_in")
         paths.append(tmp_path / f"{index}.safetensors")
         save_file(tensors, paths[-1])
-    merge_loras(paths, tmp_path / "out.safetensors", CombineOptions(plan=fixed(rank)))
+    merge_lora_files(paths, tmp_path / "out.safetensors", CombineOptions(plan=fixed(rank)))
     after = load_file(tmp_path / "out.safetensors")
     best = float(torch.linalg.svdvals(dense)[rank:].square().sum().sqrt())
     assert float((delta(after, "denoiser.conv_in") - dense).norm()) == pytest.approx(best, abs=1e-5)
@@ -130,9 +130,9 @@ def test_any_ranks_and_shapes(
 
 @pytest.mark.parametrize("format", ["kohya", "peft", "comfyui"])
 def test_formats_may_differ_and_the_first_decides(two: list[Path], tmp_path: Path, format: str) -> None:
-    merge_loras(two, tmp_path / "expected.safetensors")
+    merge_lora_files(two, tmp_path / "expected.safetensors")
     convert_lora(two[1], tmp_path / "other.safetensors", format)
-    report = merge_loras([two[0], tmp_path / "other.safetensors"], tmp_path / "sum.safetensors")
+    report = merge_lora_files([two[0], tmp_path / "other.safetensors"], tmp_path / "sum.safetensors")
     assert report.format == "native"
     expected, after = (load_file(tmp_path / f"{name}.safetensors") for name in ("expected", "sum"))
     assert after.keys() == expected.keys()
@@ -141,7 +141,7 @@ def test_formats_may_differ_and_the_first_decides(two: list[Path], tmp_path: Pat
 
 
 def test_another_format_when_asked_for(two: list[Path], tmp_path: Path) -> None:
-    report = merge_loras(two, tmp_path / "sum.safetensors", CombineOptions(format="peft"))
+    report = merge_lora_files(two, tmp_path / "sum.safetensors", CombineOptions(format="peft"))
     after = load_file(tmp_path / "sum.safetensors")
     assert report.format == "peft"
     assert f"unet.{MID.removeprefix('denoiser.')}.lora_A.weight" in after
@@ -151,7 +151,7 @@ def test_files_of_one_format_keep_their_names(tmp_path: Path) -> None:
     for index in range(2):
         save_file(module("lora_unet_my_layer", (6, 4), 2, index), tmp_path / f"{index}.safetensors")
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
-    merge_loras(paths, tmp_path / "sum.safetensors")
+    merge_lora_files(paths, tmp_path / "sum.safetensors")
     assert "lora_unet_my_layer.lora_up.weight" in load_file(tmp_path / "sum.safetensors")
 
 
@@ -160,7 +160,7 @@ def test_sparse_methods_act_on_the_weighted_changes(
     two: list[Path], tmp_path: Path, method: MergeMethod
 ) -> None:
     options = CombineOptions((0.7, 0.3), method, fixed(9999), "float")
-    report = merge_loras(two, tmp_path / "merged.safetensors", options)
+    report = merge_lora_files(two, tmp_path / "merged.safetensors", options)
     after, one, other = (load_file(path) for path in (tmp_path / "merged.safetensors", *two))
     shape = SHAPES[MID]
     parts = {0: 0.7 * delta(one, MID), 1: 0.3 * delta(other, MID)}
@@ -174,7 +174,7 @@ def test_sparse_methods_act_on_the_weighted_changes(
 
 def test_ties_of_loras_is_that_of_peft(two: list[Path], tmp_path: Path) -> None:
     options = CombineOptions((0.7, 0.3), MergeMethod("ties", 0.5), fixed(9999), "float")
-    merge_loras(two, tmp_path / "merged.safetensors", options)
+    merge_lora_files(two, tmp_path / "merged.safetensors", options)
     after, one, other = (load_file(path) for path in (tmp_path / "merged.safetensors", *two))
     changes = [delta(one, MID).float(), delta(other, MID).float()]
     expected = merge_utils.ties(changes, torch.tensor([0.7, 0.3]), 0.5)
@@ -184,7 +184,7 @@ def test_ties_of_loras_is_that_of_peft(two: list[Path], tmp_path: Path) -> None:
 def test_dare_repeats_itself_and_depends_on_the_seed(two: list[Path], tmp_path: Path) -> None:
     def merged(seed: int) -> torch.Tensor:
         options = CombineOptions(method=MergeMethod("dare", 0.5, seed), plan=fixed(9999))
-        merge_loras(two, tmp_path / "dare.safetensors", options)
+        merge_lora_files(two, tmp_path / "dare.safetensors", options)
         return delta(load_file(tmp_path / "dare.safetensors"), MID)
 
     assert torch.equal(merged(1), merged(1))
@@ -193,13 +193,13 @@ def test_dare_repeats_itself_and_depends_on_the_seed(two: list[Path], tmp_path: 
 
 def test_sparse_methods_need_a_rank(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--method ties gives changes of full rank") as refusal:
-        merge_loras(two, tmp_path / "out.safetensors", CombineOptions(method=MergeMethod("ties")))
+        merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions(method=MergeMethod("ties")))
     assert "--rank" in str(refusal.value)
 
 
 def test_a_budget_of_bytes_is_kept(two: list[Path], tmp_path: Path) -> None:
     plan = RankPlan(RankRules(FixedRank(9999, 9999)), Budget(max_bytes=2700))
-    report = merge_loras(two, tmp_path / "small.safetensors", CombineOptions(plan=plan))
+    report = merge_lora_files(two, tmp_path / "small.safetensors", CombineOptions(plan=plan))
     assert 2400 < (tmp_path / "small.safetensors").stat().st_size <= 2700
     assert report.relative_error is not None
     assert 0.0 < report.relative_error < 1.0
@@ -208,7 +208,7 @@ def test_a_budget_of_bytes_is_kept(two: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["kohya", "peft"])
 def test_a_budget_is_kept_in_another_format_too(two: list[Path], tmp_path: Path, format: str) -> None:
     plan = RankPlan(RankRules(FixedRank(9999, 9999)), Budget(max_bytes=6200))
-    merge_loras(two, tmp_path / "small.safetensors", CombineOptions(plan=plan, format=format))
+    merge_lora_files(two, tmp_path / "small.safetensors", CombineOptions(plan=plan, format=format))
     assert (tmp_path / "small.safetensors").stat().st_size <= 6200
 
 
@@ -219,8 +219,10 @@ def test_other_kinds_of_change_join_at_a_rank(tmp_path: Path) -> None:
     save_file({"lora_unet_conv_in.diff": whole}, tmp_path / "b.safetensors")
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with pytest.raises(ConfigError, match="more than up and down: denoiser"):
-        merge_loras(paths, tmp_path / "out.safetensors")
-    report = merge_loras(paths, tmp_path / "out.safetensors", CombineOptions((1.0, 0.5), plan=fixed(9999)))
+        merge_lora_files(paths, tmp_path / "out.safetensors")
+    report = merge_lora_files(
+        paths, tmp_path / "out.safetensors", CombineOptions((1.0, 0.5), plan=fixed(9999))
+    )
     after = load_file(tmp_path / "out.safetensors")
     expected = delta(plain, "lora_unet_conv_in") + 0.5 * whole.double()
     torch.testing.assert_close(delta(after, "lora_unet_conv_in"), expected, rtol=1e-5, atol=1e-5)
@@ -233,7 +235,7 @@ def test_differences_of_biases_add_up(tmp_path: Path) -> None:
         tensors = module("lora_unet_conv_in", (6, 5), 2, index) | {"lora_unet_conv_in.diff_b": bias}
         save_file(tensors, tmp_path / f"{index}.safetensors")
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
-    report = merge_loras(paths, tmp_path / "out.safetensors", CombineOptions((0.5, -1.0)))
+    report = merge_lora_files(paths, tmp_path / "out.safetensors", CombineOptions((0.5, -1.0)))
     after = load_file(tmp_path / "out.safetensors")
     torch.testing.assert_close(after["lora_unet_conv_in.diff_b"], 0.5 * biases[0] - biases[1])
     assert report.carried == ("denoiser.conv_in.bias",)
@@ -246,12 +248,12 @@ def test_dora_joins_with_its_base_and_is_refused_without(tmp_path: Path) -> None
     save_file(plain | {"lora_unet_mid_block_proj_in.dora_scale": magnitude}, tmp_path / "dora.safetensors")
     save_file({"denoiser.mid_block.proj_in.weight": base}, tmp_path / "base.safetensors")
     with pytest.raises(LoraFormatError, match="mid_block_proj_in") as refusal:
-        merge_loras(
+        merge_lora_files(
             [tmp_path / "dora.safetensors"], tmp_path / "out.safetensors", CombineOptions(plan=fixed(2))
         )
     assert "--base_model_path" in str(refusal.value)
     options = CombineOptions((2.0,), plan=fixed(9999), base=tmp_path / "base.safetensors")
-    merge_loras([tmp_path / "dora.safetensors"], tmp_path / "out.safetensors", options)
+    merge_lora_files([tmp_path / "dora.safetensors"], tmp_path / "out.safetensors", options)
     changed = base.double() + delta(plain, "lora_unet_mid_block_proj_in")
     expected = 2.0 * (magnitude.double() * changed / changed.norm(dim=1, keepdim=True) - base.double())
     after = load_file(tmp_path / "out.safetensors")
@@ -259,7 +261,7 @@ def test_dora_joins_with_its_base_and_is_refused_without(tmp_path: Path) -> None
 
 
 def test_the_header_keeps_what_all_agree_in_and_names_the_files(two: list[Path], tmp_path: Path) -> None:
-    merge_loras(two, tmp_path / "sum.safetensors", CombineOptions((0.7, 0.3)))
+    merge_lora_files(two, tmp_path / "sum.safetensors", CombineOptions((0.7, 0.3)))
     with safe_open(tmp_path / "sum.safetensors", "pt") as file:
         header = file.metadata()
     assert header["ss_training_comment"] == "same"
@@ -275,12 +277,12 @@ def test_the_header_keeps_what_all_agree_in_and_names_the_files(two: list[Path],
 def test_layers_of_different_shape_are_refused(two: list[Path], tmp_path: Path) -> None:
     save_file(module(MID, (12, 14), 2, 0), two[1])
     with pytest.raises(ModelMismatchError, match=r"\(12, 10\).*\(12, 14\)"):
-        merge_loras(two, tmp_path / "out.safetensors")
+        merge_lora_files(two, tmp_path / "out.safetensors")
 
 
 def test_a_pointwise_convolution_and_a_linear_layer_are_one(two: list[Path], tmp_path: Path) -> None:
     save_file(module(MID, (12, 10, 1, 1), 2, 0), two[1])
-    merge_loras(two, tmp_path / "out.safetensors")
+    merge_lora_files(two, tmp_path / "out.safetensors")
     assert load_file(tmp_path / "out.safetensors")[f"{MID}.lora_down.weight"].shape == (5, 10, 1, 1)
 
 
@@ -299,47 +301,49 @@ def test_reasons_to_doubt_are_given(
 ) -> None:
     for path, header in zip(two, headers, strict=True):
         save_file(load_file(path), path, header)
-    report = merge_loras(two, tmp_path / "out.safetensors")
+    report = merge_lora_files(two, tmp_path / "out.safetensors")
     assert [finding.id for finding in report.findings] == [found]
 
 
 def test_loras_that_share_no_layer_are_doubted(two: list[Path], tmp_path: Path) -> None:
     save_file(lora(2, CONV), two[1])
-    report = merge_loras(two, tmp_path / "out.safetensors")
+    report = merge_lora_files(two, tmp_path / "out.safetensors")
     assert [finding.id for finding in report.findings] == ["lora.merge.apart"]
 
 
 def test_weights_must_be_one_for_each(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 numbers for 2 LoRAs"):
-        merge_loras(two, tmp_path / "out.safetensors", CombineOptions((1.0,)))
+        merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((1.0,)))
 
 
 def test_weights_of_zero_leave_nothing(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="all 3 changes are zero"):
-        merge_loras(two, tmp_path / "out.safetensors", CombineOptions((0.0, 0.0)))
+        merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((0.0, 0.0)))
     assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_nan_is_refused_by_name_and_inputs_are_never_the_target(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the input"):
-        merge_loras(two, two[1])
+        merge_lora_files(two, two[1])
     tensors = load_file(two[1])
     tensors[f"{MID}.lora_up.weight"][0, 0] = float("inf")
     save_file(tensors, two[1])
     with pytest.raises(NonFiniteError, match=r"mid_block\.attentions\.0\.proj_in"):
-        merge_loras(two, tmp_path / "out.safetensors")
+        merge_lora_files(two, tmp_path / "out.safetensors")
     assert sorted(tmp_path.iterdir()) == two
 
 
 @pytest.mark.parametrize("plan", [None, fixed(2)])
 def test_a_lora_less_itself_leaves_nothing(two: list[Path], tmp_path: Path, plan: RankPlan | None) -> None:
     with pytest.raises(ConfigError, match="all 2 changes are zero"):
-        merge_loras([two[0], two[0]], tmp_path / "out.safetensors", CombineOptions((0.7, -0.7), plan=plan))
+        merge_lora_files(
+            [two[0], two[0]], tmp_path / "out.safetensors", CombineOptions((0.7, -0.7), plan=plan)
+        )
 
 
 def test_a_lora_of_weight_zero_leaves_no_columns_and_needs_no_base(two: list[Path], tmp_path: Path) -> None:
     save_file(load_file(two[1]) | {f"{MID}.dora_scale": torch.ones(12, 1)}, two[1])
-    report = merge_loras(two, tmp_path / "out.safetensors", CombineOptions((1.0, 0.0)))
+    report = merge_lora_files(two, tmp_path / "out.safetensors", CombineOptions((1.0, 0.0)))
     assert {entry.name: entry.rank for entry in report.modules} == {IN: 3, MID: 3, CONV: 0}
     after, before = load_file(tmp_path / "out.safetensors"), load_file(two[0])
     torch.testing.assert_close(delta(after, MID), delta(before, MID))
@@ -350,14 +354,14 @@ def test_single_numbers_add_up(tmp_path: Path) -> None:
         tensors = module("denoiser.conv_in", (6, 5), 2, index) | {"denoiser.gain.diff": torch.tensor(1.5)}
         save_file(tensors, tmp_path / f"{index}.safetensors")
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
-    merge_loras(paths, tmp_path / "out.safetensors", CombineOptions((1.0, 2.0)))
+    merge_lora_files(paths, tmp_path / "out.safetensors", CombineOptions((1.0, 2.0)))
     assert float(load_file(tmp_path / "out.safetensors")["denoiser.gain.diff"]) == 4.5
 
 
 def test_a_kernel_that_does_not_show_is_that_of_the_other_lora(two: list[Path], tmp_path: Path) -> None:
     flattened = module(CONV, (8, 54), 2, 5)
     save_file(flattened, two[0])
-    merge_loras(two, tmp_path / "out.safetensors")
+    merge_lora_files(two, tmp_path / "out.safetensors")
     after = load_file(tmp_path / "out.safetensors")
     assert after[f"{CONV}.lora_down.weight"].shape == (4, 6, 3, 3)
     expected = delta(flattened, CONV) + delta(load_file(two[1]), CONV)
@@ -369,4 +373,4 @@ def test_the_base_is_never_the_target(two: list[Path], tmp_path: Path) -> None:
     base = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
     save_file({"conv_in.weight": torch.zeros(8, 3, 3, 3)}, base)
     with pytest.raises(ConfigError, match="part of the input"):
-        merge_loras(two, base, CombineOptions(base=tmp_path / "unet"))
+        merge_lora_files(two, base, CombineOptions(base=tmp_path / "unet"))

@@ -17,7 +17,7 @@ from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import matrix_shape
-from sigmascope.lora.merge import CombineOptions, MergeMethod, merge_loras
+from sigmascope.lora.merge import CombineOptions, MergeMethod, merge_lora_files
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
@@ -97,7 +97,7 @@ def test_a_merge_has_the_least_error_that_the_rank_allows(pair: ModelPair, lora:
     options = CombineOptions(
         weights=(0.7, -0.5), plan=RANK_2, save_precision="float", statistics=statistics_of(pair)
     )
-    report = merge_loras([lora, other], target, options)
+    report = merge_lora_files([lora, other], target, options)
     one, two = deltas(lora), deltas(other)
     found, least = errors({layer: 0.7 * one[layer] - 0.5 * two[layer] for layer in one}, deltas(target))
     assert found <= 1.001 * least
@@ -112,11 +112,11 @@ def test_a_merge_that_is_formed_knows_the_metric_too(pair: ModelPair, lora: Path
         options = CombineOptions(
             method=MergeMethod("ties", 0.5), plan=RANK_2, save_precision="float", statistics=known
         )
-        merge_loras([lora, lora], target, options)
+        merge_lora_files([lora, lora], target, options)
         merged[name] = deltas(target)
     whole = pair.base.with_name("whole.safetensors")
     full = RankPlan(RankRules(FixedRank(9999, 9999)))
-    merge_loras(
+    merge_lora_files(
         [lora, lora],
         whole,
         CombineOptions(method=MergeMethod("ties", 0.5), plan=full, save_precision="float"),
@@ -195,7 +195,7 @@ def test_what_does_not_belong_together_is_refused(pair: ModelPair, lora: Path) -
     with pytest.raises(ConfigError, match="--ridge 0 is no share"):
         resize_lora(lora, target, RANK_2, statistics=path, ridge=0.0)
     with pytest.raises(ConfigError, match="nothing is cut"):
-        merge_loras([lora, lora], target, CombineOptions(statistics=path))
+        merge_lora_files([lora, lora], target, CombineOptions(statistics=path))
     with pytest.raises(ConfigError, match=r"stats\.safetensors"):
         resize_lora(lora, path, RANK_2, statistics=path)
     assert not target.exists()

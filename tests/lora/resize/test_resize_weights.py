@@ -22,7 +22,7 @@ from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.merge import CombineOptions, merge_loras
+from sigmascope.lora.merge import CombineOptions, merge_lora_files
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, resize_lora
@@ -101,7 +101,7 @@ def test_a_merge_counts_as_a_resize_does(source: Path, tmp_path: Path) -> None:
     plan = RankPlan(ALL, Budget(max_error=0.4))
     resized = resize_lora(source, tmp_path / "one.safetensors", plan, save_precision="float")
     options = CombineOptions(plan=plan, save_precision="float")
-    merged = merge_loras([source], tmp_path / "two.safetensors", options)
+    merged = merge_lora_files([source], tmp_path / "two.safetensors", options)
     assert [module.rank for module in merged.modules] == [module.rank for module in resized.modules]
     assert merged.weighted_error == pytest.approx(resized.weighted_error)
 
@@ -236,6 +236,6 @@ def test_the_bytes_of_one_rank_give_all_layers_of_a_model_of_many_steps_that_ran
     report = resize_lora(path, best, RankPlan(ALL, Budget(max_bytes=size)))
     assert report.ranks == {rank: 6}
     assert report.file_bytes <= size
-    merged = merge_loras([path, path], one, CombineOptions(plan=fixed(rank)))
+    merged = merge_lora_files([path, path], one, CombineOptions(plan=fixed(rank)))
     plan = RankPlan(ALL, Budget(max_bytes=merged.file_bytes))
-    assert merge_loras([path, path], best, CombineOptions(plan=plan)).ranks == {rank: 6}
+    assert merge_lora_files([path, path], best, CombineOptions(plan=plan)).ranks == {rank: 6}

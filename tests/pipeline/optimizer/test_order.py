@@ -11,7 +11,7 @@ from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import optimizer
 
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.plan import ProcessSetting
+from sigmascope.pipeline.optimization_plan import ProcessSetting
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tests.pipeline.optimized import CPU, optimizer
 
 from sigmascope.errors import OptimizationError
 from sigmascope.pipeline import apply_undo
+from sigmascope.pipeline.optimization_plan import Choice
 from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.plan import Choice
 from sigmascope.records.memory import MemorySnapshot
 
 

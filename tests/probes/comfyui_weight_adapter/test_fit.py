@@ -1,7 +1,7 @@
 import pytest
 from tests.comfy_shapes.adapters import lora_parts, random
 
-from sigmascope.probes.comfyui_weight_adapter import Change, misfit, read_value
+from sigmascope.probes.comfyui_weight_adapter import Change, patch_misfit, read_value
 
 
 def change(kind: str, *shapes: tuple[int, ...] | None) -> Change:
@@ -34,7 +34,7 @@ FITTING = [
 
 @pytest.mark.parametrize(("fitting", "weight"), FITTING)
 def test_what_fits_has_nothing_against_it(fitting: Change, weight: tuple[int, ...]) -> None:
-    assert misfit(fitting, weight) is None
+    assert patch_misfit(fitting, weight) is None
 
 
 @pytest.mark.parametrize(
@@ -53,34 +53,34 @@ def test_what_fits_has_nothing_against_it(fitting: Change, weight: tuple[int, ..
     ],
 )
 def test_what_does_not_fit_says_why(unfit: Change, why: str | None) -> None:
-    found = misfit(unfit, (8, 6))
+    found = patch_misfit(unfit, (8, 6))
     assert found is not None
     assert why is None or found == why
 
 
 def test_only_the_number_of_elements_must_agree_as_the_host_reshapes() -> None:
-    assert misfit(change("lora", (6, 2), (2, 8)), (8, 6)) is None
+    assert patch_misfit(change("lora", (6, 2), (2, 8)), (8, 6)) is None
 
 
 def test_a_part_of_a_weight_is_what_must_fit() -> None:
-    assert misfit(change("lora", (4, 2), (2, 6)), (12, 6), (0, 8, 4)) is None
+    assert patch_misfit(change("lora", (4, 2), (2, 6)), (12, 6), (0, 8, 4)) is None
 
 
 def test_a_part_outside_the_weight_does_not_fit() -> None:
-    assert misfit(change("lora", (4, 2), (2, 6)), (8, 6), (0, 8, 4)) == (
+    assert patch_misfit(change("lora", (4, 2), (2, 6)), (8, 6), (0, 8, 4)) == (
         "the part (0, 8, 4) lies outside the weight's 8×6"
     )
 
 
 def test_a_lora_that_enlarges_the_weight_must_fit_what_comes_of_it() -> None:
     enlarging = read_value(("lora", (*lora_parts(10, 2, 6)[:5], [10, 6])))
-    assert misfit(enlarging, (8, 6)) is None
+    assert patch_misfit(enlarging, (8, 6)) is None
 
 
 def test_a_difference_that_pads_the_weight_fits() -> None:
-    assert misfit(read_value(("diff", (random(10, 6), {"pad_weight": True}))), (8, 6)) is None
+    assert patch_misfit(read_value(("diff", (random(10, 6), {"pad_weight": True}))), (8, 6)) is None
 
 
 def test_a_weight_is_not_made_smaller() -> None:
-    padded = misfit(read_value(("diff", (random(7, 6), {"pad_weight": True}))), (8, 6))
+    padded = patch_misfit(read_value(("diff", (random(7, 6), {"pad_weight": True}))), (8, 6))
     assert padded == "the weight's 8×6 cannot be enlarged to 7×6"

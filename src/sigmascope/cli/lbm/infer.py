@@ -184,7 +184,7 @@ def _apply_lora(
 ) -> "AttachedLora | MergedLora | None":
     if options.lora_path is None:
         return None
-    from sigmascope.lora.apply import attach_lora, merge_lora
+    from sigmascope.lora.apply import attach_lora, merge_into_model
     from sigmascope.lora.reader import load_lora
 
     with recorder.stage("lora_application") as stage:
@@ -194,7 +194,7 @@ def _apply_lora(
         stage.fact("ranks", {str(rank): count for rank, count in lora.ranks.items()})
         stage.fact("scale", options.lora_scale)
         stage.fact("mode", "merged" if options.merge else "hot")
-        apply = merge_lora if options.merge else attach_lora
+        apply = merge_into_model if options.merge else attach_lora
         applied = apply(model, lora, options.lora_scale)
         stage.fact("applied_modules", len(applied.applied))
     return applied

@@ -9,8 +9,8 @@ app = typer.Typer(
         {
             "extract": "sigmascope.cli.lora.extract",
             "plan": "sigmascope.cli.lora.plan",
-            "statistics": "sigmascope.cli.lora.calibration",
-            "fit": "sigmascope.cli.lora.calibration",
+            "statistics": "sigmascope.cli.lora.statistics",
+            "fit": "sigmascope.cli.lora.statistics",
             "validate": "sigmascope.cli.lora.validate",
             "grid": "sigmascope.cli.lora.grid",
             "convert": "sigmascope.cli.lora.merge",

@@ -226,8 +226,8 @@ def calibrated(
         CheckpointError: The model is no LBM, or cannot be loaded.
     """
     with needs_extra("lbm"):
-        from sigmascope.lbm.calibration import lbm_statistics
         from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.lbm_statistics import lbm_statistics
     with progress_bar("Calibrating") as progress:
         return lbm_statistics(
             model, pictures, config_path=config, device=resolve_device(device), progress=progress

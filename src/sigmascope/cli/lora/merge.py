@@ -46,7 +46,7 @@ from sigmascope.lora.families import FAMILIES, family_named
 from sigmascope.lora.format_names import FormatName
 
 if TYPE_CHECKING:
-    from sigmascope.lora.bake import BakeReport, MergedTensor
+    from sigmascope.lora.checkpoint_merge import CheckpointMergeReport, MergedTensor
     from sigmascope.lora.convert import ConversionReport
     from sigmascope.lora.merge import MergeMethod
     from sigmascope.lora.resize import InputLora, ReductionReport, ResizedModule
@@ -149,7 +149,7 @@ def merge(
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
-    from sigmascope.lora.merge import CombineOptions, merge_loras
+    from sigmascope.lora.merge import CombineOptions, merge_lora_files
 
     options = CombineOptions(
         weights=strengths,
@@ -162,7 +162,7 @@ def merge(
         ridge=ridge,
     )
     with progress_bar("Merging") as progress:
-        report = merge_loras(loras, save_to, options, progress=progress)
+        report = merge_lora_files(loras, save_to, options, progress=progress)
     if as_json:
         print_json(report.as_dict())
     else:
@@ -211,10 +211,10 @@ def _into(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    from sigmascope.lora.bake import bake_loras
+    from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 
     with progress_bar("Merging") as progress:
-        report = bake_loras(
+        report = merge_into_checkpoint(
             loras,
             into,
             save_to,
@@ -226,13 +226,13 @@ def _into(
     if as_json:
         print_json(report.as_dict())
     else:
-        print_bake(Console(), report, verbose=verbose)
+        print_checkpoint_merge(Console(), report, verbose=verbose)
 
 
-def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None:
+def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *, verbose: bool) -> None:
     """Show what was changed in the checkpoint, and what rounding took away."""
     console.print(title("LoRA merge", report.checkpoint.name))
-    console.print(facts(_bake_facts(report)))
+    console.print(facts(_checkpoint_merge_facts(report)))
     shown = report.tensors if verbose else report.most_lost
     if shown:
         console.print(
@@ -247,7 +247,7 @@ def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None
     print_written(console, report.checkpoint, report.file_bytes)
 
 
-def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]:
+def _checkpoint_merge_facts(report: "CheckpointMergeReport") -> list[tuple[str, RenderableType | None]]:
     return [
         ("Into", plain(report.into)),
         ("LoRAs", _inputs(report.inputs)),

@@ -27,7 +27,7 @@ from sigmascope.units import format_size, parse_size
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport
     from sigmascope.lora.extract import ExtractOptions
-    from sigmascope.lora.plan import LoraPlan, PlannedLora
+    from sigmascope.lora.size_plan import LoraPlan, PlannedLora
 
 app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
@@ -96,8 +96,8 @@ def plan(
     check_image_flags(images if sizes else replace(images, device=None), models)
     check_picture(picture, dict.fromkeys(models.values(), "is an input"))
     from sigmascope.lora.extract import ExtractOptions
-    from sigmascope.lora.plan import plan_lora, save_plan_picture
     from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
+    from sigmascope.lora.size_plan import plan_lora, save_plan_picture
 
     options = ExtractOptions(
         rules=RankRules(FixedRank(FULL_RANK, FULL_RANK), (), tuple(exclude or ())),

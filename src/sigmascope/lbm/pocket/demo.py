@@ -21,7 +21,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.apply import attach_lora, merge_into_model
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import FULL_RANK
@@ -190,7 +190,7 @@ def check_promises(
     """
     base = load_lbm(BASE_PATH, CONFIG_PATH)
     unwatched = relight(base)
-    with merge_lora(base, lora):
+    with merge_into_model(base, lora):
         merged = relight(base)
     restored = relight(base)
     worst = max((module.relative_error or 0.0 for module in full_rank.modules), default=1.0)

@@ -24,8 +24,8 @@ from sigmascope.lora.families.layouts import (
     SINGLE_FILE,
     ModelLayout,
     attends_to_itself,
+    family_misfit,
     layout_of,
-    misfit,
     unet_family,
 )
 
@@ -47,11 +47,11 @@ __all__ = [
     "UnetBlocks",
     "attends_to_itself",
     "families_with",
+    "family_misfit",
     "family_named",
     "is_layer_of",
     "layout_of",
     "likeliest",
-    "misfit",
     "row_of_diffusers",
     "row_of_original",
     "rows",

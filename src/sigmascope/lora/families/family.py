@@ -116,7 +116,7 @@ class Family:
         base_version: In kohya's `ss_base_model_version`.
         component: The diffusers pipeline's component that is the denoiser.
         signatures: Keys that a checkpoint of the family has, by the naming of its denoiser; separated by spaces.
-        ratios: What another family that shares names differs in; see `misfit`.
+        ratios: What another family that shares names differs in; see `family_misfit`.
         most_blocks: How many numbered blocks it has at most, by the name of the list.
         widest: Features that attention reads at most; None for any number.
         else_: The family to assume of a file of names that both have, unless shapes or blocks speak against it.

@@ -2,7 +2,7 @@
 
 `layout_of` tells the family by keys and shapes alone, so that no tensor is read. Its signatures are keys of
 diffusers' models and of the files that the families were published in; what another model shares the names of, it
-differs from in shapes or blocks (`misfit`). A U-Net's family shows in the width of its cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
+differs from in shapes or blocks (`family_misfit`). A U-Net's family shows in the width of its cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,7 +103,7 @@ def layout_of(infos: Shapes) -> ModelLayout:
                 if not all(prefix + key in infos for key in keys.split()):
                     continue
                 name = unet_family(infos, prefix) if family.is_unet else family.name
-                if misfit(name, _layers_under(infos, prefix)) is None:
+                if family_misfit(name, _layers_under(infos, prefix)) is None:
                     return ModelLayout(name, naming, _prefixes(infos, prefix, name))
     return _without_denoiser(infos)
 
@@ -116,7 +116,7 @@ def _layers_under(infos: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
     }
 
 
-def misfit(family: str, shapes: Shapes) -> str | None:
+def family_misfit(family: str, shapes: Shapes) -> str | None:
     """What of a denoiser is otherwise than in a family, although its names may be the family's.
 
     Args:

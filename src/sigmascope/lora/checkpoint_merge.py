@@ -31,7 +31,7 @@ from sigmascope.lora.resize import InputLora
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import first_few
 
-__all__ = ["BakeReport", "MergedTensor", "bake_loras"]
+__all__ = ["CheckpointMergeReport", "MergedTensor", "merge_into_checkpoint"]
 
 # Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
@@ -66,7 +66,7 @@ class MergedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BakeReport:
+class CheckpointMergeReport:
     """The result of a merge into a checkpoint.
 
     Attributes:
@@ -132,7 +132,7 @@ class BakeReport:
         }
 
 
-def bake_loras(
+def merge_into_checkpoint(
     loras: Sequence[str | PathLike[str]],
     into: str | PathLike[str],
     save_to: str | PathLike[str],
@@ -141,7 +141,7 @@ def bake_loras(
     method: MergeMethod | None = None,
     allow_unmatched: bool = False,
     progress: Progress = no_progress,
-) -> BakeReport:
+) -> CheckpointMergeReport:
     """Write a checkpoint with LoRAs merged into its weights.
 
     Each sum is formed in float32 (float64 for float64 weights) and rounded once to the stored dtype; every other
@@ -197,7 +197,7 @@ def bake_loras(
             metadata,
             progress,
         )
-        return BakeReport(
+        return CheckpointMergeReport(
             into=Path(into),
             checkpoint=target,
             inputs=tuple(
@@ -342,7 +342,7 @@ def _merge_into_weight(
 ) -> MergedTensor:
     """Change a weight in place to W + Σ weight·ΔW, added in float32 (float64 for float64) and rounded once.
 
-    With one LoRA and method `linear` the result is that of `merge_lora` on a live model, bit for bit.
+    With one LoRA and method `linear` the result is that of `merge_into_model` on a live model, bit for bit.
 
     Args:
         name: The tensor's key.

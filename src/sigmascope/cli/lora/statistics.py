@@ -162,8 +162,8 @@ class CalibrationFlags:
     def pictures(self) -> "list[Image]":
         """What an LBM translates."""
         with needs_extra("lbm"):
-            from sigmascope.lbm.calibration import noise_pictures
             from sigmascope.lbm.images import find_images, load_image
+            from sigmascope.lbm.lbm_statistics import noise_pictures
         if self.images is not None:
             return [load_image(path) for path in find_images(self.images)[0]]
         return noise_pictures(self.noise or 0, seed=self.seed)
@@ -239,7 +239,7 @@ def statistics(
         **inputs.place,
     }
     if inputs.is_for_pipeline(model):
-        from sigmascope.pipeline.calibration import saved_pipeline_statistics
+        from sigmascope.pipeline.pipeline_statistics import saved_pipeline_statistics
 
         with progress_bar("Running") as progress:
             found = saved_pipeline_statistics(
@@ -253,7 +253,7 @@ def statistics(
     else:
         inputs.refuse(through=through)
         pictures = inputs.pictures
-        from sigmascope.lbm.calibration import lbm_statistics
+        from sigmascope.lbm.lbm_statistics import lbm_statistics
 
         with progress_bar("Running") as progress:
             found = lbm_statistics(model, pictures, progress=progress, **inputs.translation, **common)
@@ -324,7 +324,7 @@ def fit(
     how = FitOptions(steps, learning_rate, gradient_accumulation_steps, inputs.seed)
     place = inputs.place
     if inputs.is_for_pipeline(tuned_model_path):
-        from sigmascope.pipeline.calibration import fit_saved_pipeline_lora
+        from sigmascope.pipeline.pipeline_statistics import fit_saved_pipeline_lora
 
         with progress_bar("Fitting") as progress:
             fitted = fit_saved_pipeline_lora(
@@ -342,7 +342,7 @@ def fit(
     else:
         inputs.refuse(batch_size=None if batch_size == 1 else batch_size)
         pictures = inputs.pictures
-        from sigmascope.lbm.calibration import fit_lbm_lora
+        from sigmascope.lbm.lbm_statistics import fit_lbm_lora
 
         with progress_bar("Fitting") as progress:
             fitted = fit_lbm_lora(

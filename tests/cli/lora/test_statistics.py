@@ -21,10 +21,10 @@ from sigmascope.lbm.model import build_lbm, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.calibration import UnfinishedSums, checkpoint_gradients
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
+from sigmascope.lora.statistics_collection import UnfinishedSums, checkpoint_gradients
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_goes_on(
 
     input_done = UnfinishedSums.input_done
     with monkeypatch.context() as patched:
-        patched.setattr("sigmascope.lora.calibration._WRITTEN_EVERY", 0.0)
+        patched.setattr("sigmascope.lora.statistics_collection._WRITTEN_EVERY", 0.0)
         patched.setattr(UnfinishedSums, "input_done", dies_at_the_second_input)
         patched.setattr(UnfinishedSums, "__exit__", lambda *_: None)
         with pytest.raises(KeyError, match="the end of the process"):
@@ -135,7 +135,7 @@ def test_on_the_cpu_an_lbm_always_computes_blocks_twice_and_gives_the_same(
     for name in ("a", "b"):
         with monkeypatch.context() as patched:
             if name == "b":
-                patched.setattr("sigmascope.lbm.calibration.checkpoint_gradients", checkpointed.append)
+                patched.setattr("sigmascope.lbm.lbm_statistics.checkpoint_gradients", checkpointed.append)
             flags = ["--noise", 1, "--size", "64x64", "--device", "cpu", "--save_to", f"{name}.safetensors"]
             code, _, err = sigmascope("lora", "statistics", tiny / "tuned.safetensors", *flags)
             assert code == 0, err
@@ -241,7 +241,7 @@ def test_what_cannot_be_extracted_is_refused_before_the_model_is_run(
     def run_too_early(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("sigmascope.lbm.calibration.lbm_statistics", run_too_early)
+    monkeypatch.setattr("sigmascope.lbm.lbm_statistics.lbm_statistics", run_too_early)
     flags = {
         "--base_model_path": str(tiny / "base.safetensors"),
         "--tuned_model_path": str(tiny / "tuned.safetensors"),
@@ -356,7 +356,7 @@ def test_what_cannot_be_fitted_is_told_before_the_model_is_run(
     def run_too_early(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("sigmascope.lbm.calibration.record_calls", run_too_early)
+    monkeypatch.setattr("sigmascope.lbm.lbm_statistics.record_calls", run_too_early)
     other = {key.replace("conv_in", "no_such"): value for key, value in load_file("a.safetensors").items()}
     save_file(other, "other.safetensors")
     for lora, flags, says in (

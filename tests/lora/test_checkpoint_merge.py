@@ -11,8 +11,8 @@ from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora import factors as factors_module
-from sigmascope.lora.apply import merge_lora
-from sigmascope.lora.bake import bake_loras
+from sigmascope.lora.apply import merge_into_model
+from sigmascope.lora.checkpoint_merge import merge_into_checkpoint
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
@@ -69,7 +69,9 @@ def test_the_file_equals_the_live_model_merged_bit_for_bit(
     base = checkpoint(model, tmp_path / "base.safetensors", dtype)
     lora = lora_of(model, make_lora, tmp_path / "lora.safetensors", alpha=3.0)
     stored = load_file(tmp_path / "lora.safetensors")
-    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[weight])
+    merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[weight]
+    )
     after = load_file(tmp_path / "merged.safetensors")
     as_stored = LoraFile(
         {
@@ -82,7 +84,7 @@ def test_the_file_equals_the_live_model_merged_bit_for_bit(
             for name, pair in lora.modules.items()
         }
     )
-    with merge_lora(model, as_stored, weight):
+    with merge_into_model(model, as_stored, weight):
         for name, value in model.state_dict().items():
             assert torch.equal(after[f"denoiser.{name}"], value), name
 
@@ -95,8 +97,10 @@ def test_a_tensor_of_many_pieces_equals_the_live_model_merged(
     model = nn.ModuleDict({"conv_in": nn.Linear(49, 70)})
     base = checkpoint(model, tmp_path / "base.safetensors")
     lora = lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[weight])
-    with merge_lora(model, lora, weight):
+    merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[weight]
+    )
+    with merge_into_model(model, lora, weight):
         after = load_file(tmp_path / "merged.safetensors")["denoiser.conv_in.weight"]
         assert torch.equal(after, model.get_parameter("conv_in.weight"))
 
@@ -106,7 +110,9 @@ def test_everything_else_is_copied_bit_for_bit_and_the_header_stays(
 ) -> None:
     base = checkpoint(model, tmp_path / "base.safetensors", torch.bfloat16)
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    report = bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[0.5])
+    report = merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[0.5]
+    )
     before, after = load_file(base), load_file(tmp_path / "merged.safetensors")
     assert before.keys() == after.keys()
     changed = {tensor.name for tensor in report.tensors}
@@ -125,7 +131,7 @@ def test_several_loras_add_up_and_are_rounded_once(model: Block, make_lora: Make
     base = checkpoint(model, tmp_path / "base.safetensors", torch.bfloat16)
     loras = [lora_of(model, make_lora, tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(3)]
     weights = [0.6, 0.0, -0.3]
-    report = bake_loras(
+    report = merge_into_checkpoint(
         [tmp_path / f"{seed}.safetensors" for seed in range(3)],
         base,
         tmp_path / "m.safetensors",
@@ -144,7 +150,9 @@ def test_several_loras_add_up_and_are_rounded_once(model: Block, make_lora: Make
 def test_what_rounding_takes_away_is_reported(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
     base = checkpoint(model, tmp_path / "base.safetensors", torch.bfloat16)
     lora = lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    report = bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[0.01])
+    report = merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[0.01]
+    )
     before, after = load_file(base), load_file(tmp_path / "m.safetensors")
     for tensor in report.tensors:
         change = 0.01 * lora.modules[tensor.name.removesuffix(".weight")].delta(torch.float64)
@@ -160,7 +168,9 @@ def test_what_rounding_takes_away_is_reported(model: Block, make_lora: MakeLora,
 def test_weight_zero_touches_no_bit(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
     base = checkpoint(model, tmp_path / "base.safetensors")
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    report = bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[0.0])
+    report = merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[0.0]
+    )
     before, after = load_file(base), load_file(tmp_path / "m.safetensors")
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert report.tensors == ()
@@ -173,7 +183,7 @@ def test_sparse_methods_need_no_rank_here(
     base = checkpoint(model, tmp_path / "base.safetensors")
     loras = [lora_of(model, make_lora, tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
     paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
-    bake_loras(paths, base, tmp_path / "m.safetensors", weights=[0.5, 0.25], method=method)
+    merge_into_checkpoint(paths, base, tmp_path / "m.safetensors", weights=[0.5, 0.25], method=method)
     key = "denoiser.mid_block.proj_in.weight"
     deltas = {
         position: lora.modules[key.removesuffix(".weight")].delta().mul(weight)
@@ -188,7 +198,7 @@ def test_ties_into_a_checkpoint_is_that_of_peft(model: Block, make_lora: MakeLor
     loras = [lora_of(model, make_lora, tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
     paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
     method = MergeMethod("ties", 0.5)
-    bake_loras(paths, base, tmp_path / "m.safetensors", weights=[0.7, 0.5], method=method)
+    merge_into_checkpoint(paths, base, tmp_path / "m.safetensors", weights=[0.7, 0.5], method=method)
     key = "denoiser.mid_block.proj_in.weight"
     changes = [lora.modules[key.removesuffix(".weight")].delta() for lora in loras]
     expected = load_file(base)[key] + merge_utils.ties(changes, torch.tensor([0.7, 0.5]), 0.5)
@@ -200,7 +210,7 @@ def test_a_pickled_and_a_sharded_checkpoint_are_merged_into(
 ) -> None:
     base = checkpoint(model, tmp_path / "base.safetensors")
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
-    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "expected.safetensors")
+    merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "expected.safetensors")
     state = load_file(base)
     torch.save(
         {"state_dict": {f"model.{key}": value for key, value in state.items()}}, tmp_path / "base.ckpt"
@@ -213,7 +223,7 @@ def test_a_pickled_and_a_sharded_checkpoint_are_merged_into(
     (tmp_path / "base.safetensors.index.json").write_text(json.dumps(index))
     expected = load_file(tmp_path / "expected.safetensors")
     for into in ("base.ckpt", "base.safetensors.index.json"):
-        bake_loras([tmp_path / "lora.safetensors"], tmp_path / into, tmp_path / "m.safetensors")
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], tmp_path / into, tmp_path / "m.safetensors")
         after = load_file(tmp_path / "m.safetensors")
         assert after.keys() == expected.keys()
         assert all(torch.equal(after[key], expected[key]) for key in expected)
@@ -227,10 +237,10 @@ def test_modules_without_a_tensor_are_refused_by_name(
     odd = LoraFile({**lora.modules, "denoiser.up_blocks.9.conv": lora.modules["denoiser.conv_in"]})
     save_lora(tmp_path / "lora.safetensors", odd)
     with pytest.raises(ModelMismatchError, match=r"denoiser\.up_blocks\.9\.conv") as refusal:
-        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
     assert "--allow_unmatched" in str(refusal.value)
     assert not (tmp_path / "m.safetensors").exists()
-    report = bake_loras(
+    report = merge_into_checkpoint(
         [tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", allow_unmatched=True
     )
     assert report.unmatched == {0: ("denoiser.up_blocks.9.conv",)}
@@ -243,7 +253,9 @@ def test_a_lora_of_another_model_is_refused_even_if_unmatched_modules_are_allowe
     base = checkpoint(model, tmp_path / "base.safetensors")
     save_lora(tmp_path / "lora.safetensors", LoraFile({"denoiser.other": make_factors((4, 4), 2)}))
     with pytest.raises(ModelMismatchError, match=r"denoiser\.other"):
-        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", allow_unmatched=True)
+        merge_into_checkpoint(
+            [tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", allow_unmatched=True
+        )
 
 
 def test_modules_of_another_shape_are_refused_before_anything_is_written(
@@ -252,7 +264,7 @@ def test_modules_of_another_shape_are_refused_before_anything_is_written(
     base = checkpoint(model, tmp_path / "base.safetensors")
     save_lora(tmp_path / "lora.safetensors", LoraFile({"denoiser.conv_in": make_factors((8, 4, 3, 3), 2)}))
     with pytest.raises(ModelMismatchError, match=r"\(8, 3, 3, 3\) in the checkpoint and \(8, 4, 3, 3\)"):
-        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
 
 
 def test_a_linear_change_lands_on_a_pointwise_convolution(
@@ -261,7 +273,7 @@ def test_a_linear_change_lands_on_a_pointwise_convolution(
     base = checkpoint(model, tmp_path / "base.safetensors")
     factors = make_factors((4, 8), 2)
     save_lora(tmp_path / "lora.safetensors", LoraFile({"denoiser.conv_out": factors}))
-    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
+    merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
     key = "denoiser.conv_out.weight"
     expected = load_file(base)[key] + factors.delta()[:, :, None, None]
     torch.testing.assert_close(load_file(tmp_path / "m.safetensors")[key], expected)
@@ -279,7 +291,7 @@ def test_differences_of_biases_and_dora_land_too(model: Block, tmp_path: Path) -
         "lora_unet_mid_block_norm.w_norm": torch.randn(6),
     }
     saved(tmp_path / "lora.safetensors", tensors)
-    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
+    merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors")
     before, after = load_file(base), load_file(tmp_path / "m.safetensors")
     changed = before["denoiser.mid_block.proj_in.weight"] + up @ down
     expected = magnitude * changed / changed.norm(dim=1, keepdim=True)
@@ -306,7 +318,7 @@ def test_a_lora_in_diffusers_names_lands_on_a_single_file_in_sgm_names(
         "lora_unet_down_blocks_1_attentions_0_proj_in.lora_down.weight": factors.down,
     }
     saved(tmp_path / "lora.safetensors", tensors)
-    report = bake_loras(
+    report = merge_into_checkpoint(
         [tmp_path / "lora.safetensors"], tmp_path / "model.safetensors", tmp_path / "m.safetensors"
     )
     key = f"{start}input_blocks.4.1.proj_in.weight"
@@ -324,7 +336,9 @@ def test_separate_query_key_and_value_land_on_a_fused_matrix(tmp_path: Path) -> 
         module = f"transformer.transformer_blocks.0.attn.to_{name}"
         tensors |= {f"{module}.lora_B.weight": up, f"{module}.lora_A.weight": down}
     saved(tmp_path / "lora.safetensors", tensors)
-    bake_loras([tmp_path / "lora.safetensors"], tmp_path / "flux.safetensors", tmp_path / "m.safetensors")
+    merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], tmp_path / "flux.safetensors", tmp_path / "m.safetensors"
+    )
     expected = state["double_blocks.0.img_attn.qkv.weight"].clone()
     expected[:6] += parts["q"][0] @ parts["q"][1]
     expected[12:] += parts["v"][0] @ parts["v"][1]
@@ -338,7 +352,9 @@ def test_a_merged_weight_that_overflows_is_refused_by_name(
     base = checkpoint(model, tmp_path / "base.safetensors", torch.float16)
     save_lora(tmp_path / "lora.safetensors", LoraFile({"denoiser.conv_in": make_factors((8, 3, 3, 3), 2)}))
     with pytest.raises(NonFiniteError, match=r"denoiser\.conv_in\.weight.*float16"):
-        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[1e7])
+        merge_into_checkpoint(
+            [tmp_path / "lora.safetensors"], base, tmp_path / "m.safetensors", weights=[1e7]
+        )
     assert not (tmp_path / "m.safetensors").exists()
 
 
@@ -353,13 +369,15 @@ def test_quantised_checkpoints_and_pipeline_folders_are_refused(
     state["denoiser.mid_block.proj_in.scale_weight"] = torch.tensor(0.01)
     saved(tmp_path / "fp8.safetensors", state)
     with pytest.raises(CheckpointError, match="is quantised"):
-        bake_loras([tmp_path / "lora.safetensors"], tmp_path / "fp8.safetensors", tmp_path / "m.safetensors")
+        merge_into_checkpoint(
+            [tmp_path / "lora.safetensors"], tmp_path / "fp8.safetensors", tmp_path / "m.safetensors"
+        )
     folder = tmp_path / "pipeline"
     (folder / "unet").mkdir(parents=True)
     (folder / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
     saved(folder / "unet" / "diffusion_pytorch_model.safetensors", {"conv_in.weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match="several components"):
-        bake_loras([tmp_path / "lora.safetensors"], folder, tmp_path / "m.safetensors")
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], folder, tmp_path / "m.safetensors")
 
 
 def test_inputs_are_never_the_target(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
@@ -367,14 +385,14 @@ def test_inputs_are_never_the_target(model: Block, make_lora: MakeLora, tmp_path
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
     for target in (base, tmp_path / "lora.safetensors"):
         with pytest.raises(ConfigError, match="input"):
-            bake_loras([tmp_path / "lora.safetensors"], base, target)
+            merge_into_checkpoint([tmp_path / "lora.safetensors"], base, target)
 
 
 def test_the_target_is_a_safetensors_file(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
     base = checkpoint(model, tmp_path / "base.safetensors")
     lora_of(model, make_lora, tmp_path / "lora.safetensors")
     with pytest.raises(ConfigError, match="a checkpoint is written as safetensors"):
-        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.ckpt")
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], base, tmp_path / "merged.ckpt")
 
 
 def test_an_error_in_the_middle_leaves_the_target_as_it_was(
@@ -390,7 +408,7 @@ def test_an_error_in_the_middle_leaves_the_target_as_it_was(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bake_loras([tmp_path / "lora.safetensors"], base, target, progress=stop)
+        merge_into_checkpoint([tmp_path / "lora.safetensors"], base, target, progress=stop)
     assert target.read_bytes() == b"before"
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -399,7 +417,7 @@ def test_keys_of_no_module_are_reported(model: Block, make_lora: MakeLora, tmp_p
     base, path = checkpoint(model, tmp_path / "base.safetensors"), tmp_path / "lora.safetensors"
     lora_of(model, make_lora, path)
     save_file(load_file(path) | {"optimizer.step": torch.ones(1)}, path)
-    report = bake_loras([path], base, tmp_path / "out.safetensors")
+    report = merge_into_checkpoint([path], base, tmp_path / "out.safetensors")
     assert report.unused_keys == {0: ("optimizer.step",)}
     assert report.as_dict()["unused_keys"] == {"0": ["optimizer.step"]}
 
@@ -414,7 +432,7 @@ def test_a_resized_loha_of_a_convolution_lands_on_it(model: Block, tmp_path: Pat
     )
     everything = RankPlan(RankRules(FixedRank(9999, 9999)))
     resize_lora(tmp_path / "loha.safetensors", tmp_path / "plain.safetensors", everything)
-    bake_loras([tmp_path / "plain.safetensors"], base, tmp_path / "out.safetensors")
+    merge_into_checkpoint([tmp_path / "plain.safetensors"], base, tmp_path / "out.safetensors")
     delta = (parts["w1_a"] @ parts["w1_b"]) * (parts["w2_a"] @ parts["w2_b"])
     expected = load_file(base)["denoiser.conv_in.weight"] + delta.reshape(8, 3, 3, 3)
     torch.testing.assert_close(load_file(tmp_path / "out.safetensors")["denoiser.conv_in.weight"], expected)

@@ -21,11 +21,11 @@ from sigmascope.lbm.images import Size, tensor_to_image
 from sigmascope.lbm.infer import translated_latent
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.streamed import streamed_lbm
-from sigmascope.lora.calibration import UnfinishedSums, checkpoint_gradients, collect_statistics
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import FitOptions, FittedLora, fit_lora, record_calls, require_fittable, save_fitted
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.lora.statistics_collection import UnfinishedSums, checkpoint_gradients, collect_statistics
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["fit_lbm_lora", "lbm_statistics", "noise_pictures"]

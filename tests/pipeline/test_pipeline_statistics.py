@@ -11,7 +11,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fit import FitOptions
-from sigmascope.pipeline.calibration import (
+from sigmascope.pipeline.pipeline_statistics import (
     denoiser_of,
     fit_pipeline_lora,
     noise_prompts,

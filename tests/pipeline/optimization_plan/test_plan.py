@@ -21,8 +21,8 @@ from tests.pipeline.optimized import (
 )
 
 from sigmascope.errors import ConfigError
+from sigmascope.pipeline.optimization_plan import refuse_unknown
 from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.plan import refuse_unknown
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 MOST_FAMILIES_SLOWLY = pytest.mark.parametrize("family", SAMPLES_AND_SLOW_FAMILIES)

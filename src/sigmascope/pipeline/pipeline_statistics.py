@@ -15,12 +15,6 @@ from torch import nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
-from sigmascope.lora.calibration import (
-    UnfinishedSums,
-    checkpoint_gradients,
-    collect_statistics,
-    frozen,
-)
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.fingerprint import denoiser_fingerprint
 from sigmascope.lora.fit import (
@@ -33,6 +27,12 @@ from sigmascope.lora.fit import (
     save_fitted,
 )
 from sigmascope.lora.statistics import FULL_UP_TO, RANK, ModelStatistics
+from sigmascope.lora.statistics_collection import (
+    UnfinishedSums,
+    checkpoint_gradients,
+    collect_statistics,
+    frozen,
+)
 from sigmascope.pipeline.model_state import free_memory
 from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from tests.pipeline.optimized import CPU, H100, T4
 
-from sigmascope.pipeline.plan import Hardware, read_hardware
+from sigmascope.pipeline.optimization_plan import Hardware, read_hardware
 from sigmascope.probes.accelerators import NullAccelerator
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts

@@ -16,8 +16,8 @@ from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.plan import knee_of, plan_lora, plan_svg, save_plan_picture
 from sigmascope.lora.ranks import FixedRank, RankRules
+from sigmascope.lora.size_plan import knee_of, plan_lora, plan_svg, save_plan_picture
 
 
 @pytest.fixture
