@@ -1,8 +1,8 @@
 """A sampler in the style of k-diffusion, with a step around each turn of its loop.
 
-`model(x, sigma)` gives the denoised x, `sigmas` ends with 0, `callback` gets a dict: samplers of k-diffusion, and the
-interfaces built on them, work so. Here the model is the ideal denoiser of a small set of pictures (Karras et al. 2022,
-arXiv 2206.00364, equation 57), which needs no weights: sampling ends at one of the pictures.
+As in k-diffusion, `model(x, sigma)` gives the denoised x, `sigmas` ends with 0, and `callback` gets a dict. The model
+here is the ideal denoiser of a small set of pictures (Karras et al. 2022, arXiv 2206.00364, equation 57). It needs no
+weights: sampling ends at one of the pictures.
 
 python examples/k_diffusion_loop.py
 """
@@ -20,7 +20,7 @@ Callback = Callable[[dict[str, Any]], None]
 
 
 class IdealDenoiser(nn.Module):
-    """The mean of all pictures that x may be a noisy copy of, by how likely each is.
+    """The mean of all pictures, weighted by how likely x is a noisy copy of each.
 
     Args:
         pictures: (number, channels, height, width).

@@ -1,7 +1,7 @@
-"""A sampling loop that is nobody's pipeline, with its stages named.
+"""A sampling loop of your own, outside any pipeline, with named stages.
 
-It relights a picture with the pocket model that ships with Sigmascope. Without a watch the names cost a fraction of a
-microsecond each; under one they are the record:
+It relights a picture with the pocket model that ships with Sigmascope. Without a watch a name costs a fraction of a
+microsecond; with one, each name is a stage in the record:
 
 pip install 'sigmascope[lbm]'
 sigmascope watch --trace relight.trace.json examples/raw_loop.py --steps 8 relit.png
@@ -24,7 +24,7 @@ from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade
 
 
 def load() -> LbmModel:
-    """The model, with what it is made of on record."""
+    """Load the model, and record its modules."""
     with sigmascope.stage("model_loading") as stage:
         model = load_lbm(BASE_PATH)
     stage.module("denoiser", model.denoiser)
@@ -33,7 +33,7 @@ def load() -> LbmModel:
 
 
 def encode(model: LbmModel, picture: Image.Image) -> Tensor:
-    """The picture's latent. What takes time to tell is told after the stage's end."""
+    """The picture's latent. Its statistics take time, so they are recorded after the stage."""
     with sigmascope.stage("latent_encoding") as stage:
         latent: Tensor = model.vae.encode(image_to_tensor(picture))
     stage.tensor("source_latent", latent)
@@ -41,7 +41,7 @@ def encode(model: LbmModel, picture: Image.Image) -> Tensor:
 
 
 def denoise(model: LbmModel, latent: Tensor, steps: int, seed: int) -> Tensor:
-    """Latent Bridge Matching's sampling (arXiv 2503.07535), written out: each turn of the loop is a step."""
+    """Latent Bridge Matching's sampling (arXiv 2503.07535), written out. Each turn of the loop is a step."""
     noise_scale = model.config.bridge_noise_sigma
     generator = torch.Generator().manual_seed(seed)
     sigmas = [*bridge_sigmas(steps).tolist(), 0.0]

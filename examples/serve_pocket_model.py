@@ -33,13 +33,13 @@ monitor = sigmascope.PerformanceMonitor(target_generation_time=2.0)
 
 @cache
 def model() -> LbmModel:
-    """The model, loaded at the first request; every generation that follows knows what that took."""
+    """The model. It is loaded at the first request, and each later generation knows how long that took."""
     loaded, _ = monitor.measure_model_load_time(load_lbm, TUNED_PATH)
     return loaded
 
 
 def relight(picture: Image.Image) -> bytes:
-    """One picture, in a worker thread; the generation carries the id of the request that it is for."""
+    """Relight one picture in a worker thread. The generation carries the id of its request."""
     with (
         torch.no_grad(),
         monitor.monitor_generation("pocket LBM", "UNet", num_steps=STEPS, resolution=SIZE, model=model()),
@@ -61,7 +61,7 @@ async def relight_request(request: Request) -> Response:
 
 
 async def performance(request: Request) -> Response:
-    """What requests and generations took so far."""
+    """Times of requests and generations so far."""
     return JSONResponse(
         {
             "requests": app.get_summary(),
