@@ -19,12 +19,12 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.hooks import RemovableHandle
 
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path, require_writable, without_home
 from sigmascope.monitor.guard import Guard, as_json
-from sigmascope.monitor.recorder import COMPILED_IN_PLACE, Recorder, current_recorder, hook_calls
+from sigmascope.monitor.hooks import After, HookSet
+from sigmascope.monitor.recorder import Recorder, current_recorder
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes.accelerators import is_capturing
 from sigmascope.probes.models import denoisers_of, unwrap
@@ -37,6 +37,8 @@ CAPTURED: Final = (
 )
 COMPILED: Final = "the denoiser is compiled as a whole: its parts run as one"
 
+PROFILE: Final = "profile"
+"""The instrument's name, under which a failure is noted."""
 LABEL: Final = "sigmascope::"
 """What the marks of a profile's blocks begin with; the path in the denoiser follows."""
 
@@ -63,49 +65,46 @@ class ProfiledSteps:
         self._trace = trace
         self._guard = Guard()
         self._blocks = blocks_of(denoiser)
-        self._no_blocks = why_no_blocks(denoiser, self._blocks)
-        self._session = ProfileSession({} if self._no_blocks else self._blocks)
-        self._handles: list[RemovableHandle] = []
+        self._no_blocks = why_no_blocks(denoiser)
+        self._session = ProfileSession({} if self._no_blocks else self._blocks, self._guard)
+        self._hooks = HookSet(self._guard, PROFILE)
         self._lock = threading.Lock()
         self._calls = 0
         self._scope: Scope | None = None
         self._unavailable: dict[str, str] = {}
 
     def __enter__(self) -> "ProfiledSteps":
-        if getattr(self._denoiser, "_compiled_call_impl", None) is not None:
-            self._session.refused = COMPILED_IN_PLACE.partition(";")[0]
-        elif not self._handles:
-            hooks = self._before, self._after, self._handles
-            self._guard.call("profile", lambda: hook_calls(self._denoiser, *hooks))
+        self._guard.call(PROFILE, lambda: self._hooks.hook_calls(self._denoiser, self._before))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._guard.read("profile", self._session.stop)  # Ctrl-C may have come in the middle of a step
+        try:
+            self._hooks.detach()
+        finally:  # Ctrl-C may have come just now, or in the middle of a step
+            self._guard.read(PROFILE, self._session.stop)
         self.profile = self._guard.call("profile summary", self._summary)
-        self._guard.read("profile", self._note)
+        self._guard.read(PROFILE, self._note)
         self._session.taken.clear()
         self._scope = None
 
-    def _before(self) -> None:
+    def _before(self, *_: object) -> After:
         with self._lock:
             self._calls += 1
             step = self._calls
             if step in self._steps and not self._session.is_running():
-                self._guard.call("profile", lambda: self._start(step))
+                self._guard.call(PROFILE, lambda: self._start(step))
+        return self._after
 
     def _start(self, step: int) -> None:
         if self._scope is None:
             self._scope = self._current_scope()
         self._session.start(step)
 
-    def _after(self) -> None:
+    def _after(self, *_: object) -> None:
         if self._session.is_running(threading.get_ident()):
-            self._guard.call("profile", self._session.stop)
+            self._guard.call(PROFILE, self._session.stop)
 
     def _current_scope(self) -> Scope | None:
         """The stage that is open in the recorder, or in the one of the monitor's generation."""
@@ -136,11 +135,15 @@ class ProfiledSteps:
         missed = sorted(self._steps - {step for step, _ in self._session.taken})
         called = f"the denoiser was called {self._calls} times"
         if missed:
-            reason = self._session.refused or self._guard.reasons.get("profile") or called
+            reason = self._session.refused or self._why_not_heard() or called
             gaps["steps"] = f"steps {', '.join(map(str, missed))}: {reason}"
         if not self._session.saw_device:
             gaps["device_seconds"] = "no CUDA or HIP device was in use"
         return gaps
+
+    def _why_not_heard(self) -> str | None:
+        reasons = self._guard.reasons
+        return reasons.get(PROFILE) or reasons.get(f"{PROFILE} of {type(self._denoiser).__name__}")
 
     def _write_trace(self, step: int, profiler: Any) -> str | None:
         assert self._trace is not None
@@ -239,13 +242,10 @@ def blocks_of(denoiser: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
+def why_no_blocks(denoiser: nn.Module) -> str | None:
     """Why the parts cannot be told apart; None if they can."""
-    if hasattr(denoiser, "_orig_mod"):
-        return COMPILED
-    if any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks.values()):
-        return f"blocks: {COMPILED_IN_PLACE.partition(';')[0]}"
-    return None
+    is_compiled = hasattr(denoiser, "_orig_mod") or getattr(denoiser, "_compiled_call_impl", None) is not None
+    return COMPILED if is_compiled else None
 
 
 class ProfileSession:
@@ -258,12 +258,12 @@ class ProfileSession:
             begin to use its device after them.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], guard: Guard) -> None:
         self.taken: list[tuple[int, Any]] = []
         self.refused: str | None = None
         self.saw_device: bool | None = None
         self._blocks = blocks
-        self._handles: list[RemovableHandle] = []
+        self._hooks = HookSet(guard, PROFILE)
         self._marks: list[record_function] = []
         self._running: tuple[int, int, Any] | None = None  # thread, step, profiler
 
@@ -288,15 +288,17 @@ class ProfileSession:
         self._running = (threading.get_ident(), step, profiler)
         self._begin_mark(LABEL)  # the denoiser's own
         for path, block in self._blocks.items():
-            hook_calls(block, partial(self._begin_mark, LABEL + path), self._end_mark, self._handles)
+            self._hooks.hook_calls(block, partial(self._begin_mark, LABEL + path))
 
-    def _begin_mark(self, label: str) -> None:
-        if self.is_running(threading.get_ident()):
-            mark = record_function(label)
-            mark.__enter__()  # type: ignore[no-untyped-call]
-            self._marks.append(mark)
+    def _begin_mark(self, label: str, *_: object) -> After | None:
+        if not self.is_running(threading.get_ident()):
+            return None
+        mark = record_function(label)
+        mark.__enter__()  # type: ignore[no-untyped-call]
+        self._marks.append(mark)
+        return self._end_mark
 
-    def _end_mark(self) -> None:
+    def _end_mark(self, *_: object) -> None:
         if self.is_running(threading.get_ident()) and len(self._marks) > 1:
             self._marks.pop().__exit__(None, None, None)
 
@@ -306,8 +308,7 @@ class ProfileSession:
             return
         (_, step, profiler), self._running = self._running, None
         try:
-            while self._handles:
-                self._handles.pop().remove()
+            self._hooks.detach()
             while self._marks:
                 self._marks.pop().__exit__(None, None, None)
         finally:

@@ -7,7 +7,6 @@ A watched program holds a `LiveStage`, a `Step` or `HookedSteps` in its hands. L
 be watched uses `stage` and `step`, which belong to whichever recorder is current in its context.
 """
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +18,11 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.monitor.hooks import After, HookSet
 from sigmascope.monitor.scope import (
     WHOLE,
     Clock,
@@ -46,10 +44,6 @@ RUNS_WITHIN, WITHIN_RUN = "runs_within", "within_run"
 """The facts in which two runs name each other, where stages of the one lie in a stage of the other too."""
 Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 """What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
-COMPILED_IN_PLACE = (
-    "the module was compiled in place (module.compile()), where hooks never run; "
-    "put recorder.step() around its call"
-)
 _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
     "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
     "memory.kept_after_stage": ("memory_kept",),
@@ -141,8 +135,8 @@ class Recorder:
         return Step(self)
 
     def hook_steps(self, module: nn.Module) -> "HookedSteps":
-        """Return a context in which every forward call of `module` is a step; no hook is left after it."""
-        return HookedSteps(self.step, module, self._unavailable, self._instruments.guard)
+        """Return a context in which every call of `module` is a step; no hook is left after it."""
+        return HookedSteps(self.step, module, self._instruments.guard)
 
     @property
     def keeps_words(self) -> bool:
@@ -583,36 +577,17 @@ class Step:
 
 
 class HookedSteps:
-    """While entered, every forward call of a module is a step. The hooks change neither input nor output.
+    """While entered, every call of a module is a step, also one that raises. Input and output stay as they are."""
 
-    The steps begin before the module's other pre-hooks and end after its other hooks, and a call that
-    raises is a step too. Inside a function that torch.compile traces the hooks do nothing, so that they
-    break no graph; hook the compiled wrapper that `torch.compile(module)` returns.
-    """
-
-    def __init__(
-        self, new_step: "Callable[[], Step]", module: nn.Module, unavailable: dict[str, str], guard: Guard
-    ) -> None:
+    def __init__(self, new_step: "Callable[[], Step]", module: nn.Module, guard: Guard) -> None:
         self._new_step = new_step
-        self._guard = guard
         self._module = module
-        self._unavailable = unavailable
-        self._handles: list[RemovableHandle] = []
-        self._calls = threading.local()
+        self._guard = guard
+        self._hooks = HookSet(guard, "hook_steps")
 
     def __enter__(self) -> "HookedSteps":
-        if getattr(self._module, "_compiled_call_impl", None) is not None:
-            self._unavailable["hook_steps"] = COMPILED_IN_PLACE
-        elif not self._handles:
-            self._put_on()
+        self._guard.read("hook_steps", lambda: self._hooks.hook_calls(self._module, self._before))
         return self
-
-    def _put_on(self) -> None:
-        try:
-            hook_calls(self._module, self._before, self._after, self._handles)
-        except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
-            self.remove()
-            self._unavailable["hook_steps"] = self._guard.describe(failure)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -620,62 +595,13 @@ class HookedSteps:
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks off. A call that Ctrl-C broke off in this thread is a step that ends now."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        while getattr(self._calls, "open", 0) > 0:
-            self._after()
+        """Take the hook off."""
+        self._hooks.detach()
 
-    def _before(self) -> None:
-        calls = self._calls
-        if not hasattr(calls, "step"):
-            calls.step, calls.open = self._new_step(), 0
-        calls.step.__enter__()
-        calls.open += 1
-
-    def _after(self) -> None:
-        calls = self._calls
-        if getattr(calls, "open", 0) > 0:  # the hooks may have been put on in the middle of a call
-            calls.open -= 1
-            calls.step.__exit__(None, None, None)
-
-
-def hook_calls(
-    module: nn.Module,
-    before: Callable[[], None],
-    after: Callable[[], None],
-    handles: list[RemovableHandle],
-) -> None:
-    """Act around a module's calls: before its other pre-hooks and after its other hooks, also of a call that raises.
-
-    Args:
-        module: What is called.
-        before: What to do at first.
-        after: What to do at last.
-        handles: Take what takes the hooks off again, each as soon as it is on.
-    """
-    handles.append(module.register_forward_pre_hook(Hook(before), prepend=True))
-    handles.append(module.register_forward_hook(Hook(after), always_call=True))
-
-
-class Hook:
-    """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-
-    def __call__(self, *_: Any) -> None:
-        """Act, whatever the call was given."""
-        if not torch.compiler.is_compiling():
-            self._act()
-
-    def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None:
-    pass
+    def _before(self, *_: object) -> After:
+        step = self._new_step()
+        step.__enter__()
+        return lambda _result, _error: step.__exit__(None, None, None)
 
 
 class Frame:

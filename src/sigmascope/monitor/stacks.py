@@ -51,7 +51,7 @@ _WATCHING: Final = ("analysis", "integrations", "monitor", "probes", "records", 
 """Rooms that work for the watch. The others are a library to the program."""
 _DOORS: Final = (
     "integrations/asgi.py",
-    "integrations/diffusers/hooks.py",
+    "monitor/hooks.py",
     "monitor/performance.py",
 )
 """What runs around the program's own calls."""

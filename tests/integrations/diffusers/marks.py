@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from sigmascope.integrations.autostart import FINDER
-from sigmascope.integrations.diffusers import hooks, watch_session
+from sigmascope.integrations.diffusers import watch_session
+from sigmascope.monitor import hooks
 
 
 def marks(*things: Any) -> dict[str, Any]:

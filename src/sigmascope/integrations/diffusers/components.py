@@ -22,14 +22,6 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Before,
-    ByIdentity,
-    Keywords,
-    holder_of,
-)
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
@@ -43,6 +35,14 @@ from sigmascope.integrations.diffusers.watch_session import (
     WatchedParts,
     current_stack,
     take_apart,
+)
+from sigmascope.monitor.hooks import (
+    After,
+    Arguments,
+    Before,
+    ByIdentity,
+    Keywords,
+    holder_of,
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of, file_facts, key_facts, unwrap
@@ -413,7 +413,7 @@ class TextEncodingObserver(Observer):
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
         if isinstance(encoder, nn.Module):
-            self.hook_method(encoder, "__call__", functools.partial(self._before_encoder, stage, name))
+            self.hook_calls(encoder, functools.partial(self._before_encoder, stage, name))
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = self.session.stack_here(pipeline)

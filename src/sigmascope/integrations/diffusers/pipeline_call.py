@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of, told_apart
 from sigmascope.integrations.diffusers.recipe import loras_of, models_of
 from sigmascope.integrations.diffusers.watch_session import (
@@ -33,6 +32,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     leave_stacks,
     pipelines_in,
 )
+from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.prompts import stored_prompts
@@ -400,17 +400,17 @@ class DenoiserObserver(Observer):
     def attach(self, parts: WatchedParts) -> None:
         """Hear every denoiser."""
         has_scheduler = any(callable(getattr(part, "step", None)) for _, part in parts.of_role("scheduler"))
-        heard: dict[str, object] = dict(denoisers_of(parts))
+        for name, denoiser in denoisers_of(parts):
+            self.hook_calls(denoiser, functools.partial(self._before, name, has_scheduler))
         for name in _DENOISER_NAMES:  # another runtime's engine may stand for a denoiser: it is no module
             engine = parts.components.get(name)
             call = inspect.getattr_static(type(engine), "__call__", None)
             if inspect.isfunction(call) and not isinstance(engine, nn.Module):
-                heard[name] = engine
-        for name, denoiser in heard.items():
-            self.hook_method(denoiser, "__call__", functools.partial(self._before, name, has_scheduler))
+                before = functools.partial(self._before, name, has_scheduler)
+                self.hook_method(engine, "__call__", before)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX) and isinstance(part, nn.Module):
-                self.hook_method(part, "__call__", self._before_helper)
+                self.hook_calls(part, self._before_helper)
 
     def _before(
         self, name: str, has_scheduler: bool, _: object, args: Arguments, kwargs: Keywords

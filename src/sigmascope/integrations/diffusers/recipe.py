@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from sigmascope.integrations.diffusers.hooks import ByIdentity
+from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.model_fingerprints import adapter_fingerprint, combined_fingerprint, model_fingerprint
 from sigmascope.probes.models import components_of, modules_in, unwrap
 from sigmascope.probes.peft import adapters_of, number_for, standing_of

@@ -19,10 +19,10 @@ from sigmascope.integrations.diffusers.components import (
     TransferObserver,
     VaeObserver,
 )
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
 from sigmascope.integrations.diffusers.pipeline_call import CallObserver, DenoiserObserver, SchedulerObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly, whole_number
+from sigmascope.monitor.hooks import After, Arguments, Keywords
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run

@@ -18,18 +18,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from sigmascope.analysis.memory import with_owners
 from sigmascope.integrations.autostart import when_loaded
-from sigmascope.integrations.diffusers.hooks import (
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.hooks import (
     ByIdentity,
     HookSet,
 )
-from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.monitor.scope import Mark
@@ -272,10 +272,16 @@ def _name_of(pipelines: tuple[object, ...]) -> str:
 
 
 class Observer(HookSet):
-    """Follows one kind of event on the pipelines that a session watches."""
+    """Follows one kind of event on the pipelines that a session watches.
+
+    Attributes:
+        name: Of the events; the reason of a failure is kept under it, after "watch.".
+    """
+
+    name: ClassVar[str] = ""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session.guard)
+        super().__init__(session.guard, f"watch.{self.name}")
         self.session = session
 
     def start(self) -> None:

@@ -15,9 +15,9 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers import components, hooks, pipeline_call, watch_session
+from sigmascope.integrations.diffusers import components, pipeline_call, watch_session
 from sigmascope.integrations.diffusers.watch_session import Session
-from sigmascope.monitor import recorder, scope
+from sigmascope.monitor import hooks, recorder, scope
 from sigmascope.monitor.recorder import CURRENT
 from sigmascope.probes.models import pipeline_facts
 

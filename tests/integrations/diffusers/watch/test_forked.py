@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.integrations.autostart import FINDER
-from sigmascope.integrations.diffusers import hooks
+from sigmascope.monitor import hooks
 from sigmascope.records.run import Run
 
 pytestmark = [

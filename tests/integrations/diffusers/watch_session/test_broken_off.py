@@ -10,9 +10,9 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers.hooks import MethodHook
 from sigmascope.integrations.diffusers.watch_session import Denoising, Session
 from sigmascope.monitor import current_recorder
+from sigmascope.monitor.hooks import MethodHook
 
 
 def raising(error: BaseException, at_step: int) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 
 import sigmascope
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.diffusers import hooks
 from sigmascope.integrations.diffusers.watch_session import OPEN_SESSIONS, Session
+from sigmascope.monitor import hooks
 
 
 class Scheduler:

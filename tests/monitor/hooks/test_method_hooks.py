@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from sigmascope.integrations.diffusers import hooks
-from sigmascope.integrations.diffusers.hooks import After, HookSet, Listener, MethodHook, listen
+from sigmascope.monitor import hooks
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.hooks import After, HookSet, Listener, MethodHook, listen
 
 
 class Host:
@@ -222,7 +222,7 @@ def test_a_tap_that_cannot_be_remembered_is_taken_off(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hooks, "reference_to", fail)
     with pytest.raises(ZeroDivisionError):
-        HookSet(Guard()).hook_attribute(Host, "work", lambda *_: None)
+        HookSet(Guard(), "test").hook_attribute(Host, "work", lambda *_: None)
     assert dict(vars(Host)) == before
 
 
@@ -240,9 +240,9 @@ def test_modules_of_a_class_and_its_base_are_heard_once_each_and_the_classes_are
 ) -> None:
     modules = [_Base(2, 2), _Derived(2, 2)]
     heard: list[object] = []
-    hooks_ = HookSet(Guard())
+    hooks_ = HookSet(Guard(), "test")
     for module in (modules[first], modules[1 - first]):
-        hooks_.hook_method(module, "__call__", lambda target, *_: heard.append(target))
+        hooks_.hook_calls(module, lambda target, *_: heard.append(target))
     for module in (*modules, _Derived(2, 2)):
         module(torch.zeros(2))
     assert heard == modules

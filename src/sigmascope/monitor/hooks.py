@@ -3,7 +3,7 @@
 A `HookSet` keeps what is on and how to take it off. Whatever it is told of, it only listens: the host's arguments,
 results and exceptions pass unchanged, and the first failure of a listener takes the whole set off. A method is
 replaced while somebody listens (`listen`, `MethodHook`); several listeners share one replacement. A module is heard
-at its class's `__call__`, around its forward hooks and around what `module.compile()` puts in their place.
+at its class's `__call__` (`HookSet.hook_calls`).
 """
 
 import copy
@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
+from torch import nn
 from torch.compiler import is_compiling
 
-from sigmascope.integrations.autostart import without_this_frame
 from sigmascope.monitor.guard import Guard
 
 T = TypeVar("T")
@@ -35,28 +35,36 @@ class HookSet:
     """Hooks of one kind on any number of things. The first failure of one takes all off, with one line in the log.
 
     Attributes:
-        name: Under which the reason is kept, after "watch.".
+        instrument: What the reason of a failure is kept under.
         works: Whether nothing has failed so far.
     """
 
-    name: ClassVar[str] = ""
-
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, instrument: str) -> None:
         self.guard = guard
+        self.instrument = instrument
         self.works = True
         self._undo: dict[object, tuple[Callable[[], object], Callable[[], None]]] = {}
-        self._heard: dict[str, ByIdentity[Before]] = {}
+        self._heard: dict[str, ByIdentity[tuple[type, Before]]] = {}
 
     def hook_method(self, thing: object, attribute: str, before: Before) -> None:
-        """Hear an object's method: its class's, and what lies on the object itself; again changes nothing.
-
-        A module is heard at `__call__`, around its hooks and around what `module.compile()` puts in their place.
-        """
+        """Hear an object's method: its class's, and what lies on the object itself; again changes nothing."""
+        kind = type(thing)
         heard = self._heard.setdefault(attribute, ByIdentity())
-        heard.put(thing, before)
-        owners = [type(thing)] if any(attribute in vars(base) for base in type(thing).__mro__[:-1]) else []
-        for owner in (*owners, *([thing] if attribute in getattr(thing, "__dict__", {}) else ())):
-            self.hook_attribute(owner, attribute, functools.partial(_before_target, heard))
+        heard.put(thing, (kind, before))
+        if any(attribute in vars(base) for base in kind.__mro__[:-1]):
+            self.hook_attribute(kind, attribute, functools.partial(_before_target, heard, kind))
+        if attribute in getattr(thing, "__dict__", {}):
+            self.hook_attribute(thing, attribute, before)
+
+    def hook_calls(self, module: nn.Module, before: Before) -> None:
+        """Hear a module's calls, around its hooks and around what `module.compile()` puts in their place.
+
+        `nn.DataParallel` calls copies of a module, in threads. That is heard as one call of the module, where the wrapper
+        is called.
+        """
+        self.hook_method(module, "__call__", before)
+        by_wrapper = functools.partial(_before_replicas, self._heard["__call__"])
+        self._listen("replicas", nn.DataParallel, "__call__", by_wrapper)
 
     def hook_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -67,16 +75,18 @@ class HookSet:
     def hook_attribute(self, owner: object, attribute: str, before: Before) -> None:
         """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing.
 
-        What is there but is no function is left alone, with the reason in the record.
+        What cannot be replaced, such as what is no function, is left alone, with the reason in the record.
         """
-        key = (id(owner), attribute)
+        self._listen((id(owner), attribute), owner, attribute, before)
+
+    def _listen(self, key: object, owner: object, attribute: str, before: Before) -> None:
         if self.has(key, owner):
             return
         try:
             undo = listen(owner, attribute, Listener(before, self.failed))
-        except TypeError as failure:  # no function, as a partialmethod: it says nothing of others
+        except Exception as failure:  # noqa: BLE001 - it refuses, in whatever words; that says nothing of others
             kind = owner if isinstance(owner, type) else type(owner)
-            self.guard.switch_off(f"watch.{self.name} of {kind.__name__}", failure)
+            self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
         else:
             self._keep_or_undo(key, undo, owner)
 
@@ -116,7 +126,7 @@ class HookSet:
         """Work no more."""
         if self.works:
             self.works = False
-            self.guard.switch_off(f"watch.{self.name}", failure)
+            self.guard.switch_off(self.instrument, failure)
             self.detach()
 
     def detach(self) -> None:
@@ -135,10 +145,21 @@ class HookSet:
 
 
 def _before_target(
-    heard: "ByIdentity[Before]", target: object, args: Arguments, kwargs: Keywords
+    heard: "ByIdentity[tuple[type, Before]]", owner: type, target: object, args: Arguments, kwargs: Keywords
 ) -> After | None:
-    before = heard.get(target)
-    return None if before is None else before(target, args, kwargs)
+    """Tell whoever hears this object by this class; a base's method that its own one calls is part of that."""
+    known = heard.get(target)
+    return known[1](target, args, kwargs) if known is not None and known[0] is owner else None
+
+
+def _before_replicas(
+    heard: "ByIdentity[tuple[type, Before]]", wrapper: Any, args: Arguments, kwargs: Keywords
+) -> After | None:
+    """Tell whoever hears the module that a wrapper replicates; on one device it calls the module itself."""
+    if len(wrapper.device_ids) < 2 or heard.get(wrapper) is not None:
+        return None
+    known = heard.get(wrapper.module)
+    return None if known is None else known[1](wrapper.module, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +246,8 @@ class MethodHook:
         self._name = name
         self._is_on = False
         self._before = vars(owner).get(name, _INHERITED) if isinstance(owner, type) else vars(owner)[name]
-        original = _inherited(owner, name) if self._before is _INHERITED else self._before
+        self.is_inherited = self._before is _INHERITED
+        original = _inherited(owner, name) if self.is_inherited else self._before
         self._replacement = self._replaced(original, isinstance(owner, type))
 
     def put_on(self) -> None:
@@ -246,10 +268,19 @@ class MethodHook:
             return
         if not isinstance(owner, type):
             vars(owner)[self._name] = self._before
-        elif self._before is _INHERITED:
+        elif self.is_inherited:
             delattr(owner, self._name)
         else:
             setattr(owner, self._name, self._before)
+
+    def bind_inherited(self, original: Callable[..., Any], target: object) -> Callable[..., Any]:
+        """What the target would have called: a base's method may have been replaced meanwhile, as `torch.fx` does."""
+        owner: Any = self._owner()
+        try:
+            function: Callable[..., Any] = getattr(super(owner, target), self._name)
+        except TypeError:  # another class's object, to which the function was given by hand
+            return functools.partial(original, target)
+        return function
 
     def _replaced(self, attribute: object, of_class: bool) -> object:
         if not of_class:
@@ -280,14 +311,18 @@ def _with_listeners(
 ) -> Callable[..., Any]:
     """The function, with its name, documentation and signature, and the hook's listeners around it."""
     skipped = 0 if is_static else 1
+    bind = hook.bind_inherited if hook.is_inherited and not is_static else None
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
         target = None if is_static or not args else args[0]
+        seen = args[skipped:]
         try:
-            return call_with_listeners(original, hook.listeners, target, args, kwargs, args[skipped:])
+            if bind is None or not args:
+                return call_with_listeners(original, hook.listeners, target, args, kwargs, seen)
+            return call_with_listeners(bind(original, target), hook.listeners, target, seen, kwargs, seen)
         except BaseException as error:
             without_this_frame(error)
             raise
@@ -398,6 +433,16 @@ class ByIdentity(Generic[T]):
     def clear(self) -> None:
         """Forget all."""
         self._known.clear()
+
+
+def without_this_frame(error: BaseException) -> None:
+    """Take the frame that has just caught an error out of its traceback, where a bare `raise` follows.
+
+    `autostart.without_this_frame` is the same, for where nothing of this package may be loaded.
+    """
+    trace = error.__traceback__
+    if trace is not None:
+        error.__traceback__ = trace.tb_next
 
 
 def _pop(table: dict[Any, Any], key: object, _: object) -> None:
