@@ -12,6 +12,7 @@ import torch
 
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.probes import reading
+from sigmascope.probes.reading import Reading
 
 
 class Colour(Enum):
@@ -88,7 +89,18 @@ def test_an_exception_that_cannot_be_described_is_named(monkeypatch: pytest.Monk
         raise KeyError("a")
 
     monkeypatch.setattr(reading, "message_of", fail)
-    assert Guard().read("probe", probe) == (None, "KeyError")
+    assert Guard().reading("probe", probe) == Reading(None, "KeyError")
+
+
+def test_read_gives_what_the_probe_gives_and_none_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard()
+    assert guard.read("probe", lambda: 0) == 0
+    for _ in range(2):
+        assert guard.read("probe", lambda: dict[str, int]()["a"]) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "probe could not read something: KeyError: 'a'"
+    ]
+    assert guard.works("probe")
 
 
 def test_what_cannot_be_described_is_named_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class PerformanceMonitoringMiddleware:
                 self._in_flight -= 1
             record = self._guard.read(
                 "requests", lambda: exchange.record(scope, served, started_at, in_flight, error)
-            )[0]
+            )
             error = None  # a traceback that is kept would keep the request's locals alive
             if record is not None:
                 self._keep(record)

@@ -22,7 +22,7 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
 from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
 from sigmascope.monitor.guard import Guard, log_quietly
-from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress
+from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress, running_text
 from sigmascope.monitor.recorder import Recorder, Step, current_recorder
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
@@ -107,7 +107,11 @@ class Generation:
             if self._own is not None:
                 own = self._own
                 self._guard.read("generation", lambda: own.__exit__(kind, error, trace))
-        return self._guard.read("generation", self._stage.record)[0]
+        return self._guard.read("generation", self._stage.record)
+
+    def live_text(self) -> str:
+        """How it is doing, in one line."""
+        return running_text(self.metrics, self.steps.progress(), self.recorder.gpu_busy_percent())
 
     def keep(self, seen: CallFacts | None) -> None:
         """Put the metrics on the stage, keep the run, and let go of the rest."""
@@ -119,7 +123,7 @@ class Generation:
         if request_id is not None:
             self._stage.fact("request_id", request_id)
         own = self._own
-        self.run, _ = self._guard.read(
+        self.run = self._guard.read(
             "generation", lambda: self.recorder.run_of(self._stage) if own is None else own.run()
         )
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.probes.reading import error_text, exception_details, keeping_words
+from sigmascope.probes.reading import Reading, error_text, exception_details, keeping_words
 from sigmascope.records.run import ExceptionDetails
 
 _log = logging.getLogger(__name__)
@@ -77,19 +77,23 @@ class Guard:
         with keeping_words(self.keeps_words):
             return exception_details(error)
 
-    def read(self, instrument: str, probe: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """Return what the probe gives, or None and why it failed.
+    def read(self, instrument: str, probe: Callable[[], Result]) -> Result | None:
+        """Return what the probe gives, or None where it fails; `reading` says why.
 
         For probes of the host's own objects: one odd object says nothing about the next one, so nothing
         is switched off. Only the first failure is logged.
         """
+        return self.reading(instrument, probe).value
+
+    def reading(self, instrument: str, probe: Callable[[], Result]) -> Reading[Result]:
+        """Return what the probe gives, or None and why it failed, as `read` does."""
         try:
             with keeping_words(self.keeps_words):
-                return probe(), None
+                return Reading(probe())
         except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
             reason = self.describe(failure)
             self._log_once(instrument, "could not read something", reason)
-            return None, reason
+            return Reading(None, reason)
 
     def call(self, instrument: str, probe: Callable[[], Result]) -> Result | None:
         """Return what the probe gives, or None when it is switched off or fails now."""

@@ -175,7 +175,7 @@ class PerformanceMonitor:
         Raises:
             ConfigError: Names an argument that is none of its kind.
         """
-        facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
+        facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))
         planned = planned_metrics(
             model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype, facts
         )

@@ -154,10 +154,10 @@ class ProfiledSteps:
                 profiler.export_chrome_trace(str(temporary))
             return without_home(str(path))
 
-        written, reason = self._guard.read("trace", write)
-        if reason is not None:
-            self._unavailable["traces"] = reason
-        return written
+        written = self._guard.reading("trace", write)
+        if written.reason is not None:
+            self._unavailable["traces"] = written.reason
+        return written.value
 
     def _note(self) -> None:
         """Put the profile on the stage in which the first chosen step ran."""

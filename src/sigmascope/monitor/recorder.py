@@ -145,11 +145,11 @@ class Recorder:
 
     def fact(self, name: str, value: object) -> None:
         """Note something about the whole run; it is turned into a JSON value at once."""
-        fact, reason = self._instruments.guard.read("facts", lambda: as_json(value))
-        if reason is None:
-            self._facts[name] = fact
+        fact = self._instruments.guard.reading("facts", lambda: as_json(value))
+        if fact.reason is None:
+            self._facts[name] = fact.value
         else:
-            self._unavailable[f"facts.{name}"] = reason
+            self._unavailable[f"facts.{name}"] = fact.reason
 
     def look(self) -> None:
         """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
@@ -181,7 +181,7 @@ class Recorder:
         run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
         seen = None
         if self._stacks is not None:
-            seen, _ = self._instruments.guard.read(STACKS, self._stacks.freeze)
+            seen = self._instruments.guard.read(STACKS, self._stacks.freeze)
         facts = run.facts if seen is None else {**run.facts, HOST_STACKS: seen}
         return replace(run, facts=facts, folded=folded)
 
@@ -360,10 +360,11 @@ def _open_places(place: Scope) -> Iterator[Scope]:
 def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it, or why one of them could not look."""
     # Only now: a call that is not watched needs none of it. It may be read at the interpreter's end, where no import works.
-    diagnostics, reason = guard.read("findings", lambda: import_module("sigmascope.analysis.diagnostics"))
+    imported = guard.reading("findings", lambda: import_module("sigmascope.analysis.diagnostics"))
+    diagnostics = imported.value
     if diagnostics is None:
         return replace(
-            run, unavailable={**run.unavailable, "findings": reason or "no analysis could be imported"}
+            run, unavailable={**run.unavailable, "findings": imported.reason or "no analysis could be imported"}
         )
     found: list[Finding] = list(run.findings)
     unavailable = dict(run.unavailable)
@@ -374,10 +375,10 @@ def with_findings(run: Run, guard: Guard) -> Run:
         ("vae", diagnostics.find_vae_findings),
     )
     for name, analysis in analyses:
-        findings, reason = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
-        found += findings or ()
-        if reason is not None:
-            unavailable[f"findings.{name}"] = reason
+        findings = guard.reading(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
+        found += findings.value or ()
+        if findings.reason is not None:
+            unavailable[f"findings.{name}"] = findings.reason
     kept = tuple(
         finding
         for finding in found
@@ -522,11 +523,11 @@ class LiveStage:
 
     def _note(self, what: Literal["tensors", "modules", "facts"], name: str, read: Callable[[], Any]) -> None:
         scope = self._scope
-        facts, reason = scope.instruments.guard.read(what, read)
-        if reason is None:
-            getattr(scope, what)[name] = facts
+        facts = scope.instruments.guard.reading(what, read)
+        if facts.reason is None:
+            getattr(scope, what)[name] = facts.value
         else:
-            scope.unavailable[f"{what}.{name}"] = reason
+            scope.unavailable[f"{what}.{name}"] = facts.reason
 
 
 class Step:

@@ -206,15 +206,15 @@ class WorkflowMonitor:
         stage.fact(HEAP, {"before": begun.heap_bytes, "after": self._heap_bytes()})
         self._ended[name] = stage
         for facts in (lambda: file_facts(file), lambda: key_facts(loaded)):
-            for key, value in (self.guard.read("files", facts)[0] or {}).items():
+            for key, value in (self.guard.read("files", facts) or {}).items():
                 stage.fact(key, value)
         if model is not None:
             self.note_model(stage, model_type or type(model).__name__, model)
-        record = self.guard.read("steps", stage.record)[0]
+        record = self.guard.read("steps", stage.record)
         if record is None:
             return None
         if self.verbose:
-            process = self.guard.read("summaries", lambda: _vae_process(record, strategy_used, output))[0]
+            process = self.guard.read("summaries", lambda: _vae_process(record, strategy_used, output))
             self._show(
                 lambda: print_lines(end_lines(step, record.seconds, record.peak, record.error, process))
             )
@@ -234,13 +234,13 @@ class WorkflowMonitor:
         latent_encoding.print_latent_generation_start(facts, step)
 
     def _heap_bytes(self) -> int | None:
-        reading = self.guard.read(HEAP, heap_in_use)[0]
+        reading = self.guard.read(HEAP, heap_in_use)
         return None if reading is None else reading.value
 
     def note_model(self, stage: LiveStage, model_type: str, model: object) -> None:
         """Keep facts and state of a model on a stage, for the comparison from stage to stage."""
         stage.module(model_type, model)
-        stage.fact(f"{MODEL_STATE}{model_type}", self.guard.read("models", lambda: model_state(model))[0])
+        stage.fact(f"{MODEL_STATE}{model_type}", self.guard.read("models", lambda: model_state(model)))
 
     def run(self) -> Run:
         """Return everything that is known now, with what the rules and the analyses of its stages find in it."""
@@ -533,7 +533,7 @@ class WorkflowMonitor:
         """The analysis, kept, with the facts of the latent or the pictures on its step."""
         if "latent_analysis" in analysis:
             self._keep(VAE_STAGES[direction], analysis, stage, beside_the_stage)
-            tensor, _ = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
+            tensor = self.guard.read(LATENTS, lambda: find_latent(output).tensor)
             if stage is not None and tensor is not None:
                 stage.tensor(name, tensor, statistics=self.statistics)
         return analysis
@@ -583,8 +583,10 @@ class WorkflowMonitor:
         **kwargs: P.kwargs,
     ) -> dict[str, Any]:
         """What a function of a stage gives; else None for `what`, and why."""
-        analysis, reason = self.guard.read(instrument, lambda: analyse(*args, **kwargs))
-        return {what: None, "unavailable": {what: reason}} if analysis is None else dict(analysis)
+        analysis = self.guard.reading(instrument, lambda: analyse(*args, **kwargs))
+        if analysis.value is None:
+            return {what: None, "unavailable": {what: analysis.reason}}
+        return dict(analysis.value)
 
     def _show(self, show: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         self.guard.read("summaries", lambda: show(*args, **kwargs))
@@ -610,7 +612,7 @@ class WorkflowMonitor:
     def _last_record(self, name: str) -> tuple[LiveStage | None, Stage | None]:
         """The last stage of that name, and what is known of it now."""
         stage = self.last_stage(name)
-        return stage, None if stage is None else self.guard.read("steps", stage.record)[0]
+        return stage, None if stage is None else self.guard.read("steps", stage.record)
 
     def _error_or(
         self, record: Stage | None, error: BaseException | str | None

@@ -148,7 +148,7 @@ class LoadingObserver(Observer):
             model = result[0] if isinstance(result, tuple) and result else result
             loaded = kind if model is None else type(model)
             stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
-            read, _ = self.guard.read("watch.files", lambda: file_facts(file))
+            read = self.guard.read("watch.files", lambda: file_facts(file))
             for key, fact in {**facts, **(read or {})}.items():
                 if fact is not None:
                     stage.fact(key, fact)
@@ -275,8 +275,8 @@ class LoraObserver(Observer):
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
-            baseline, _ = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
-            adapters, _ = guard.read("watch.lora", lambda: adapters_in(target))
+            baseline = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+            adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
@@ -423,7 +423,7 @@ class TextEncodingObserver(Observer):
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
         guard, privacy = self.guard, self.session.options.prompts
-        encoding, _ = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
+        encoding = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
         stage = stack.enter(ENCODING_STAGE)
         if encoding is not None:
             self._open[stack] = encoding
@@ -457,7 +457,7 @@ class TextEncodingObserver(Observer):
         def after(result: object, error: BaseException | None) -> None:
             if error is None:
                 read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
-                encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
+                encoding.readings.extend(self.guard.read("watch.tokens", read) or ())
 
         return after
 
@@ -693,7 +693,7 @@ class VaeObserver(Observer):
             end_complete_denoising(stack)
         input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         guard = self.guard
-        baseline, _ = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
+        baseline = guard.read("watch.latents", lambda: capture_vae_baseline(way, vae, input_tensor))
         component = self._names.get(unwrap(vae) or vae)
         stack.is_tiled = False
         stage = stack.enter(VAE_STAGES[way])

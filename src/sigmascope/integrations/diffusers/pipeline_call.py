@@ -77,11 +77,11 @@ class CallObserver(Observer):
         guard = session.guard
         with session.own_work():
             facts = session.watch(pipeline)
-            named, _ = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
+            named = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
             arguments = named or {}
-            call, _ = guard.read("watch.call", lambda: call_facts(arguments))
-            prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
-            states, _ = guard.read("watch.call", lambda: states_of(arguments))
+            call = guard.read("watch.call", lambda: call_facts(arguments))
+            prompts = guard.read("watch.prompts", lambda: prompts_of(arguments))
+            states = guard.read("watch.call", lambda: states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             outside.end_denoising()
@@ -109,13 +109,13 @@ class CallObserver(Observer):
             if error is None:
                 if session.options.thumbnails and call_around is None:
                     self._tell_thumbnail(stage, result)
-                seen, _ = guard.read("watch.pictures", lambda: pictures_of(result))
+                seen = guard.read("watch.pictures", lambda: pictures_of(result))
                 if seen is not None:
                     stage.fact(FACT, seen)
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
             known = call or CallFacts()
-            finished, _ = guard.read("watch.call", lambda: with_outcome(known, pipeline, stack))
+            finished = guard.read("watch.call", lambda: with_outcome(known, pipeline, stack))
             stage.fact("call", finished or known)
             if facts is not None:
                 stage.fact("pipeline", facts)
@@ -146,9 +146,10 @@ class CallObserver(Observer):
             stack.outputs.settle(self.session.arrivals)
 
     def _tell_thumbnail(self, stage: LiveStage, result: object) -> None:
-        small, reason = self.guard.read("watch.thumbnail", lambda: thumbnail_of(result))
-        if small is None or small.value is None:
-            stage.missing(THUMBNAIL, reason if small is None else small.reason)
+        reading = self.guard.reading("watch.thumbnail", lambda: thumbnail_of(result))
+        small = reading.value or reading
+        if small.value is None:
+            stage.missing(THUMBNAIL, small.reason)
         else:
             stage.fact(THUMBNAIL, small.value)
 
@@ -170,9 +171,9 @@ class CallObserver(Observer):
             why_not: Why no weights are read; None: they are.
         """
         read, full = self.guard.read, self.session.options.prompts == "full"
-        others, _ = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
-        loras, _ = read("watch.recipe", lambda: loras_of(pipeline, why_not))
-        models, _ = read("watch.recipe", lambda: models_of(pipeline, why_not))
+        others = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
+        loras = read("watch.recipe", lambda: loras_of(pipeline, why_not))
+        models = read("watch.recipe", lambda: models_of(pipeline, why_not))
         fingerprints = {name: reading.value for name, reading in (models or {}).items()}
         recipe = {
             "arguments": others,
@@ -442,7 +443,7 @@ def start_denoising(stack: StageStack) -> Denoising:
     denoising = stack.denoising
     if denoising is None:
         session = stack.session
-        stack.is_guided, _ = session.guard.read("watch.call", lambda: asks_for_guidance(stack.pipeline))
+        stack.is_guided = session.guard.read("watch.call", lambda: asks_for_guidance(stack.pipeline))
         denoising = stack.denoising = Denoising(stack.enter("denoising"), session.recorder)
     return denoising
 

@@ -185,14 +185,16 @@ class Session:
         run = replace(run, unavailable=reasons)
         if not self.is_over:
             return run
-        owned, _ = self.guard.read("watch.peaks", lambda: with_owners(run))
+        owned = self.guard.read("watch.peaks", lambda: with_owners(run))
         run = owned or run
-        diagnosed, reason = self.guard.read("watch.findings", lambda: with_findings(run, self.guard))
-        return diagnosed or replace(run, unavailable={**reasons, "findings": reason or "unknown"})
+        diagnosed = self.guard.reading("watch.findings", lambda: with_findings(run, self.guard))
+        return diagnosed.value or replace(
+            run, unavailable={**reasons, "findings": diagnosed.reason or "unknown"}
+        )
 
     def watch(self, pipeline: object) -> PipelineFacts | None:
         """Put the observers on a pipeline, or on what it has got since; its facts. Never raises."""
-        parts, _ = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
+        parts = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
         if parts is None:
             return None
         self.watch_class(type(pipeline))
