@@ -106,8 +106,9 @@ def by_server(calls: int, options: dict[str, Any]) -> None:
 
 def by_process(calls: int, options: dict[str, Any]) -> None:
     """Under the recording of a whole process."""
-    from sigmascope.integrations.autostart import Settings, say
+    from sigmascope.integrations.autostart import say
     from sigmascope.integrations.process_recording import Recording
+    from sigmascope.integrations.watch_settings import Settings
 
     pipeline = Pipeline()
     told = {name: str(value) for name, value in options.items()}

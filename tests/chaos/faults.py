@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import sigmascope
 from sigmascope.errors import SigmascopeError
 from sigmascope.integrations import autostart
-from sigmascope.integrations.autostart import Settings
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.training.train import TrainReport

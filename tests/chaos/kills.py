@@ -13,7 +13,7 @@ from tests.chaos.tries import Case, Kind, kill_after
 from tests.families import generate, make_pipeline
 
 from sigmascope.integrations import autostart, process_recording
-from sigmascope.integrations.autostart import Settings
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.serialization import load_run
 
 _MOST_KILLS = 3

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 import sigmascope
 from sigmascope.integrations import process_recording
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.integrations.autostart import Settings, WatchedProcess
+from sigmascope.integrations.autostart import WatchedProcess
 from sigmascope.integrations.process_recording import MOST_PARTS, PeriodicSaver
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.workflow import WorkflowMonitor
 from sigmascope.records.run import KEEP_GENERATIONS, Run

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigmascope.integrations.autostart import Settings
 from sigmascope.integrations.launch import environment_for
+from sigmascope.integrations.watch_settings import Settings
 
 _MOST_SECONDS = 300
 

@@ -171,8 +171,8 @@ def watch(
         _startup_file(install=install, uninstall=uninstall, script=script)
         return
     _check_script(script, module=module, code=code, sample_hz=sample_hz)
-    from sigmascope.integrations.autostart import Settings
     from sigmascope.integrations.launch import launch
+    from sigmascope.integrations.watch_settings import Settings
     from sigmascope.records.prompts import check_privacy
 
     check_privacy(prompts)

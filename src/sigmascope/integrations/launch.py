@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
-from sigmascope.integrations.autostart import LAUNCH_PREFIX, Settings
+from sigmascope.integrations.watch_settings import LAUNCH_PREFIX, Settings
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 _PATH = "PYTHONPATH"

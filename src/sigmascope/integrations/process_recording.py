@@ -12,16 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.integrations.imports import ImportTimes
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
-
-if TYPE_CHECKING:
-    from sigmascope.integrations.autostart import ImportTimes, Settings
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -49,12 +48,12 @@ class Recording:
 
     def __init__(
         self,
-        settings: "Settings",
+        settings: Settings,
         folder: str,
         say: Callable[[str], None],
         *,
         is_child: bool = False,
-        times: "ImportTimes | None" = None,
+        times: ImportTimes | None = None,
     ) -> None:
         from sigmascope import watch
 
@@ -168,7 +167,7 @@ def program() -> str:
     return Path(getattr(main, "__file__", None) or "python").stem
 
 
-def privacy_of(settings: "Settings") -> PromptPrivacy:
+def privacy_of(settings: Settings) -> PromptPrivacy:
     """What is kept of prompts.
 
     Raises:
@@ -180,7 +179,7 @@ def privacy_of(settings: "Settings") -> PromptPrivacy:
     return cast(PromptPrivacy, value)
 
 
-def sample_hz_of(settings: "Settings") -> float:
+def sample_hz_of(settings: Settings) -> float:
     """How often memory is looked at.
 
     Raises:
@@ -193,7 +192,7 @@ def sample_hz_of(settings: "Settings") -> float:
     raise ConfigError(text, hint="Choose one from 0.1 to 10.")
 
 
-def kept_of(settings: "Settings") -> int:
+def kept_of(settings: Settings) -> int:
     """How many generations the record holds in full.
 
     Raises:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from rich.cells import cell_len, set_cell_size
 
@@ -21,9 +21,6 @@ from sigmascope import units
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
-
-if TYPE_CHECKING:
-    from sigmascope.monitor.generation import Generation
 
 _log = logging.getLogger(__name__)
 _HZ: Final = 4.0
@@ -73,6 +70,20 @@ class StepProgress:
     misses_target: bool
 
 
+@runtime_checkable
+class Shown(Protocol):
+    """What of a generation the line needs."""
+
+    @property
+    def metrics(self) -> PerformanceMetrics:
+        """What it is called and, once it is over, how it went."""
+        ...
+
+    def live_text(self) -> str:
+        """How it is doing, by `running_text`."""
+        ...
+
+
 class LiveLine:
     """Shows any number of generations, of any number of monitors, in one line. Raises nothing.
 
@@ -98,14 +109,14 @@ class LiveLine:
     def forget(self) -> None:
         """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
-        self._open: list["Generation"] = []
+        self._open: list[Shown] = []
         self._over: list[str] = []
         self._stop = threading.Event()
         self._running: threading.Thread | None = None
         self._drawn = False
         self._looks = 0
 
-    def add(self, generation: "Generation") -> None:
+    def add(self, generation: Shown) -> None:
         """Show a generation from now on.
 
         Raises:
@@ -122,7 +133,7 @@ class LiveLine:
                 self._running.start()
             self._open.append(generation)
 
-    def remove(self, generation: "Generation", error: BaseException | None = None) -> None:
+    def remove(self, generation: Shown, error: BaseException | None = None) -> None:
         """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return."""
         with self._lock:
             if generation not in self._open:
@@ -159,23 +170,23 @@ class LiveLine:
         draw(stream, over, running)
         stream.flush()
 
-    def _draw(self, stream: Stream, over: list[str], running: list["Generation"]) -> None:
+    def _draw(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
         """Draw the line over itself; the cursor goes back to its start, where the host's own output begins."""
         width = _width_of(stream) - 1  # the last column would break the line on some terminals
         for text in over:
             stream.write(f"\r{fitted(text, width)}\n")
-        line = join_lines([_text_of(generation) for generation in running])
+        line = join_lines([generation.live_text() for generation in running])
         if line or (self._drawn and not over):
             stream.write(f"\r{fitted(line, width)}\r")
         self._drawn = bool(line)
 
-    def _write(self, stream: Stream, over: list[str], running: list["Generation"]) -> None:
+    def _write(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
         """Write a line for each generation that is over, and now and then for those that are running."""
         for text in over:
             stream.write(f"{text}\n")
         if self._looks % self._plain_every == 0:
             for generation in running:
-                stream.write(f"{_text_of(generation)}\n")
+                stream.write(f"{generation.live_text()}\n")
 
 
 def _is_terminal(stream: Stream) -> bool:
@@ -187,12 +198,6 @@ def _width_of(stream: Stream) -> int:
         return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
     except (OSError, ValueError):  # no descriptor, or one that is no terminal
         return _USUAL_WIDTH
-
-
-def _text_of(generation: "Generation") -> str:
-    return running_text(
-        generation.metrics, generation.steps.progress(), generation.recorder.gpu_busy_percent()
-    )
 
 
 def live_line_for(live: "bool | LiveLine") -> LiveLine | None:

@@ -55,7 +55,7 @@ _DOORS: Final = (
     "monitor/performance.py",
 )
 """What runs around the program's own calls."""
-_IMPORTING: Final = "integrations/autostart.py"
+_IMPORTING: Final = "integrations/imports.py"
 """What hears of imports runs around them; they are the program's own."""
 _WRAPPERS: Final = frozenset(
     {"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sigmascope.cli import root
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.integrations import launch
-from sigmascope.integrations.autostart import Settings
+from sigmascope.integrations.watch_settings import Settings
 
 
 class Launched(Exception):

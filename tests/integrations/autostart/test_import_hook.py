@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.integrations.autostart import Finder
+from sigmascope.integrations.imports import Finder
 
 
 @pytest.fixture

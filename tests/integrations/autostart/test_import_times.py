@@ -9,7 +9,8 @@ from tests.integrations.programs import plain, watched, write
 
 import sigmascope
 from sigmascope.analysis.breakdown import time_breakdown
-from sigmascope.integrations.autostart import FINDER, ImportTimes, Settings, _Telling
+from sigmascope.integrations.imports import FINDER, ImportTimes, _Telling
+from sigmascope.integrations.watch_settings import Settings
 
 SLEEP = 0.2
 LOUD = """

@@ -7,7 +7,7 @@ import pytest
 from tests.integrations.programs import Ended, plain, watched, write
 
 import sigmascope
-from sigmascope.integrations.autostart import Settings
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.run import Run
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from sigmascope.integrations.autostart import USER_PREFIX, say, settings_from
+from sigmascope.integrations.autostart import say
+from sigmascope.integrations.watch_settings import USER_PREFIX, settings_from
 
 
 class Stream:

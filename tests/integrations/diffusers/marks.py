@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from sigmascope.integrations.autostart import FINDER
 from sigmascope.integrations.diffusers import watch_session
+from sigmascope.integrations.imports import FINDER
 from sigmascope.monitor import hooks
 
 

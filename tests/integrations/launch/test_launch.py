@@ -8,15 +8,15 @@ from tests.integrations.programs import ended, environment, watched, write
 
 import sigmascope
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.autostart import (
+from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
+from sigmascope.integrations.process_recording import privacy_of, sample_hz_of
+from sigmascope.integrations.watch_settings import (
     LAUNCH_PREFIX,
     USER_PREFIX,
     Settings,
     settings_from,
     take_settings,
 )
-from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
-from sigmascope.integrations.process_recording import privacy_of, sample_hz_of
 
 
 @pytest.mark.parametrize(

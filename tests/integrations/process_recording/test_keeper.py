@@ -5,8 +5,9 @@ import pytest
 from tests.integrations.diffusers.marks import left_behind
 
 from sigmascope import load_run
-from sigmascope.integrations.autostart import Settings, say
+from sigmascope.integrations.autostart import say
 from sigmascope.integrations.process_recording import OlderGenerations, PeriodicSaver, Recording
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor import Recorder, current_recorder
 from sigmascope.records.run import Run
 

@@ -7,8 +7,8 @@ from tests.integrations.programs import watched, write
 
 from sigmascope import load_run
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.integrations.autostart import Settings
 from sigmascope.integrations.process_recording import MOST_PARTS, OlderGenerations, PeriodicSaver, kept_of
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor import Recorder
 
 

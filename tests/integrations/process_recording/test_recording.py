@@ -8,8 +8,8 @@ import pytest
 from tests.integrations.programs import Ended, plain, watched, write
 
 import sigmascope
-from sigmascope.integrations.autostart import Settings
 from sigmascope.integrations.process_recording import program, record_path, unhandled
+from sigmascope.integrations.watch_settings import Settings
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,8 @@ def _restore_path() -> None:
 
 def _watch() -> None:
     try:
-        from sigmascope.integrations.autostart import LAUNCH_PREFIX, start, take_settings
+        from sigmascope.integrations.autostart import start
+        from sigmascope.integrations.watch_settings import LAUNCH_PREFIX, take_settings
 
         start(take_settings(os.environ, LAUNCH_PREFIX))
     except Exception as failure:  # noqa: BLE001 - the program runs, watched or not

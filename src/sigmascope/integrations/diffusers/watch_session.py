@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from sigmascope.analysis.memory import with_owners
-from sigmascope.integrations.autostart import when_loaded
+from sigmascope.integrations.imports import when_loaded
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.hooks import (
     ByIdentity,

@@ -13,7 +13,7 @@ from tests.families import generate
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.autostart import FINDER
+from sigmascope.integrations.imports import FINDER
 from sigmascope.monitor import hooks
 from sigmascope.records.run import Run
 
