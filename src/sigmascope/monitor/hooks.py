@@ -51,7 +51,10 @@ class HookSet:
         kind = type(thing)
         heard = self._heard.setdefault(attribute, ByIdentity())
         heard.put(thing, (kind, before))
-        if any(attribute in vars(base) for base in kind.__mro__[:-1]):
+        if isinstance(inspect.getattr_static(kind, attribute, None), staticmethod):
+            failure = TypeError(f"{attribute} is static: its calls do not say on which object")
+            self.guard.switch_off(f"{self.instrument} of {kind.__name__}", failure)
+        elif any(attribute in vars(base) for base in kind.__mro__[:-1]):
             self.hook_attribute(kind, attribute, functools.partial(_before_target, heard, kind))
         if attribute in getattr(thing, "__dict__", {}):
             self.hook_attribute(thing, attribute, before)
@@ -438,7 +441,7 @@ class ByIdentity(Generic[T]):
 def without_this_frame(error: BaseException) -> None:
     """Take the frame that has just caught an error out of its traceback, where a bare `raise` follows.
 
-    `autostart.without_this_frame` is the same, for where nothing of this package may be loaded.
+    `integrations.imports` has the same, for where nothing of this package may be loaded.
     """
     trace = error.__traceback__
     if trace is not None:
