@@ -364,7 +364,8 @@ def with_findings(run: Run, guard: Guard) -> Run:
     diagnostics = imported.value
     if diagnostics is None:
         return replace(
-            run, unavailable={**run.unavailable, "findings": imported.reason or "no analysis could be imported"}
+            run,
+            unavailable={**run.unavailable, "findings": imported.reason or "no analysis could be imported"},
         )
     found: list[Finding] = list(run.findings)
     unavailable = dict(run.unavailable)

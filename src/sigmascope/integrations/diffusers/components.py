@@ -4,30 +4,30 @@
 keys did not fit. `TransferObserver` times what offloading moves while a pipeline runs. `LoraObserver` hears LoRAs loaded,
 weighted, merged and taken off again, and analyses what each of these did to the models.
 
-`TextEncodingObserver` hears `encode_prompt` of a pipeline, and text encoders outside of it. Tokens are counted as the
-host's own tokenizers were seen to make them. They are not asked again: a fast tokenizer refuses the host while somebody
-else, in another thread, uses it. It gives what it cut off beside what it kept, however, and there that is read.
-`VaeObserver` hears the VAE's `encode` and `decode`.
+`TextEncodingObserver` hears `encode_prompt` of a pipeline, and text encoders outside of it; tokens are those that the
+host's own tokenizers were seen to make. `VaeObserver` hears the VAE's `encode` and `decode`.
 """
 
 import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
+from sigmascope.integrations.diffusers.embeddings import conditioning, embeddings
 from sigmascope.integrations.diffusers.pipeline_call import (
     denoisers_of,
     end_complete_denoising,
     is_final_decode,
 )
 from sigmascope.integrations.diffusers.recipe import LORA_FILES, adapters_in
+from sigmascope.integrations.diffusers.tokens import Reading, counts_seen, readings_of
 from sigmascope.integrations.diffusers.watch_session import (
     Observer,
     Session,
@@ -56,7 +56,6 @@ from sigmascope.stages.latent_encoding import (
     capture_latent_decoding_baseline,
     capture_latent_generation_baseline,
 )
-from sigmascope.stages.prompt_facts import TokenCount
 from sigmascope.stages.schema import LoraBaseline
 from sigmascope.stages.text_encoding import analyze_text_encoding_results, capture_text_encoding_baseline
 
@@ -353,25 +352,6 @@ def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
 MOST_RUNS: Final = 32
 """An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""
 ENCODING_STAGE: Final = "text_encoding"
-WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
-NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
-FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
-_NO_LIMIT: Final = 1_000_000
-"""A tokenizer's limit from here on says that it has none."""
-
-
-class Reading(NamedTuple):
-    """One text that a tokenizer read: how long it became, special tokens included, and its limit if it had one.
-
-    `rest` is how many tokens it cut off, where it tells.
-    """
-
-    tokenizer: str
-    text: str
-    length: int
-    special: int
-    limit: int | None
-    rest: int | None = None
 
 
 @dataclass(slots=True)
@@ -485,49 +465,6 @@ def _within(stack: StageStack, name: str, encoder: str) -> After | None:
     return after
 
 
-def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
-    """The tensors that `encode_prompt` gives, by the names under which pipelines take them.
-
-    Args:
-        result: What it gave: the prompt's first; of each kind the negative prompt's comes after the prompt's.
-        accepts_negative: Whether it takes a negative prompt.
-    """
-    if isinstance(result, Mapping):
-        return {str(name): tensor for name, tensor in result.items() if isinstance(tensor, Tensor)}
-    returned: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    prompt, *rest = returned
-    named: dict[str, object] = {"prompt_embeds": prompt}
-    for other in rest:
-        kind = _kind_of_embedding(other, prompt, accepts_negative=accepts_negative)
-        if kind is not None:
-            named[kind if kind not in named else f"negative_{kind}"] = other
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
-
-
-def _kind_of_embedding(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
-    """What a tensor beside the prompt's embeddings is, by its shape: pipelines order them in several ways.
-
-    Embeddings of the negative prompt are as wide; a mask has a number for each token, and a pooled output one row for
-    each prompt; the rest are positions and the like.
-    """
-    if not isinstance(other, Tensor):
-        return None
-    if not isinstance(prompt, Tensor):
-        return "text_ids"
-    is_floating = other.is_floating_point()
-    if accepts_negative and is_floating and other.dim() == prompt.dim() and _width(other) == _width(prompt):
-        return "prompt_embeds"
-    if other.dim() != 2:
-        return "text_ids"
-    if not is_floating or (prompt.dim() == 3 and other.shape == prompt.shape[:2]):
-        return "prompt_embeds_mask"
-    return "pooled_prompt_embeds" if other.shape[0] == prompt.shape[0] else "text_ids"
-
-
-def _width(embeddings: Tensor) -> int:
-    return embeddings.shape[-1] if embeddings.dim() else 0
-
-
 def capture_text_baseline(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
     """Take what is known before the encoding."""
     baseline = capture_text_encoding_baseline(None, dict(encoders) or None)
@@ -545,8 +482,8 @@ def record_text_analysis(
     record = stage.record()
     analysis = analyze_text_encoding_results(
         encoding.baseline,
-        _conditioning(named, ""),
-        _conditioning(named, "negative_"),
+        conditioning(named, ""),
+        conditioning(named, "negative_"),
         encoding.prompt,
         encoding.negative_prompt,
         record.seconds,
@@ -556,106 +493,6 @@ def record_text_analysis(
         tokens_seen=functools.partial(counts_seen, encoding.readings),
     )
     stage.fact(ENCODING_STAGE, beside_the_stage(analysis))
-
-
-def _conditioning(named: Mapping[str, object], which: str) -> object:
-    """The embeddings and the pooled ones of one prompt; None without any."""
-    tensors = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
-    known = tuple(tensor for tensor in tensors if tensor is not None)
-    return known or None
-
-
-def readings_of(
-    name: str, tokenizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> list[Reading]:
-    """What a call of a tokenizer says of each of its texts. Nothing for pairs, or where no mask is given."""
-    text = args[0] if args else kwargs.get("text")
-    texts = [text] if isinstance(text, str) else text
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        return []
-    lengths = list(_lengths(result["attention_mask"]))
-    if len(lengths) != len(texts):
-        return []
-    rests = list(map(_rest, getattr(result, "encodings", None) or ()))
-    if len(rests) != len(texts):
-        rests = [None] * len(texts)
-    limit = kwargs.get("max_length") or getattr(tokenizer, "model_max_length", None)
-    is_cut = kwargs.get("truncation") not in (None, False, "do_not_truncate")
-    is_limit = is_cut and isinstance(limit, int) and limit < _NO_LIMIT
-    special = tokenizer.num_special_tokens_to_add() if kwargs.get("add_special_tokens", True) else 0
-    return [
-        Reading(name, text, length, special, limit if is_limit else None, rest)
-        for text, length, rest in zip(texts, lengths, rests, strict=True)
-    ]
-
-
-def _rest(encoding: Any) -> int | None:
-    """How many of a text's tokens a fast tokenizer cut off; None where it keeps no pieces, as older ones do."""
-    pieces = getattr(encoding, "overflowing", None)
-    return None if pieces is None else sum(piece.special_tokens_mask.count(0) for piece in pieces)
-
-
-def _lengths(mask: Any) -> Iterator[int]:
-    """The sums of the mask's rows; a mask that is one row is that of one text."""
-    rows = mask.tolist() if hasattr(mask, "tolist") else mask
-    for row in rows if rows and isinstance(rows[0], list) else [rows]:
-        yield int(sum(row))
-
-
-def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list[TokenCount], str | None]:
-    """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing."""
-    counts = []
-    for name in dict.fromkeys(reading.tokenizer for reading in readings):
-        of_texts = [
-            [
-                reading
-                for reading in readings
-                if reading.tokenizer == name and reading.text.strip() == text.strip()
-            ]
-            for text in texts
-        ]
-        if all(of_texts):
-            counts.append(_token_count(name, of_texts))
-    return counts, None if counts else NOT_SEEN
-
-
-def _token_count(name: str, of_texts: Sequence[Sequence[Reading]]) -> TokenCount:
-    whole = [
-        max(reading.length + (reading.rest or 0) for reading in readings) - readings[0].special
-        for readings in of_texts
-    ]
-    limit = next(
-        (reading.limit - reading.special for reading in of_texts[0] if reading.limit is not None), None
-    )
-    cut = [_tokens_cut_off(readings) for readings in of_texts]
-    known = [tokens for tokens in cut if tokens is not None]
-    is_known = len(known) == len(cut)
-    unavailable = {} if is_known and not sum(known) else {"truncated_words": WORDS_UNKNOWN}
-    if not is_known:
-        unavailable["truncated_tokens"] = FULL
-    if limit is None:
-        unavailable["token_limit"] = "no limit was given to the tokenizer"
-    return TokenCount(
-        name,
-        sum(whole),
-        sum(known) if is_known else None,
-        () if is_known and not sum(known) else None,
-        limit=limit,
-        unavailable=unavailable,
-    )
-
-
-def _tokens_cut_off(readings: Sequence[Reading]) -> int | None:
-    """How many tokens did not fit; None where only a full sequence was seen, which may have been longer."""
-    kept = [reading for reading in readings if reading.limit is not None]
-    if not kept:
-        return 0
-    rests = [reading.rest for reading in kept if reading.rest is not None]
-    if rests:
-        return max(rests)
-    if len(kept) < len(readings):
-        return max(0, max(reading.length for reading in readings) - min(reading.length for reading in kept))
-    return 0 if all(reading.length < (reading.limit or 0) for reading in kept) else None
 
 
 VAE_STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
@@ -30,29 +30,18 @@ from sigmascope.monitor.hooks import (
     ByIdentity,
     HookSet,
 )
+from sigmascope.monitor.load import Load, OwnTime
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.monitor.scope import Mark
-from sigmascope.probes.host import (
-    CpuMoment,
-    DiskMoment,
-    RuntimeMoment,
-    cpu_moment,
-    disk_moment,
-    others_share,
-    runtime_moment,
-)
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
-from sigmascope.records.performance import COLLECTIONS, COMPILED_GRAPHS, DISK_READ, OTHERS, PAGE_FAULTS
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import KEEP_GENERATIONS, OWN_SECONDS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
+from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
 STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
 """The stacks of this context, of all watches, the innermost last."""
-_LEAST_TO_JUDGE_LOAD: Final = 0.2
-"""Seconds: the system counts what processors do in hundredths of one."""
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
     "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
@@ -98,17 +87,14 @@ class Session:
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
         self.arrivals = Arrivals()
-        self._load_before: CpuMoment | None = None
-        self._disk_before = DiskMoment()
-        self._runtime_before = RuntimeMoment()
         self.has_stages = False
-        self._own_ns = [0, 0]
+        self._load: Load | None = None
+        self._own_time = OwnTime(self.recorder.clock)
 
     def open(self) -> None:
         """Begin the record, then put the observers on."""
         self.recorder.__enter__()
-        self._load_before, self._disk_before = cpu_moment().value, disk_moment()
-        self._runtime_before = runtime_moment()
+        self._load = Load()
         OPEN_SESSIONS.append(self)
         with self.own_work():
             for observer in self.observers:
@@ -124,11 +110,8 @@ class Session:
         if stack is not None and stack.open:
             yield
             return
-        later, began = self.has_stages, self.recorder.clock()
-        try:
+        with self._own_time.taken(has_stages=self.has_stages):
             yield
-        finally:
-            self._own_ns[later] += self.recorder.clock() - began
 
     def close(self, error: BaseException | None) -> None:
         """Take everything off, close what is open, and end the record."""
@@ -162,21 +145,9 @@ class Session:
         self._known.clear()
 
     def _note_load(self) -> None:
-        """Note what makes a run longer and is no part of it: other programs, disks, garbage, what is compiled anew."""
-        before, now = self._load_before, cpu_moment().value
-        if before is not None and now is not None and now.at - before.at >= _LEAST_TO_JUDGE_LOAD:
-            self.recorder.fact(OTHERS, others_share(before, now))
-        self.recorder.fact(OWN_SECONDS, [nanoseconds / 1e9 for nanoseconds in self._own_ns])
-        earlier, disk = self._disk_before, disk_moment()
-        before_it, runtime = self._runtime_before, runtime_moment()
-        for name, was, count in (
-            (PAGE_FAULTS, earlier.page_faults, disk.page_faults),
-            (DISK_READ, earlier.read_bytes, disk.read_bytes),
-            (COLLECTIONS, before_it.collections, runtime.collections),
-            (COMPILED_GRAPHS, before_it.compiled_graphs, runtime.compiled_graphs),
-        ):
-            if was is not None and count is not None and count >= was:  # some can be set back
-                self.recorder.fact(name, count - was)
+        self._own_time.note(self.recorder)
+        if self._load is not None:
+            self._load.note(self.recorder)
 
     def record(self) -> Run:
         """The run as it is now; findings once it is over."""

@@ -11,7 +11,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers.components import counts_seen, readings_of
+from sigmascope.integrations.diffusers.tokens import counts_seen, readings_of
 from sigmascope.records.prompts import prompt_sha256
 
 LONG = " ".join(["fox"] * 100)

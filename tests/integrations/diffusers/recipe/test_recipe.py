@@ -17,6 +17,7 @@ from torch import Tensor
 import sigmascope
 from sigmascope.analysis.recipe import what_changed
 from sigmascope.integrations.diffusers import pipeline_call
+from sigmascope.integrations.diffusers.arguments import other_arguments
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.records.run import Run
@@ -165,9 +166,6 @@ def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
     first, same = Image.fromarray(pixels), Image.fromarray(pixels.copy())
     pixels[0, 0] = 255
     other = Image.fromarray(pixels)
-    told = [
-        pipeline_call.other_arguments({"image": image}, texts=False)["image"]
-        for image in (first, same, other)
-    ]
+    told = [other_arguments({"image": image}, texts=False)["image"] for image in (first, same, other)]
     assert told[0] == told[1] != told[2]
     assert told[0].startswith("6×4 RGB ")

@@ -11,7 +11,7 @@ from tests.integrations.diffusers import other_pipelines as others
 from tests.integrations.diffusers.marks import left_behind, marks
 
 import sigmascope
-from sigmascope.integrations.diffusers.components import embeddings
+from sigmascope.integrations.diffusers.embeddings import embeddings
 from sigmascope.records.run import Run, Stage
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,0 +1,167 @@
+"""A call's arguments: by name, as `CallFacts`, its prompts, its seeds, and those that a recipe keeps.
+
+All of it is read from what the call was given. Nothing waits for an accelerator.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import PurePath
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from sigmascope.integrations.diffusers.pictures import told_apart
+from sigmascope.records.run import CallFacts
+
+_GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
+_IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
+_CALLBACKS: Final = ("callback_on_step_end", "callback")
+_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
+
+
+def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, with the defaults of those that were not given.
+
+    A modular pipeline names its inputs in its blocks.
+    """
+    bound = inspect.signature(type(pipeline).__call__).bind_partial(pipeline, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    blocks = getattr(pipeline, "blocks", None)
+    for declared in getattr(blocks, "inputs", None) or ():
+        known = getattr(declared, "name", None)
+        if isinstance(known, str):
+            arguments.setdefault(known, getattr(declared, "default", None))
+    return arguments
+
+
+def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
+    """Steps, guidance, size, batch and seed as they were given."""
+    seeds = seeds_of(arguments)
+    return CallFacts(
+        num_inference_steps=_steps(arguments),
+        guidance_scale=_guidance(arguments),
+        height=_whole_number(arguments.get("height")),
+        width=_whole_number(arguments.get("width")),
+        num_frames=_whole_number(arguments.get("num_frames")),
+        batch_size=_batch(arguments),
+        has_image=any(arguments.get(name) is not None for name in _IMAGES),
+        seed=seeds[0] if len(seeds) == 1 else None,
+        callback=_callback(arguments),
+    )
+
+
+def _callback(arguments: Mapping[str, Any]) -> str | None:
+    """The name of the function, or of the object's class, with its file and line: "preview (generate.py:31)"."""
+    callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
+    if callback is None:
+        return None
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    name = str(getattr(callback, "__qualname__", type(callback).__qualname__)).rsplit("<locals>.", 1)[-1]
+    called = callback if hasattr(callback, "__code__") else getattr(type(callback), "__call__", None)  # noqa: B004
+    code = getattr(getattr(callback, "__func__", called), "__code__", None)
+    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def other_arguments(arguments: Mapping[str, Any], *, texts: bool) -> dict[str, Any]:
+    """The numbers, switches, texts and pictures among the arguments that `CallFacts` does not have and that are no prompts.
+
+    A picture is told by its size and the hash of its pixels.
+
+    Args:
+        arguments: Of the call, by name.
+        texts: Whether texts are kept; without, they may be private.
+    """
+    kinds = (bool, int, float, str) if texts else (bool, int, float)
+    known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
+    others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}
+    pictures = {name: told_apart(value) for name, value in others.items()}
+    return {
+        name: value if pictures[name] is None else pictures[name]
+        for name, value in others.items()
+        if isinstance(value, kinds) or pictures[name] is not None
+    }
+
+
+def _steps(arguments: Mapping[str, Any]) -> int | None:
+    for name in ("timesteps", "sigmas"):
+        schedule = arguments.get(name)
+        if isinstance(schedule, list | tuple) and schedule:
+            return len(schedule)
+    return _whole_number(arguments.get("num_inference_steps"))
+
+
+def _whole_number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _guidance(arguments: Mapping[str, Any]) -> float | None:
+    """The scale that asks_for_guidance: that of true classifier-free guidance where it is on beside a distilled one."""
+    for name in _GUIDANCE:
+        scale = arguments.get(name)
+        if (
+            isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and (name != _GUIDANCE[0] or scale > 1)
+        ):
+            return float(scale)
+    return None
+
+
+def _batch(arguments: Mapping[str, Any]) -> int | None:
+    """Prompts, times what is made of each."""
+    prompts = _prompt_count(arguments.get("prompt"), arguments)
+    if prompts is None:
+        return None
+    for name in _PER_PROMPT:
+        prompts *= _whole_number(arguments.get(name)) or 1
+    return prompts
+
+
+def _prompt_count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
+    if isinstance(prompt, str):
+        return 1
+    if isinstance(prompt, list | tuple) and prompt:
+        return len(prompt)
+    embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
+    return next((tensor.shape[0] for tensor in embeds if isinstance(tensor, Tensor) and tensor.dim()), None)
+
+
+def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """All texts among the arguments that are called prompts; those of a batch as `prompt.0`, `prompt.1`, …."""
+    prompts: dict[str, str] = {}
+    for name, value in arguments.items():
+        if "prompt" not in name:
+            continue
+        if isinstance(value, str):
+            prompts[name] = value
+        elif isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
+            prompts |= {f"{name}.{index}": text for index, text in enumerate(value)}
+    return prompts
+
+
+def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
+    """The seeds of the call's generators, one for each."""
+    return [generator.initial_seed() for generator in _generators(arguments)]
+
+
+def states_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The hash of each generator's state: one that has drawn before gives other noise than its seed says."""
+    return [
+        xxh3_64_hexdigest(generator.get_state().numpy().tobytes()) for generator in _generators(arguments)
+    ]
+
+
+def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
