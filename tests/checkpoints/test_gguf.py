@@ -103,7 +103,7 @@ def test_every_common_type_gives_the_package_s_own_numbers(tmp_path: Path, kind:
 
 
 def test_many_blocks_are_put_together_in_order(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sigmascope.checkpoints.gguf._BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr("sigmascope.checkpoints.gguf._BLOCKS_PER_CALL", 3)
     with open_checkpoint(file) as checkpoint:
         assert torch.equal(checkpoint.tensor(WEIGHT), torch.from_numpy(integers(4, 64)))
 

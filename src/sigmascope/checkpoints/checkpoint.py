@@ -38,13 +38,13 @@ LEFT_OUT_REASON = "belongs to the training loss and not to the model"
 
 
 # What a buffer must satisfy that tensors are read into, in bytes.
-_SMALLEST_PIECE = 8
-_BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
+_MIN_PIECE_BYTES = 8
+_BUFFER_ALIGNMENT_BYTES = 8  # of the widest element types but complex128, which no file format here has
 
 
 # How fingerprints are taken.
 _DIGEST_BYTES = 16
-_READ_BYTES = 4 * 2**20
+_HASHED_PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Checkpoint(ABC):
             CheckpointError: There is no such key, or its bytes cannot be read.
         """
         info = self.info(key)
-        _check_buffer(buffer, info, needed=_SMALLEST_PIECE)
+        _check_buffer(buffer, info, needed=_MIN_PIECE_BYTES)
         yield from self._read_pieces(info, buffer)
 
     @property
@@ -215,7 +215,7 @@ class Checkpoint(ABC):
 def _check_buffer(buffer: Tensor, info: TensorInfo, needed: int | None = None) -> None:
     nbytes = info.nbytes if needed is None else needed
     flat = buffer.dim() == 1 and buffer.dtype == torch.uint8 and buffer.device.type == "cpu"
-    if not (flat and buffer.is_contiguous() and buffer.storage_offset() % _BUFFER_ALIGNMENT == 0):
+    if not (flat and buffer.is_contiguous() and buffer.storage_offset() % _BUFFER_ALIGNMENT_BYTES == 0):
         raise ConfigError(
             f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device} cannot be read into.",
             hint="Use a contiguous torch.uint8 buffer of one axis on the CPU that begins at a multiple of 8 bytes.",
@@ -350,7 +350,7 @@ def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) 
     digest = hashlib.sha256()
     with reading(file), file.open("rb", buffering=0) as stream:
         total, done = os.fstat(stream.fileno()).st_size, 0
-        while piece := stream.read(_READ_BYTES):
+        while piece := stream.read(_HASHED_PIECE_BYTES):
             digest.update(piece)
             done += len(piece)
             progress(done, total, file.name)
@@ -395,8 +395,8 @@ _KIND_WORDS: dict[FileKind, tuple[str, str]] = {
 }
 
 
-_MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
-_LONGEST_QUOTE = 120  # characters
+_MAX_READ_BYTES = 2**30  # Linux reads less than 2 GiB per call
+_MAX_QUOTE_LENGTH = 120  # characters
 CHUNK_BYTES = 8 * 2**20
 
 
@@ -467,7 +467,7 @@ def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
 def shortened(text: object) -> str:
     """`text` for a message: quoted, and cut when a damaged file makes it endless."""
     quoted = repr(text)
-    return quoted if len(quoted) <= _LONGEST_QUOTE else f"{quoted[:_LONGEST_QUOTE]}…"
+    return quoted if len(quoted) <= _MAX_QUOTE_LENGTH else f"{quoted[:_MAX_QUOTE_LENGTH]}…"
 
 
 def sniff(head: bytes) -> FileKind:
@@ -519,7 +519,7 @@ def read_exactly(stream: BinaryIO, path: Path, name: str, begin: int, buffer: Te
     view, done = buffer.numpy().data, 0
     try:
         while done < len(view):
-            count = _read_at(stream, view[done : done + _MOST_AT_ONCE], begin + done)
+            count = _read_at(stream, view[done : done + _MAX_READ_BYTES], begin + done)
             if count == 0:
                 raise CheckpointError(
                     path,
@@ -557,7 +557,7 @@ def iter_tensor_bytes(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterato
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if _lies_ready(tensor):
+    if _needs_no_copy(tensor):
         yield _as_bytes(tensor)
     elif tensor.numel() * tensor.element_size() <= chunk_bytes or tensor.dim() == 0:
         yield _as_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
@@ -569,7 +569,7 @@ def iter_tensor_bytes(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterato
             yield from iter_tensor_bytes(part, chunk_bytes)
 
 
-def _lies_ready(tensor: Tensor) -> bool:
+def _needs_no_copy(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     )

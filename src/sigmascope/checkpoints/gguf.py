@@ -33,8 +33,8 @@ _PLAIN_TYPES: Final = {
     "I64": torch.int64,
 }
 
-_BLOCKS_AT_ONCE: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
-_OTHER_FILE: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
+_BLOCKS_PER_CALL: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
+_OTHER_FILE_HINT: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
 
 Value = str | int | float | bool | Sequence[object]
 """Of a field; the objects are values again."""
@@ -47,12 +47,12 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 _ALIGNMENT_KEY: Final = "general.alignment"
 _DEFAULT_ALIGNMENT: Final = 32
-_MOST_DIMENSIONS: Final = 8
-_MOST_NESTED: Final = 4
-_MOST_ELEMENTS: Final = 2**63 - 1
-_MOST_TENSORS: Final = 1 << 16
-_MOST_VALUES: Final = 1_000_000  # of all fields that are no plain numbers: vocabularies have 300,000 texts
-_MOST_KEPT: Final = 64  # of an array: shapes are, vocabularies are not looked at
+_MAX_DIMENSIONS: Final = 8
+_MAX_ARRAY_DEPTH: Final = 4
+_MAX_ELEMENTS: Final = 2**63 - 1
+_MAX_TENSORS: Final = 1 << 16
+_MAX_VALUES: Final = 1_000_000  # of all fields that are no plain numbers: vocabularies have 300,000 texts
+_MAX_KEPT_ITEMS: Final = 64  # of an array: shapes are, vocabularies are not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ class GgufCheckpoint(Checkpoint):
         _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         numbers, blocks = tensor.view(-1), raw.numpy().reshape(-1, block_bytes)
         done = 0
-        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        for start in range(0, len(blocks), _BLOCKS_PER_CALL):
             # One row, as long as all blocks together: the package works on rows, few are faster than many.
-            row = blocks[start : start + _BLOCKS_AT_ONCE].reshape(1, -1)
+            row = blocks[start : start + _BLOCKS_PER_CALL].reshape(1, -1)
             part = torch.from_numpy(_dequantised(self._gguf, row, kind)).view(-1)
             numbers[done : done + part.numel()] = part
             done += part.numel()
@@ -198,7 +198,7 @@ def _type_of(gguf: ModuleType, path: Path, entry: GgufEntry) -> Any:
             _dequantised(gguf, np.zeros((1, block_bytes), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as error:
         message = f"tensor {shortened(entry.name)} is of the type {_type_name(gguf, entry.kind)}, which is not read."
-        raise CheckpointError(path, message, hint=_OTHER_FILE) from error
+        raise CheckpointError(path, message, hint=_OTHER_FILE_HINT) from error
     return kind
 
 
@@ -292,18 +292,18 @@ class _HeaderReader:
         return found
 
     def tensors(self, count: int) -> tuple[GgufEntry, ...]:
-        if count > _MOST_TENSORS:
-            self.fail(f"declares {count:,} tensors; {_MOST_TENSORS:,} are the limit.")
+        if count > _MAX_TENSORS:
+            self.fail(f"declares {count:,} tensors; {_MAX_TENSORS:,} are the limit.")
         found: dict[str, GgufEntry] = {}
         for _ in range(count):
             name = self.text("the name of a tensor")
             if name in found:
                 self.fail(f"has the tensor {shortened(name)} twice.")
             dimensions = self.number("I", "a tensor's number of sizes")
-            if dimensions > _MOST_DIMENSIONS:
+            if dimensions > _MAX_DIMENSIONS:
                 self.fail(f"tensor {shortened(name)}: {dimensions} sizes are too many.")
             sizes = [self.number("Q", "a tensor's sizes") for _ in range(dimensions)]
-            if math.prod(size for size in sizes if size) > _MOST_ELEMENTS:
+            if math.prod(size for size in sizes if size) > _MAX_ELEMENTS:
                 self.fail(f"tensor {shortened(name)}: the sizes {shortened(sizes)} are too large.")
             kind, offset = self.number("I", "a tensor's type"), self.number("Q", "a tensor's place")
             found[name] = GgufEntry(name, tuple(reversed(sizes)), kind, offset)
@@ -315,25 +315,25 @@ class _HeaderReader:
 
     def _value(self, kind: int, what: str, depth: int) -> Value:
         self.values += 1
-        if self.values > _MOST_VALUES:
-            self.fail(f"has more than {_MOST_VALUES:,} texts and numbers in its fields.")
+        if self.values > _MAX_VALUES:
+            self.fail(f"has more than {_MAX_VALUES:,} texts and numbers in its fields.")
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind], what)
         if kind == _STRING:
             return self.text(what)
-        if kind != _ARRAY or depth == _MOST_NESTED:
+        if kind != _ARRAY or depth == _MAX_ARRAY_DEPTH:
             self.fail(f"is damaged or too new: {what} is of the unknown type {kind}.")
         inner, count = self.number("I", what), self.number("Q", what)
         if inner in _SCALARS:
             code = _SCALARS[inner]
             size = count * struct.calcsize(f"<{code}")
-            if count > _MOST_KEPT:
+            if count > _MAX_KEPT_ITEMS:
                 self.skip(size, what)
                 return []
             return list(struct.unpack(f"<{count}{code}", self.take(size, what)))
-        if self.values + count > _MOST_VALUES:
-            self.fail(f"{what} has {count:,} texts; {_MOST_VALUES:,} are the limit.")
-        kept = [self._value(inner, what, depth + 1) for _ in range(min(count, _MOST_KEPT))]
+        if self.values + count > _MAX_VALUES:
+            self.fail(f"{what} has {count:,} texts; {_MAX_VALUES:,} are the limit.")
+        kept = [self._value(inner, what, depth + 1) for _ in range(min(count, _MAX_KEPT_ITEMS))]
         for _ in range(count - len(kept)):
             self._value(inner, what, depth + 1)
         return kept

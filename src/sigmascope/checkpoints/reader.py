@@ -52,7 +52,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 
 
-_NAMED: Final = 5  # files in a message
+_MAX_NAMED: Final = 5  # files in a message
 _USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
 _SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
@@ -60,7 +60,7 @@ _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
 
 
 _MAX_SHARD_INDEX_BYTES = 100_000_000
-_INCOMPLETE = "Download the folder again, all of it."
+_INCOMPLETE_HINT = "Download the folder again, all of it."
 MODEL_INDEX: Final = "model_index.json"
 _MAX_MODEL_INDEX_BYTES = 10_000_000
 
@@ -140,9 +140,9 @@ def what_is_there(missing: Path) -> str:
         return ""
     near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
     weights = sorted(name for name in siblings if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES)))
-    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    more = f" and {len(weights) - _MAX_NAMED} more" if len(weights) > _MAX_NAMED else ""
     parts = [f"Did you mean {near[0]}?"] if near else []
-    parts += [f"Checkpoints there: {', '.join(weights[:_NAMED])}{more}."] if weights else []
+    parts += [f"Checkpoints there: {', '.join(weights[:_MAX_NAMED])}{more}."] if weights else []
     return " ".join(parts)
 
 
@@ -246,11 +246,11 @@ def only_file(folder: Path) -> Path:
         if len(candidates) == 1:
             return folder / candidates[0]
         if candidates:
-            raise _several(folder, candidates)
+            raise _several_files(folder, candidates)
     raise CheckpointError(folder, "is a folder without weights.", hint=_subfolder_hint(folder))
 
 
-def _several(folder: Path, candidates: Sequence[str]) -> CheckpointError:
+def _several_files(folder: Path, candidates: Sequence[str]) -> CheckpointError:
     message = f"has {len(candidates)} files of weights."
     return CheckpointError(folder, message, hint=f"Name one of them: {', '.join(candidates[:8])}.")
 
@@ -304,7 +304,7 @@ def _shard_places(
             skipped[key] = shard.skipped[key]
         else:
             message = f"lists {shortened(key)} in {name}, which does not have it."
-            raise CheckpointError(path, message, hint=_INCOMPLETE)
+            raise CheckpointError(path, message, hint=_INCOMPLETE_HINT)
     for name, shard in shards.items():
         skipped |= {key: f"is in {name} but not in the index" for key in shard if key not in places}
     return places, skipped
@@ -314,14 +314,14 @@ def _read_index(path: Path, most_bytes: int) -> dict[str, Any]:
     with reading(path):
         size = path.stat().st_size
         if size > most_bytes:
-            raise CheckpointError(path, f"is too large for an index ({size} bytes).", hint=_INCOMPLETE)
+            raise CheckpointError(path, f"is too large for an index ({size} bytes).", hint=_INCOMPLETE_HINT)
         content = path.read_bytes()
     try:
         index = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE) from error
+        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE_HINT) from error
     if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object that names weights.", hint=_INCOMPLETE)
+        raise CheckpointError(path, "is not a JSON object that names weights.", hint=_INCOMPLETE_HINT)
     return index
 
 
@@ -353,7 +353,7 @@ def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
         is_there = False
     if not is_there:
         message = f"names the shard {shortened(name)}, which is not there."
-        raise CheckpointError(index, message, hint=_INCOMPLETE)
+        raise CheckpointError(index, message, hint=_INCOMPLETE_HINT)
     return SafetensorsCheckpoint(shard)
 
 
@@ -412,7 +412,7 @@ def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
     files = {name: file for name, file in found.items() if file is not None}
     if not files:
         raise CheckpointError(
-            folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE
+            folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE_HINT
         )
     if variant is not None and variant not in variants:
         raise no_such_variant(folder, variant, sorted(variants))
@@ -468,13 +468,13 @@ FP8: Final = frozenset(
 )
 SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
 """Endings of the scale of a `.weight`; by all of them the weight is multiplied, the one named `inv` too."""
-BLOCK: Final = 128
-_OF_ACTIVATIONS: Final = (".scale_input", ".input_scale")
-_MARKS: Final = ("scaled_fp8", ".comfy_quant")
+_BLOCK_SIZE: Final = 128
+_ACTIVATION_SCALES: Final = (".scale_input", ".input_scale")
+_QUANTISATION_MARKS: Final = ("scaled_fp8", ".comfy_quant")
 _SCALE_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-_REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+_REFUSED_QUANTISATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("bitsandbytes NF4 or FP4", (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")),
     ("bitsandbytes int8", (".SCB",)),
     ("SVDQuant (nunchaku)", (".wscales", ".smooth_factor", ".wtscale")),
@@ -485,7 +485,7 @@ _REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("NVFP4", (".weight_scale_2", ".weight_global_scale")),
     ("compressed-tensors (packed integers)", (".weight_packed",)),
 )
-_HINT: Final = (
+_QUANTISED_HINT: Final = (
     "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."
 )
 
@@ -506,20 +506,20 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
             _check_scale(checkpoint, checkpoint.info(weight), checkpoint.info(key))
             scales[weight] = key
             hidden[key] = f"is the scale of {weight}, which is given dequantised"
-        elif key.endswith(_OF_ACTIVATIONS):
+        elif key.endswith(_ACTIVATION_SCALES):
             hidden[key] = "is a scale of activations and no weight"
-        elif key.endswith(_MARKS) and _is_mark(checkpoint.info(key)):
+        elif key.endswith(_QUANTISATION_MARKS) and _is_mark(checkpoint.info(key)):
             hidden[key] = "marks a quantisation and is no weight"
     # Without a quantised weight those are names like any other.
     return DequantisedCheckpoint(checkpoint, scales, hidden) if scales else checkpoint
 
 
 def _refuse_named(checkpoint: Checkpoint) -> None:
-    for name, endings in _REFUSED:
+    for name, endings in _REFUSED_QUANTISATIONS:
         key = _first_ending(checkpoint, endings)
         if key is not None:
             message = f"is quantised by {name} ({shortened(key)}), which cannot be undone here."
-            raise CheckpointError(checkpoint.path, message, hint=_HINT)
+            raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
 
 
 def _first_ending(keys: Iterable[str], endings: tuple[str, ...]) -> str | None:
@@ -537,16 +537,16 @@ def _check_scale(checkpoint: Checkpoint, weight: TensorInfo, scale: TensorInfo) 
         message = (
             f"{weight.name} is {kind} with scales ({scale.name}), a quantisation that cannot be undone here."
         )
-        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
     if scale.dtype not in _SCALE_DTYPES:
         kind = "MXFP8" if str(scale.dtype).endswith("e8m0fnu") else str(scale.dtype).removeprefix("torch.")
         message = f"the scales of {weight.name} are {kind}, which cannot be undone here."
-        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
     if scale_kind(weight.shape, scale.shape) is None:
         message = (
             f"{scale.name} of shape {scale.shape} is no scale for {weight.name} of shape {weight.shape}."
         )
-        raise CheckpointError(checkpoint.path, message, hint=_HINT)
+        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
 
 
 def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
@@ -555,8 +555,8 @@ def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
         return "per tensor"
     if weight and scale[0] == weight[0] and set(scale[1:]) <= {1} and len(scale) <= len(weight):
         return "per channel"
-    blocks = tuple(-(-size // BLOCK) for size in weight)
-    return f"in blocks of {BLOCK}" if len(weight) == 2 and scale == blocks else None
+    blocks = tuple(-(-size // _BLOCK_SIZE) for size in weight)
+    return f"in blocks of {_BLOCK_SIZE}" if len(weight) == 2 and scale == blocks else None
 
 
 def _is_mark(info: TensorInfo) -> bool:
@@ -615,4 +615,4 @@ def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     if kind == "per channel":
         return scale.reshape(-1, *(1 for _ in shape[1:]))
     rows, columns = shape
-    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return scale.repeat_interleave(_BLOCK_SIZE, 0)[:rows].repeat_interleave(_BLOCK_SIZE, 1)[:, :columns]

@@ -46,12 +46,12 @@ from sigmascope.checkpoints.checkpoint import (
 from sigmascope.errors import CheckpointError, WriteError
 from sigmascope.files import DISK_FULL, atomic_path, free_bytes, parse_json
 
-MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
 LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 64
-_MAX_SIZE = 2**63 - 1
-_DAMAGED = "The file is damaged: download it again or make it anew."
+_MAX_INT64 = 2**63 - 1
+_DAMAGED_HINT = "The file is damaged: download it again or make it anew."
 
 # Element types by the format's codes.
 _BITS_AND_TORCH_NAME = {
@@ -88,12 +88,12 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """PyTorch's type, by safetensors code, as far as the installed version has it."""
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 """Safetensors code, by PyTorch's type."""
-_PACKED = {"F4": 2}  # elements that PyTorch keeps in one of its own
+_ELEMENTS_PER_TORCH_ELEMENT = {"F4": 2}  # elements that PyTorch keeps in one of its own
 
 # How files are written.
 _DEFAULT_HEADER_BYTES = 256 * 1024
-_WAITING_IN_MEMORY = 16 * 2**20
-PADDING_SHARE = 64
+_SPOOL_MEMORY_BYTES = 16 * 2**20
+_MIN_DATA_TO_PADDING = 64
 """Room in the header above 1/64 of the data is not left standing."""
 ALIGNMENT = 8
 _ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
@@ -179,8 +179,8 @@ def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _fail(path, "is not a safetensors file: no JSON header where one must begin.")
-    if length > MAX_HEADER_BYTES:
-        _fail(path, f"claims a header of {length} bytes; {MAX_HEADER_BYTES} is the limit.")
+    if length > _MAX_HEADER_BYTES:
+        _fail(path, f"claims a header of {length} bytes; {_MAX_HEADER_BYTES} is the limit.")
     if LENGTH_BYTES + length > file_bytes:
         _fail(
             path,
@@ -191,7 +191,7 @@ def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     return length
 
 
-def _fail(path: Path, message: str, hint: str = _DAMAGED) -> NoReturn:
+def _fail(path: Path, message: str, hint: str = _DAMAGED_HINT) -> NoReturn:
     raise CheckpointError(path, message, hint=hint)
 
 
@@ -249,12 +249,12 @@ def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_INT64 for item in value)
 
 
 def _overflows(shape: list[int]) -> bool:
     """Whether sizes are too large for PyTorch, which multiplies them beside a 0 too."""
-    return 0 in shape and math.prod(size for size in shape if size) > _MAX_SIZE
+    return 0 in shape and math.prod(size for size in shape if size) > _MAX_INT64
 
 
 def _check_cover(entries: Iterable[TensorEntry], path: Path, data_bytes: int) -> None:
@@ -490,7 +490,7 @@ class StreamingWriter:
             require_space(self.path, temporary.parent, self._room + (self._data_bytes or 0))
             self._file = stack.enter_context(temporary.open("r+b", buffering=0))
             self._spool = stack.enter_context(
-                tempfile.SpooledTemporaryFile(max_size=_WAITING_IN_MEMORY, dir=str(temporary.parent))
+                tempfile.SpooledTemporaryFile(max_size=_SPOOL_MEMORY_BYTES, dir=str(temporary.parent))
             )
             self._stack = stack.pop_all()
         return self
@@ -573,7 +573,7 @@ class StreamingWriter:
         """The header, and where the data begins behind it."""
         header = encoded_header(self._placed, self._metadata)
         needed = padded(LENGTH_BYTES + len(header))
-        fits = needed <= self._room and self._room - needed <= self._placed_bytes // PADDING_SHARE
+        fits = needed <= self._room and self._room - needed <= self._placed_bytes // _MIN_DATA_TO_PADDING
         return header, self._room if fits else needed
 
     def _write_header(self) -> None:
@@ -708,7 +708,7 @@ def move_bytes(stream: BinaryIO, begin: int, to: int, nbytes: int) -> None:
 def to_torch(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]] | None:
     """PyTorch's type and shape of a tensor in a file; None when this PyTorch has no such type."""
     dtype = TORCH_DTYPES.get(code)
-    packed = _PACKED.get(code, 1)
+    packed = _ELEMENTS_PER_TORCH_ELEMENT.get(code, 1)
     if dtype is None or packed == 1:
         return None if dtype is None else (dtype, shape)
     if not shape or shape[-1] % packed:
@@ -719,7 +719,7 @@ def to_torch(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int,
 def to_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Code and shape with which a file names a tensor; None when the format has no such type."""
     code = CODES.get(dtype)
-    packed = 1 if code is None else _PACKED.get(code, 1)
+    packed = 1 if code is None else _ELEMENTS_PER_TORCH_ELEMENT.get(code, 1)
     if code is None or (packed > 1 and not shape):
         return None
     return code, shape if packed == 1 else (*shape[:-1], shape[-1] * packed)

@@ -70,15 +70,15 @@ TENSOR_KEY = "$tensor"
 
 
 # How nestings are flattened, and which keys name the text of a prompt, or the tokens that it became.
-_DEEPEST = 32
+_MAX_DEPTH = 32
 _PROMPT_WORDS = ("prompt", "caption")
 _TOKEN_WORDS = ("token", "input_ids")
-_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count", "num_", "max_", "limit")
+_NOT_TEXT_WORDS = ("embed", "hash", "privacy", "mask", "length", "count", "num_", "max_", "limit")
 
 
 # Element types that NumPy lacks.
 _FLOAT4 = "float4_e2m1fn_x2"
-_LACKED_BY_NUMPY = (
+_DTYPES_NUMPY_LACKS = (
     "bfloat16",
     "float8_e4m3fn",
     "float8_e4m3fnuz",
@@ -351,9 +351,9 @@ class _FlatteningWalk:
             return self._plain(key, value)
         if id(value) in above:
             return f"<{type(value).__name__} in itself>"
-        if len(above) >= _DEEPEST:
+        if len(above) >= _MAX_DEPTH:
             raise ConfigError(
-                f"{name} is nested more than {_DEEPEST} deep.", hint="Save the tensors in it by name."
+                f"{name} is nested more than {_MAX_DEPTH} deep.", hint="Save the tensors in it by name."
             )
         inside = (*above, id(value))
         if _is_comfyui_entry(value):
@@ -385,7 +385,7 @@ class _FlatteningWalk:
             value = value.item()
         if value is None or isinstance(value, bool):
             return value
-        if self._private and _names(key, _TOKEN_WORDS):
+        if self._private and _has_word(key, _TOKEN_WORDS):
             return HIDDEN
         if isinstance(value, int):
             return int(value)
@@ -446,9 +446,9 @@ def _as_tensor(array: NDArray[Any]) -> Tensor:
             ) from error
 
 
-def _names(key: str, words: tuple[str, ...]) -> bool:
+def _has_word(key: str, words: tuple[str, ...]) -> bool:
     lowered = key.lower()
-    return any(word in lowered for word in words) and not any(word in lowered for word in _NOT_THE_TEXT)
+    return any(word in lowered for word in words) and not any(word in lowered for word in _NOT_TEXT_WORDS)
 
 
 def plain_metadata(
@@ -470,7 +470,7 @@ class _DescribingWalk(_FlatteningWalk):
     """The same walk where tensors are described and not kept, for what the caller says of them in words."""
 
     def keeps(self, key: str, text: str) -> bool:
-        return not (self._private and (_names(key, _PROMPT_WORDS) or self._quotes(text)))
+        return not (self._private and (_has_word(key, _PROMPT_WORDS) or self._quotes(text)))
 
     def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
         if _is_tensor(value):
@@ -564,7 +564,7 @@ def to_numpy(tensor: Tensor, kind: ArrayKind = "values") -> Array:
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _LACKED_BY_NUMPY:
+    if name not in _DTYPES_NUMPY_LACKS:
         return np.asarray(tensor.numpy())
     bits = _raw_bits(tensor)
     if kind == "bits":
@@ -605,9 +605,9 @@ def _unpacked_float4(codes: Array) -> Array:
     return pairs.reshape(*codes.shape[:-1], -1) if codes.ndim else pairs
 
 
-_LONGEST_STEM = 80
-_MOST_OF_A_NAME = 100_000
-_MOST_INDEX_BYTES = 64 << 20
+_MAX_STEM_LENGTH = 80
+_MAX_DUMPS_PER_NAME = 100_000
+_MAX_INDEX_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -763,11 +763,11 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
 
     def _reserve(self, name: str) -> tuple[Path, str]:
         """Take a free name by creating its file, empty."""
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:_LONGEST_STEM] or "dump"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:_MAX_STEM_LENGTH] or "dump"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            for number in range(1, _MOST_OF_A_NAME):
+            for number in range(1, _MAX_DUMPS_PER_NAME):
                 ending = "" if number == 1 else f"-{number}"
                 path = self.folder / f"{stem}{ending}{DUMP_SUFFIX}"
                 try:
@@ -804,7 +804,7 @@ def _index_entries(path: Path) -> Iterator[DumpEntry]:
     if not is_existing(path):
         return
     with reading(path):
-        if path.stat().st_size > _MOST_INDEX_BYTES:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
             _log.warning(
                 "The index %s is too large to be one; the dumps are read from their own headers.", path
             )

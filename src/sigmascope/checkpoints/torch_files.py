@@ -53,9 +53,9 @@ from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.units import format_size
 
-_AGAIN = "Download it again or make it anew."
-_NAMES_SHOWN = 5
-_REASON_LENGTH = 160
+_DAMAGED_HINT = "Download it again or make it anew."
+_MAX_NAMED = 5
+_MAX_REASON_LENGTH = 160
 
 # Where the state dict lies in what was saved.
 _WRAPPERS = ("model_state_dict", "state_dict")
@@ -63,10 +63,10 @@ _LIGHTNING_PREFIX = "model."
 _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
 
 # Names that tensors ask for.
-_HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
+_TENSOR_CODE = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
 
 # Whatever a damaged archive makes PyTorch stumble over; `weights_only` has an error of its own for what it refuses.
-_DAMAGE: Final = (
+_DAMAGE_ERRORS: Final = (
     RuntimeError,
     EOFError,
     ValueError,
@@ -81,13 +81,13 @@ _DAMAGE: Final = (
 )
 
 # What a sound file stays below. A tensor takes some 40 opcodes and 80 bytes of the archive's list.
-_MOST_LIST_BYTES: Final = 16 << 20
-_MOST_RECORD_BYTES: Final = 64 << 20  # of a member that is no storage
-_MOST_OPCODES: Final = 600_000  # of 15,000 tensors; a million take two seconds to count on a slow machine
-_MOST_MADE_BYTES: Final = 64 << 20  # beyond the file's own size
-_MOST_SIZES: Final = 64
+_MAX_LIST_BYTES: Final = 16 << 20
+_MAX_RECORD_BYTES: Final = 64 << 20  # of a member that is no storage
+_MAX_OPCODES: Final = 600_000  # of 15,000 tensors; a million take two seconds to count on a slow machine
+_MAX_EXTRA_BYTES: Final = 64 << 20  # beyond the file's own size
+_MAX_DIMENSIONS: Final = 64
 _PICKLES_OF_LEGACY_FILE: Final = 5  # those named below, and the storages' names
-_END_BYTES: Final = 22 + 0xFFFF  # the end of an archive, with the longest remark
+_MAX_ARCHIVE_END_BYTES: Final = 22 + 0xFFFF  # the end of an archive, with the longest remark
 
 _PROCESS_MAPS: Final = Path("/proc/self/maps")
 
@@ -169,11 +169,11 @@ def _load(path: Path) -> object:
     except UnicodeEncodeError as error:
         message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
         raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise _damaged(path, error) from error
     except MemoryError as error:
         message = "asks for more memory than there is: it is damaged, or too large for this machine."
-        raise CheckpointError(path, message, hint=_AGAIN) from error
+        raise CheckpointError(path, message, hint=_DAMAGED_HINT) from error
 
 
 def _is_sound_zip(path: Path) -> bool:
@@ -194,7 +194,7 @@ def _is_sound_zip(path: Path) -> bool:
             compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         message = f"is truncated or damaged: the list at the archive's end is missing ({error})."
-        raise CheckpointError(path, message, hint=_AGAIN) from error
+        raise CheckpointError(path, message, hint=_DAMAGED_HINT) from error
     if compressed:
         raise CheckpointError(
             path,
@@ -208,7 +208,7 @@ def _is_sound_zip(path: Path) -> bool:
 def _check_list_size(stream: BinaryIO, path: Path) -> None:
     """Refuse an archive whose list of members would fill the memory; one without an end is told by `zipfile`."""
     file_bytes = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, file_bytes - _END_BYTES))
+    stream.seek(max(0, file_bytes - _MAX_ARCHIVE_END_BYTES))
     end = stream.read()
     place = end.rfind(b"PK\5\6")
     if place < 0 or len(end) < place + 22:
@@ -218,10 +218,10 @@ def _check_list_size(stream: BinaryIO, path: Path) -> None:
     if locator.startswith(b"PK\6\7"):
         stream.seek(min(int.from_bytes(locator[8:16], "little"), file_bytes))
         size = max(size if size != 0xFFFFFFFF else 0, int.from_bytes(stream.read(56)[40:48], "little"))
-    if size > _MOST_LIST_BYTES:
+    if size > _MAX_LIST_BYTES:
         raise _bomb(
             path,
-            f"its list of members takes {format_size(size)}; {format_size(_MOST_LIST_BYTES)} are the limit",
+            f"its list of members takes {format_size(size)}; {format_size(_MAX_LIST_BYTES)} are the limit",
         )
 
 
@@ -233,8 +233,8 @@ def _check_members(members: Sequence[zipfile.ZipInfo], list_begin: int, path: Pa
         name, size = shortened(member.filename), max(member.file_size, member.compress_size)
         if member.header_offset + _LOCAL_HEADER_BYTES + size > after:
             raise _bomb(path, f"{name} declares {format_size(size)}, which overlap what follows")
-        if "/data/" not in member.filename and size > _MOST_RECORD_BYTES:
-            limit = format_size(_MOST_RECORD_BYTES)
+        if "/data/" not in member.filename and size > _MAX_RECORD_BYTES:
+            limit = format_size(_MAX_RECORD_BYTES)
             raise _bomb(path, f"{name} takes {format_size(size)}; {limit} are the limit of what is no tensor")
 
 
@@ -268,7 +268,7 @@ def _rehearse(path: Path, is_zip: bool, asked: dict[str, None]) -> None:
                     _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes, asked).load()
     except _TooMuch as error:
         raise _bomb(path, str(error)) from error
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         damage = pickle.UnpicklingError(str(error) or type(error).__name__)
         raise _refused(path, damage, asked) from error
 
@@ -299,8 +299,8 @@ class _Counted:
     def read(self, size: int) -> bytes:
         if size == 1:
             self._opcodes += 1
-            if self._opcodes > _MOST_OPCODES:
-                raise _TooMuch(f"its pickle has more than {_MOST_OPCODES:,} steps")
+            if self._opcodes > _MAX_OPCODES:
+                raise _TooMuch(f"its pickle has more than {_MAX_OPCODES:,} steps")
         elif size > self._file_bytes:
             raise EOFError(f"a value of {format_size(size)} is cut short")
         return self._stream.read(size)
@@ -325,7 +325,7 @@ class _Rehearsal(pickle._Unpickler):
         super().__init__(stream, encoding="latin1")
         self._asked = asked
         self._file_bytes = file_bytes
-        self._left = file_bytes + _MOST_MADE_BYTES
+        self._left = file_bytes + _MAX_EXTRA_BYTES
         self._storages: set[str | bytes] = set()
         self._declared = 0
 
@@ -360,7 +360,7 @@ class _Rehearsal(pickle._Unpickler):
             return self._made(arguments[0].name, tuple(arguments[2]))
         if name in ("collections.OrderedDict", "collections.Counter") and not arguments:
             return {}
-        if name in _THAT_MAKE_BYTES or name.endswith(("Tensor", "Storage")):
+        if name in _ALLOCATING_CALLS or name.endswith(("Tensor", "Storage")):
             self._take(name, arguments)
         return _StandIn(
             name, max((each.elements for each in arguments if isinstance(each, _StandIn)), default=0)
@@ -407,7 +407,7 @@ class _Rehearsal(pickle._Unpickler):
 
 
 _ITEM_BYTES: Final = {f"torch.{kind.__name__}": dtype.itemsize for dtype, kind in STORAGES.items()}
-_THAT_MAKE_BYTES: Final = frozenset(
+_ALLOCATING_CALLS: Final = frozenset(
     {
         "_codecs.encode",
         "builtins.bytearray",
@@ -423,7 +423,7 @@ _THAT_MAKE_BYTES: Final = frozenset(
 
 def _product(sizes: object) -> int:
     """The number of elements that sizes mean; 0 of what holds none."""
-    if not isinstance(sizes, tuple) or len(sizes) > _MOST_SIZES:
+    if not isinstance(sizes, tuple) or len(sizes) > _MAX_DIMENSIONS:
         return 0
     numbers = [abs(size) for size in sizes if type(size) is int]
     return math.prod(numbers) if numbers else 0
@@ -439,10 +439,10 @@ def _refused(path: Path, error: pickle.UnpicklingError, asked: Iterable[str]) ->
     wanted = list(dict.fromkeys([*named, *filter(_is_foreign, asked)]))
     if not wanted:
         return _damaged(path, error)
-    more = f" and {len(wanted) - _NAMES_SHOWN} more" if len(wanted) > _NAMES_SHOWN else ""
+    more = f" and {len(wanted) - _MAX_NAMED} more" if len(wanted) > _MAX_NAMED else ""
     return UnsafeCheckpointError(
         path,
-        f"asks to run code that is no part of tensors: {', '.join(wanted[:_NAMES_SHOWN])}{more}. Nothing was run.",
+        f"asks to run code that is no part of tensors: {', '.join(wanted[:_MAX_NAMED])}{more}. Nothing was run.",
         hint="Ask its maker for a .safetensors file, or for a checkpoint with the state dict alone.",
     )
 
@@ -451,8 +451,8 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     text = str(error) or type(error).__name__
     inner = re.search(r"WeightsUnpickler error: (.*)", text)
     said = inner[1].strip() if inner else text.splitlines()[0]
-    reason = said[:_REASON_LENGTH] or "it is no pickle"
-    return CheckpointError(path, f"is damaged or no PyTorch checkpoint ({reason}).", hint=_AGAIN)
+    reason = said[:_MAX_REASON_LENGTH] or "it is no pickle"
+    return CheckpointError(path, f"is damaged or no PyTorch checkpoint ({reason}).", hint=_DAMAGED_HINT)
 
 
 def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -487,7 +487,7 @@ def _is_in_own_byte_order(path: Path) -> bool:
 
 def _is_foreign(name: str) -> bool:
     """Whether it is a name that no tensor needs."""
-    return not name.startswith(_HARMLESS) and not _is_torch_type(name)
+    return not name.startswith(_TENSOR_CODE) and not _is_torch_type(name)
 
 
 def _is_torch_type(name: str) -> bool:

@@ -36,7 +36,7 @@ from sigmascope.lora.module_names import (
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
 _TEXT_MODEL: Final = "text_model."
-_WIDENING = 4  # of the feed-forward part of FLUX' single blocks
+_FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,5 +446,5 @@ def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
     if row.grouped:
         known = next((sizes[name] for name in row.parts[1:] if name in sizes), inner)
         return [sizes.get(row.parts[0], inner), *(sizes.get(name, known) for name in row.parts[1:])]
-    usual = [inner] * 3 + [_WIDENING * inner] * (len(row.parts) - 3)
+    usual = [inner] * 3 + [_FLUX_MLP_RATIO * inner] * (len(row.parts) - 3)
     return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]

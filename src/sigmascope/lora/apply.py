@@ -1,14 +1,13 @@
 """Apply a LoRA to a live model or pipeline, hot (attach_lora) or merged (merge_into_model), and undo it.
 
-A file may hold changes of several models of a pipeline. A model alone gets those that are for it; the others are
-named in `left_out`.
+A file may change several models of a pipeline. A single model gets the changes that are for it; `left_out` names the
+others.
 
-Attached, the layers also run the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
-convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1: together they are the
-convolution by ΔW.
+Attached, each layer also runs the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
+convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1.
 
-Merged, W + scale · ΔW is written into the weights. Adding and subtracting again does not give W back in floating
-point, so the original values are kept, on the CPU: as many bytes as the changed weights have.
+Merged, W + scale · ΔW is written into the weights. In floating point, subtracting ΔW again does not restore W, so the
+original values are kept on the CPU. They take as many bytes as the changed weights.
 """
 
 import inspect
@@ -46,46 +45,45 @@ logger = logging.getLogger(__name__)
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Layer = nn.Linear | Convolution
-Checksum = Literal["xxh3", "sums", ""]
+ChecksumMethod = Literal["xxh3", "sums"]
 
-_DESCRIBED = 5  # missing modules
-_VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-_CONVOLUTIONS = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}  # by the kernel's axes
-_ALIGNMENT = 64  # bytes, as PyTorch aligns tensors
-_WORDS_IN_A_ROW = 1024  # of the table that an accelerator sums
-# Wrappers put these into a layer's path; the checkpoint knows nothing of them.
+_MAX_DESCRIBED = 5
+_VARIADIC_PARAMETERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_CONVOLUTION_BY_WEIGHT_AXES = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}
+_TENSOR_ALIGNMENT_BYTES = 64  # as PyTorch aligns tensors
+_CHECKSUM_WORDS_PER_ROW = 1024
+# Wrappers put these into a layer's path; a checkpoint's keys do not have them.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
 def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
     """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
 
-    Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get it.
-    A model may be compiled after this: the scale and `detach` still act.
+    Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get the change.
+    The model may be compiled afterwards: setting the scale and `detach` still work.
 
     Args:
-        model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. Holds a Linear or a
-            convolution for every module of the LoRA that is not for another model of the pipeline.
+        model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. It needs a Linear or
+            convolution layer for every module of the LoRA, except modules for other models of the pipeline.
         lora: The changes.
-        scale: Strength, settable later. At 0 the outputs are those of the bare model, bit for bit.
+        scale: Strength; it can be set later. At 0 the outputs are those of the bare model, bit for bit.
 
     Returns:
-        A handle that is also a context manager; leaving it detaches.
+        A handle that is also a context manager; leaving it detaches the LoRA.
 
     Raises:
-        ModelMismatchError: A module does not fit the model, or sits where hooks do not run: in a model that
-            is already compiled, in nn.MultiheadAttention's output projection, or in a convolution that pads
-            its input itself.
-        NonFiniteError: Factors that hold NaN or Inf, or do so in the layer's dtype however they share the change.
+        ModelMismatchError: A module does not fit the model, or its layer's hooks do not run: in a compiled model,
+            in nn.MultiheadAttention's output projection, or in a convolution that pads its own input.
+        NonFiniteError: A factor holds NaN or Inf, or overflows the layer's dtype.
         ConfigError: `scale` is NaN or infinite.
     """
     targets, left_out = hooked_targets(model, lora)
-    _log_what_is_left(model, lora, left_out)
+    _log_unapplied(model, lora, left_out)
     return AttachedLora(targets, scale, left_out, lora.path)
 
 
 def hooked_targets(model: Any, lora: LoraFile) -> "tuple[list[LoraTarget], tuple[str, ...]]":
-    """The weights that a LoRA changes by hooks, and the names of its modules for other models of the pipeline.
+    """The weights that a LoRA changes through hooks, and the names of its modules for other models of the pipeline.
 
     Raises:
         ModelMismatchError: As of `attach_lora`.
@@ -98,9 +96,9 @@ def hooked_targets(model: Any, lora: LoraFile) -> "tuple[list[LoraTarget], tuple
 
 
 def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
-    """The LoRA without its modules for other models of the pipeline, and the names of these.
+    """The LoRA without its modules for other models of the pipeline, and their names.
 
-    A model that is given alone does not say which part of a pipeline it is: its layers' names and shapes do.
+    A single model does not say which part of a pipeline it is; its layers' names and shapes tell.
     """
     names_by_part: defaultdict[str, list[str]] = defaultdict(list)
     for name in lora.names:
@@ -124,11 +122,12 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
                 f"{lora}: its modules for {part} and those for {other} both fit this {type(model).__name__}.",
                 hint="Apply it to the whole pipeline, which says which is which.",
             )
-    # A second text encoder has layers of the first's names, of other shapes.
+    # Both text encoders name their layers alike; only the shapes differ.
     kept = [
         part
-        for part, found in fitting.items()
-        if part in complete or (found and not any(found & fitting[other] for other in complete))
+        for part, layers_of_part in fitting.items()
+        if part in complete
+        or (layers_of_part and not any(layers_of_part & fitting[other] for other in complete))
     ]
     if not kept:
         return lora, ()
@@ -136,13 +135,13 @@ def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ..
     return lora.only({name for part in kept for name in names_by_part[part]}), left_out
 
 
-def _log_what_is_left(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
+def _log_unapplied(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
     if lora.unused_keys:
         logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
     if left_out:
         logger.warning(
             "%s: %d modules are for other models than this %s and are not applied, such as %s. "
-            "Give the whole pipeline to apply all.",
+            "Pass the whole pipeline to apply all of them.",
             lora,
             len(left_out),
             type(model).__name__,
@@ -155,9 +154,9 @@ class LoraTarget:
     """One weight of the model and the change that the LoRA makes to it.
 
     Attributes:
-        names: The LoRA modules that name this weight: more than one where layers share it.
+        names: The LoRA modules for this weight; several if layers share it.
         factors: The change.
-        layers: Every layer that holds the weight, each once.
+        layers: Every layer that holds the weight.
     """
 
     names: tuple[str, ...]
@@ -171,12 +170,12 @@ class LoraTarget:
 
     @property
     def weight(self) -> Tensor:
-        """The weight itself, as the first layer holds it now."""
+        """The weight, as the first layer holds it now."""
         return self.layers[0].weight
 
 
 def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
-    """Refuse layers whose hooks would never run, because the LoRA would silently do nothing there."""
+    """Refuse layers whose hooks would never run: the LoRA would silently do nothing there."""
     names = {layer: target.name for target in targets for layer in target.layers}
     modules = (
         (f"{prefix}{path}", inner)
@@ -198,22 +197,22 @@ def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
     padding = [name for layer, name in names.items() if _pads_its_input(layer)]
     if padding:
         raise ModelMismatchError(
-            f"{first_few(padding)}: a convolution that takes more than its input, "
-            "as one in time that pads with the frames before.",
+            f"{first_few(padding)}: this convolution pads its own input (a causal video convolution, for example), "
+            "and a hook does not see the padded input.",
             hint="Use merge_into_model, which changes the weight.",
         )
 
 
 def _pads_its_input(layer: Layer) -> bool:
-    """Whether its class's `forward` takes more than the input: a hook cannot see what the convolution itself got."""
+    """Whether a convolution's `forward` takes more than the input; a hook then does not see what is convolved."""
     if isinstance(layer, nn.Linear):
         return False
-    named = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind not in _VARIADIC]
-    return len(named) > 1
+    parameters = inspect.signature(layer.forward).parameters.values()
+    return sum(parameter.kind not in _VARIADIC_PARAMETERS for parameter in parameters) > 1
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module), which wraps it, or by module.compile()."""
+    """Whether torch.compile(module) wraps it, or module.compile() was called."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
@@ -222,7 +221,7 @@ class AttachedLora:
 
     Attributes:
         applied: The LoRA's modules that act, in the LoRA's order.
-        left_out: Those for other models of the pipeline than the one that was given.
+        left_out: Modules for other models of the pipeline.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class AttachedLora:
 
     @property
     def scale(self) -> float:
-        """The strength now; setting it acts from the next call of each layer."""
+        """The current strength. A new value takes effect at each layer's next call."""
         return self._strength.value
 
     @scale.setter
@@ -262,12 +261,12 @@ class AttachedLora:
 
     @property
     def dormant(self) -> tuple[str, ...]:
-        """Modules whose layer has not run since the LoRA was attached, so that it had no effect there."""
+        """Modules whose layer has not run since the LoRA was attached; they had no effect yet."""
         return tuple(dict.fromkeys(branch.name for branch in self._branches if not branch.has_run))
 
     def detach(self) -> None:
-        """Remove this LoRA's hooks and nothing else; the scale is then 0. A second call does nothing."""
-        self._strength.value = 0.0  # code compiled with the hooks in it looks at this
+        """Remove this LoRA's hooks and set its scale to 0. A second call does nothing."""
+        self._strength.value = 0.0  # compiled code with the hooks inlined reads it
         while self._handles:
             self._handles.pop().remove()
 
@@ -280,7 +279,7 @@ class AttachedLora:
 
 @dataclass(eq=False)
 class Strength:
-    """The scale that all hooks of one LoRA read, and the file that the LoRA was read from, if any."""
+    """The scale that all hooks of one LoRA read, and the LoRA's file, if any."""
 
     value: float
     path: Path | None = None
@@ -288,14 +287,14 @@ class Strength:
 
 @dataclass(frozen=True, slots=True)
 class AttachedFacts:
-    """What is attached to a model.
+    """One LoRA that is attached to a model.
 
     Attributes:
-        handle: The same object for as long as it is attached, of this LoRA alone.
-        path: The file that it was read from; None: it was made in memory.
-        scale: Its strength now.
-        layers: How many layers of the model it changes.
-        factors: Their up, down and scale, by the LoRA's name for the layer.
+        handle: Identifies the attachment: the same object as long as the LoRA stays attached.
+        path: The LoRA's file; None if it was made in memory.
+        scale: Its current strength.
+        layers: How many of the model's layers it changes.
+        factors: up, down and scale, by the LoRA's module name.
     """
 
     handle: object
@@ -306,7 +305,7 @@ class AttachedFacts:
 
 
 def attached_to(model: nn.Module) -> list[AttachedFacts]:
-    """The LoRAs that `attach_lora` put on a model and nobody has detached, in the order in which its layers come."""
+    """The LoRAs that `attach_lora` put on a model and that are still attached, in the order of the model's layers."""
     branches: dict[Strength, list[LoraBranch]] = {}
     for layer in modules_in(model):
         for hook in layer._forward_hooks.values():
@@ -322,7 +321,7 @@ def attached_to(model: nn.Module) -> list[AttachedFacts]:
 
 @runtime_checkable
 class BranchFactors(Protocol):
-    """The two small layers of a branch, wherever the layer runs."""
+    """The factors of one branch, on any device and in any dtype that the layer runs in."""
 
     scale: float
 
@@ -335,17 +334,17 @@ class BranchFactors(Protocol):
 
 
 class PlacedFactors:
-    """Factors as weights of the two small layers, wherever and in whatever dtype the layer has run.
+    """The factors of one layer, copied once for each device and dtype that the layer runs in.
 
-    Several threads may ask at once, as those of nn.DataParallel do for one hook.
+    Safe to use from several threads, as nn.DataParallel does with one hook.
 
     Args:
         name: The layer, for messages.
         factors: The change, (out, in) or (out, in, *kernel).
-        layer: The Linear or convolution that they are for; they are placed where its weight is at once.
+        layer: The Linear or convolution; the factors are placed beside its weight at once.
 
     Raises:
-        NonFiniteError: Here and in `near`: they hold NaN or Inf, or do so in the dtype however they share the change.
+        NonFiniteError: Here and in `near`: a factor holds NaN or Inf, or overflows the dtype.
     """
 
     def __init__(self, name: str, factors: LoraFactors, layer: Layer) -> None:
@@ -366,7 +365,7 @@ class PlacedFactors:
         return self._up, self._down, self.scale
 
     def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Up and down on the tensor's device and in its dtype; made once for each."""
+        """Up and down on the tensor's device and in its dtype."""
         place = tensor.device, tensor.dtype
         placed = self._placed.get(place)
         if placed is None:
@@ -376,11 +375,11 @@ class PlacedFactors:
 
     def _place(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shift = _balancing_shift(self._name, *self._largest, dtype)
-        # An inference tensor kept from here would fail in a later call that records gradients.
+        # A cached inference tensor would fail in a later call that records gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
             if shift == 0:
                 return self._up.to(device, dtype), self._down.to(device, dtype)
-            # By powers of two, before narrowing: the product stays what it was, to the bit.
+            # Powers of two, applied before narrowing, leave the product bit-identical.
             wide = at_least_float32(self._up.dtype, self._down.dtype)
             up, down = self._up.to(wide) * 2.0**-shift, self._down.to(wide) * 2.0**shift
             return up.to(device, dtype), down.to(device, dtype)
@@ -391,13 +390,13 @@ def _largest(factor: Tensor) -> float:
 
 
 def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> int:
-    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 where they do as they are.
+    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 if the factors fit as they are.
 
     Args:
         name: The layer, for the message.
-        up: Largest magnitude in that factor.
-        down: Likewise.
-        dtype: Where they must fit. Factors that it can hold as subnormal numbers only do not fit either.
+        up: The largest magnitude in that factor.
+        down: The same for the other factor.
+        dtype: What the factors must fit. Subnormal numbers do not count as fitting.
     """
     if not dtype.is_floating_point:
         return 0
@@ -432,14 +431,14 @@ class LoraBranch:
         self.has_run = True
         strength = self.strength.value
         if strength == 0.0:
-            return None  # the output itself, not a copy plus zero
+            return None  # PyTorch then keeps the layer's own output
         x = args[0] if args else kwargs["input"]
         up, down = self.factors.near(x)
         if isinstance(layer, nn.Linear):
             branch = functional.linear(functional.linear(x, down), up)
         else:
-            # The layer's own convolution, because it alone knows padding modes such as "reflect".
-            branch = _CONVOLUTIONS[up.ndim](layer._conv_forward(x, down, None), up)
+            # The layer's own convolution handles padding modes such as "reflect".
+            branch = _CONVOLUTION_BY_WEIGHT_AXES[up.ndim](layer._conv_forward(x, down, None), up)
         return torch.add(output, branch.to(output.dtype), alpha=strength * self.factors.scale)
 
 
@@ -452,19 +451,17 @@ def merge_into_model(
 ) -> "MergedLora":
     """Add a LoRA to the model's weights, in place: parameters stay the same objects.
 
-    Each sum is formed in `compute_dtype`, or in float64 for a float64 weight, on the weight's device and
-    rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the
-    model is as it was.
+    Each sum is formed on the weight's device in `compute_dtype` (float64 for a float64 weight) and rounded once to
+    the weight's dtype. A weight that several layers share changes once. If anything fails, the model stays unchanged.
 
     Args:
-        model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. Holds a Linear or a
-            convolution for every module of the LoRA that is not for another model of the pipeline.
+        model: As for `attach_lora`.
         lora: The changes.
         scale: Strength. At 0 no weight is touched.
         compute_dtype: float32 or float64.
 
     Returns:
-        A handle that is also a context manager; leaving it unmerges.
+        A handle that is also a context manager; leaving it unmerges the LoRA.
 
     Raises:
         ModelMismatchError: A module does not fit the model, or its weight is quantised, on the meta device, or
@@ -476,7 +473,7 @@ def merge_into_model(
     lora, left_out = _for_this_model(model, lora)
     targets = match_modules(model, lora)
     _require_mergeable(targets)
-    _log_what_is_left(model, lora, left_out)
+    _log_unapplied(model, lora, left_out)
     return MergedLora(targets, scale, compute_dtype, left_out)
 
 
@@ -491,16 +488,16 @@ def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
         if weight.is_meta:
             raise ModelMismatchError(
                 f"{target.name} is on the meta device and holds no values.",
-                hint="Load the model's weights before merging.",
+                hint="Load the model's weights first.",
             )
         if weight.is_inference():
             raise ModelMismatchError(
-                f"{target.name} was made under torch.inference_mode, so it cannot be changed outside of it.",
-                hint="Use attach_lora, which leaves the weights as they are, or load under torch.no_grad.",
+                f"{target.name} was created under torch.inference_mode and cannot be changed outside it.",
+                hint="Use attach_lora, which leaves the weights as they are, or load the model under torch.no_grad.",
             )
         if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
             raise ModelMismatchError(
-                f"{target.name} is stored as {weight.dtype} {tuple(weight.shape)}: a quantised weight.",
+                f"{target.name} is quantised: its weight is stored as {weight.dtype} {tuple(weight.shape)}.",
                 hint="Use attach_lora, which leaves the weights as they are.",
             )
 
@@ -510,8 +507,8 @@ class MergedLora:
 
     Attributes:
         applied: The LoRA's modules that were merged, in the LoRA's order.
-        left_out: Those for other models of the pipeline than the one that was given.
-        scale: The strength with which they were.
+        left_out: Modules for other models of the pipeline.
+        scale: The strength of the merge.
     """
 
     def __init__(
@@ -528,8 +525,9 @@ class MergedLora:
         if scale == 0.0:
             return  # W + 0·ΔW would still turn -0.0 into 0.0
         try:
-            for target, room in zip(targets, _rooms_for([target.weight for target in targets]), strict=True):
-                self._changed.append(ChangedWeight.made_in(target, scale, compute_dtype, room))
+            copies = _memory_for([target.weight for target in targets])
+            for target, copy in zip(targets, copies, strict=True):
+                self._changed.append(ChangedWeight.merge(target, scale, compute_dtype, copy))
         except BaseException:
             self._restore()
             raise
@@ -539,20 +537,15 @@ class MergedLora:
         """Whether there are weights to restore."""
         return bool(self._changed)
 
-    @property
-    def kept_bytes(self) -> int:
-        """CPU memory that the original values take until `unmerge`, in bytes."""
-        return sum(changed.original.nbytes for changed in self._changed)
-
     def unmerge(self, *, force: bool = False) -> None:
         """Put the original weights back, bit for bit. A second call does nothing.
 
         Args:
-            force: Restore also weights that something else has changed since the merge; that change is lost.
+            force: Also restore weights that something else has changed since the merge; those changes are lost.
 
         Raises:
-            ModelMismatchError: Some weight is not what the merge left, or (by force too) has another shape or
-                no values any more. Nothing is restored then.
+            ModelMismatchError: A weight was changed since the merge, or (even with `force`) now has another shape or
+                no values. Nothing is restored then.
         """
         require_restorable(self._changed)
         touched = (
@@ -560,8 +553,8 @@ class MergedLora:
         )
         if touched:
             raise ModelMismatchError(
-                f"{len(touched)} of {len(self._changed)} merged weights were changed since, "
-                f"the first is {touched[0]}; restoring would lose that.",
+                f"{len(touched)} of {len(self._changed)} merged weights were changed since the merge, "
+                f"first {touched[0]}; restoring would lose those changes.",
                 hint="Undo later merges first, or call unmerge(force=True).",
             )
         self._restore()
@@ -569,7 +562,7 @@ class MergedLora:
     def _restore(self) -> None:
         while self._changed:
             self._changed[-1].restore()
-            self._changed.pop()  # only now: an original that is not back in place must not be lost
+            self._changed.pop()  # after restoring, so that a failure loses no original
 
     def __enter__(self) -> "MergedLora":
         return self
@@ -578,13 +571,13 @@ class MergedLora:
         self.unmerge()
 
 
-def _rooms_for(weights: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor of the shape and dtype of each on the CPU, without values.
+def _memory_for(weights: Sequence[Tensor]) -> list[Tensor]:
+    """An uninitialised tensor on the CPU for each weight, of its shape and dtype.
 
-    They are one block, and NumPy's because it asks Linux for huge pages: faults at every 4 KiB of new tensors
-    take a third of a merge's processor time.
+    NumPy allocates them as one block because it asks Linux for huge pages: page faults at every 4 KiB would take a
+    third of a merge's processor time.
     """
-    sizes = [-(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT for weight in weights]
+    sizes = [-(-weight.nbytes // _TENSOR_ALIGNMENT_BYTES) * _TENSOR_ALIGNMENT_BYTES for weight in weights]
     parts = torch.from_numpy(np.empty(sum(sizes), np.uint8)).split_with_sizes(sizes)
     return [
         part[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -594,29 +587,29 @@ def _rooms_for(weights: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class ChangedWeight:
-    """What is needed to undo one merge safely.
+    """A merged weight, with what is needed to restore it safely.
 
     Attributes:
-        target: Where the change went.
-        original: The values before, on the CPU.
-        checksum: Of the values that the merge left; see `checksum_of`.
+        target: The weight and its change.
+        original: The values before the merge, on the CPU.
+        checksum: Of the values after the merge; see `checksum_of`.
     """
 
     target: LoraTarget
     original: Tensor
-    checksum: tuple[Checksum, bytes]
+    checksum: tuple[ChecksumMethod, bytes]
 
     @classmethod
-    def made_in(
-        cls, target: LoraTarget, scale: float, compute_dtype: torch.dtype, room: Tensor
+    def merge(
+        cls, target: LoraTarget, scale: float, compute_dtype: torch.dtype, copy: Tensor
     ) -> "ChangedWeight":
-        """Make a weight W + scale·ΔW, rounded once. After an error it is as it was.
+        """Change a weight to W + scale·ΔW, rounded once. After an error it is unchanged.
 
         Args:
             target: The weight.
             scale: Strength.
             compute_dtype: What the sum is formed in; float64 for a float64 weight.
-            room: Where the original goes: a tensor on the CPU of the weight's shape and dtype.
+            copy: Takes the original values: a tensor on the CPU of the weight's shape and dtype.
 
         Raises:
             NonFiniteError: The weight would hold NaN or Inf.
@@ -626,17 +619,19 @@ class ChangedWeight:
         up, down = (factor.to(weight.device, compute) for factor in (factors.up, factors.down))
         on_cpu = weight.device.type == "cpu"
         values = weight.contiguous().view(len(up), -1)
-        original = room.view(values.shape)
+        original = copy.view(values.shape)
         checksum, kept = xxh3_128(), 0
         try:
-            for piece, old, part in row_pieces(values, original, up):  # all of it while it is in the cache
+            for piece, old, part in row_pieces(
+                values, original, up
+            ):  # every step while the piece is in the cache
                 old.copy_(piece)
                 kept += len(old)
                 wide = piece if piece.dtype == compute else piece.to(compute)
                 add_product(wide, part, down, scale * factors.scale)
                 if wide is not piece:
                     wide.copy_(piece.copy_(wide))
-                # The sum is finite only if all are, and is ten times as fast; of values too large for it it tells nothing.
+                # A finite sum proves finite values, ten times faster; a sum that overflows proves nothing.
                 if not isfinite(float(wide.sum())) and not bool(torch.isfinite(wide).all()):
                     raise NonFiniteError(
                         f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
@@ -650,11 +645,10 @@ class ChangedWeight:
             values[:kept].copy_(original[:kept])
             write_values(weight, values.view(weight.shape))
             raise
-        found: tuple[Checksum, bytes] = ("xxh3", checksum.digest()) if on_cpu else checksum_of(values)
-        return cls(target, room, found)
+        return cls(target, copy, ("xxh3", checksum.digest()) if on_cpu else checksum_of(values))
 
     def is_intact(self) -> bool:
-        """Whether the weight is still what the merge left."""
+        """Whether the weight still holds the merged values."""
         return all(
             weight.dtype == self.original.dtype
             and weight.shape == self.original.shape
@@ -663,9 +657,9 @@ class ChangedWeight:
         )
 
     def can_be_restored(self) -> bool:
-        """Whether the weight can take the original's values.
+        """Whether the original values can be written back.
 
-        PyTorch refuses to change a tensor made under torch.inference_mode outside of it.
+        PyTorch refuses to change a tensor created under torch.inference_mode outside that mode.
         """
         return all(
             weight.shape == self.original.shape
@@ -680,60 +674,59 @@ class ChangedWeight:
             write_values(weight, self.original)
 
     def _weights(self) -> list[Tensor]:
-        """One parameter, unless somebody has untied the layers since."""
+        """The layers' weights: one, unless the layers were untied after the merge."""
         return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
 
 
-def checksum_of(tensor: Tensor, how: Checksum = "") -> tuple[Checksum, bytes]:
-    """A checksum of the tensor's bytes, at about the speed of the memory that they are in.
+def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[ChecksumMethod, bytes]:
+    """A checksum of the tensor's bytes, computed at about memory speed.
 
-    On the CPU it is XXH3. An accelerator sums up columns and rows of the bytes as a table of 64-bit words, modulo
-    2⁶⁴. Both guard against accidents, not against intent: a cryptographic hash would take longer than the merge.
+    On the CPU it is XXH3. An accelerator lays the bytes out as a table of 64-bit words and sums its columns and rows
+    modulo 2⁶⁴. Both guard against accidents, not against intent: a cryptographic hash would take longer than the merge.
 
     Args:
         tensor: On any device.
-        how: As an earlier checksum was made, to compare with it; as suits the device when left out.
+        method: The method of an earlier checksum to compare with; by default the one that suits the device.
 
     Returns:
-        How it was made, and the checksum.
+        The method, and the checksum.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    how = how or ("xxh3" if tensor.device.type == "cpu" else "sums")
-    if how == "xxh3":
-        return how, xxh3_128_digest(flat.cpu().numpy().data)
-    words = functional.pad(flat, (0, -flat.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
-    table = words.view(-1, _WORDS_IN_A_ROW)
-    return how, torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu().numpy().tobytes()
+    method = method or ("xxh3" if tensor.device.type == "cpu" else "sums")
+    if method == "xxh3":
+        return method, xxh3_128_digest(flat.cpu().numpy().data)
+    words = functional.pad(flat, (0, -flat.numel() % (8 * _CHECKSUM_WORDS_PER_ROW))).view(torch.int64)
+    table = words.view(-1, _CHECKSUM_WORDS_PER_ROW)
+    return method, torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu().numpy().tobytes()
 
 
 def write_values(weight: Tensor, values: Tensor) -> None:
-    """Change a weight in place, unseen by autograd."""
+    """Overwrite a weight in place, without autograd noticing."""
     with torch.no_grad():
         weight.copy_(values)
 
 
 def require_restorable(changes: Sequence[ChangedWeight]) -> None:
-    """Refuse to restore some weights where others cannot be.
+    """Refuse to restore any weight if one of them cannot be restored.
 
     Raises:
-        ModelMismatchError: With the first of those that cannot.
+        ModelMismatchError: Names the first that cannot.
     """
     lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
     if lost:
         raise ModelMismatchError(
-            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
-            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
-            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
+            f"{len(lost)} of {len(changes)} merged weights cannot be restored: their shape has changed, they are on "
+            f"the meta device, or they are inference tensors; first {lost[0]}.",
+            hint="Give these layers ordinary weights of the original shape, then unmerge.",
         )
 
 
 def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
-    """Find the layer of each LoRA module, all or none.
+    """Find the layer of every LoRA module; if one is missing, none is returned.
 
-    Names are those of the model's checkpoint, or of any other format that `align` understands. The parts that
-    torch.compile, DataParallel and PEFT put into a path are looked through, and where the model is one part of
-    the checkpoint (a UNet for keys that begin with "denoiser."), the leading parts that all the LoRA's names
-    share may be absent.
+    Names may be those of the model's checkpoint, or of any format that `align` understands. Path parts that
+    torch.compile, DataParallel and PEFT add are ignored. If the model is one part of the checkpoint (a U-Net, for
+    keys that begin with "denoiser."), the leading parts that all names share may be missing.
 
     Args:
         model: A module, or a pipeline with `components`, whose layers' names begin with the component's.
@@ -743,8 +736,8 @@ def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
         A target for each weight, in the LoRA's order. Layers that share one weight are one target.
 
     Raises:
-        ModelMismatchError: A module has no layer, or one of another kind or shape, or two modules ask for
-            different changes of one shared weight. All are counted, the first few named.
+        ModelMismatchError: A module has no layer, or its layer has another kind or shape, or two modules change one
+            shared weight differently. The message counts all of them and names the first few.
         LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences.
     """
     _require_plain(lora)
@@ -759,19 +752,19 @@ def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
 
 
 def _require_plain(lora: LoraFile) -> None:
-    """Refuse changes that a low-rank branch cannot make, because leaving them out gives another LoRA."""
+    """Refuse changes that a low-rank branch cannot make; without them it would be another LoRA."""
     if lora.changes:
-        named = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
+        changes = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
         raise LoraFormatError(
-            f"{len(lora.changes)} modules of {lora} are more than up and down factors: {first_few(named)}.",
-            hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load that.",
+            f"{len(lora.changes)} modules of {lora} are more than up and down factors: {first_few(changes)}.",
+            hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load the result.",
         )
     if not lora.modules:
         raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
 
 
 def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
-    """The shortest run of leading parts, shared by all names, without which every name is a layer's."""
+    """The shortest prefix, shared by all names, without which every name is a layer's."""
     wanted = list(names)
     parts = wanted[0].split(".")[:-1]
     for depth in range(len(parts) + 1):
@@ -792,7 +785,7 @@ def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> Aligned
     layout = layout_of(shapes)
     own_parts = {parse_name(name).parts[:1] for name in lora.names}
     if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
-        # Alone, the second text encoder of a pipeline looks like the first.
+        # On its own, the second text encoder of a pipeline looks like the first.
         layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
     return align(lora, list(layers), layout)
 
@@ -805,17 +798,17 @@ def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers:
         for prefix, part in _modules_of(model)
         for path, module in part.named_modules()
     }
-    named = [_describe_missing(name, layers, others) for name in missing[:_DESCRIBED]]
+    described = [_describe_missing(name, layers, others) for name in missing[:_MAX_DESCRIBED]]
     raise ModelMismatchError(
-        f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or convolution of this "
-        f"{type(model).__name__}: {first_few([*named, *missing[_DESCRIBED:]], _DESCRIBED, between='; ')}.",
+        f"{len(missing)} of {len(lora)} modules of {lora} have no Linear or convolution layer in this "
+        f"{type(model).__name__}: {first_few([*described, *missing[_MAX_DESCRIBED:]], _MAX_DESCRIBED, between='; ')}.",
         hint="Apply the LoRA to the model it was made for.",
     )
 
 
 def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[str, str]) -> str:
     if name in others:
-        return f"{name} (there is a {others[name]} of that name)"
+        return f"{name} (a {others[name]} has that name)"
     near = get_close_matches(name, layers, n=1)
     return f"{name} (nearest: {near[0]})" if near else name
 
@@ -826,7 +819,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
         layer = layers[name.removeprefix(cut)]
         shape = weight_shape_of(layer)
         if not isinstance(layer, nn.Linear) and layer.groups > 1:
-            wrong.append(f"{name} is a convolution in {layer.groups} groups, which has no low-rank form here")
+            wrong.append(f"{name} is a grouped convolution ({layer.groups} groups), which is not supported")
         elif not same_matrix(shape, factors.weight_shape):
             wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
     if wrong:
@@ -840,30 +833,30 @@ def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[Lora
     sharing: dict[int, list[Layer]] = {}
     for layer in layers.values():
         sharing.setdefault(weight_identity(layer), []).append(layer)
-    asked: dict[int, list[str]] = {}
+    names_by_weight: dict[int, list[str]] = {}
     for name in lora.modules:
-        asked.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
+        names_by_weight.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
     return [
         LoraTarget(
             tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
         )
-        for weight, names in asked.items()
+        for weight, names in names_by_weight.items()
     ]
 
 
 def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
-    """The change that all names ask for, in the layer's own shape."""
+    """The change that all modules of one weight agree on, in the layer's own shape."""
     first, *others = (lora.modules[name] for name in names)
     if any(not torch.allclose(first.delta(), other.delta()) for other in others):
         raise ModelMismatchError(
-            f"{', '.join(names)} share one weight in the model, and {lora} changes them differently.",
+            f"{', '.join(names)} share one weight in the model, but {lora} changes them differently.",
             hint="Untie the weights before applying this LoRA.",
         )
     return replace(first, weight_shape=weight_shape_of(layer))
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
-    """Every Linear and convolution by its path in the checkpoint; of a pipeline, behind its part's name."""
+    """Every Linear and convolution by its path in the checkpoint; in a pipeline, with the component's name before it."""
     for prefix, module in _modules_of(model):
         for path, layer in module.named_modules(remove_duplicate=False):
             if isinstance(layer, Layer):
@@ -871,7 +864,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
 
 
 def _modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the weights, and what stands before the names of each one's layers."""
+    """The modules that hold the weights, each with the prefix of its layers' names."""
     parts = {f"{name}.": part for name, part in components_of(model).items()} or {"": model}
     for prefix, part in parts.items():
         if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -881,24 +874,24 @@ def _modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
         elif not prefix:
             raise ConfigError(
                 f"a {type(model).__name__} is neither a module nor a pipeline with components.",
-                hint="Give the model that holds the layers, such as pipe.unet.",
+                hint="Pass the model that holds the layers, such as pipe.unet.",
             )
 
 
 def checkpoint_path(path: str) -> str:
-    """The path without the parts that wrappers put into it."""
+    """The path without the parts that wrappers add."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
 
 
 def weight_shape_of(layer: Layer) -> tuple[int, ...]:
-    """The shape from the layer's settings: a quantised layer stores its weight packed in another."""
+    """The shape from the layer's settings, because a quantised layer packs its weight into another shape."""
     if isinstance(layer, nn.Linear):
         return (layer.out_features, layer.in_features)
     return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
 
 
 def weight_identity(layer: Layer) -> int:
-    """The same for layers of one weight. A parametrized layer computes its own anew at each access."""
+    """Equal for layers that share a weight. A parametrized layer computes a new tensor at each access."""
     return id(layer.weight if holds_weight(layer) else layer)
 
 
@@ -908,11 +901,11 @@ def holds_weight(layer: Layer) -> bool:
 
 
 def finite_scale(scale: float) -> float:
-    """Give the scale back.
+    """Return the scale if it is finite.
 
     Raises:
         ConfigError: It is NaN or infinite.
     """
     if not isfinite(scale):
-        raise ConfigError(f"a LoRA scale of {scale} is no number.", hint="Give a scale such as 1.0.")
+        raise ConfigError(f"the LoRA scale {scale} is not a finite number.", hint="Use a scale such as 1.0.")
     return scale

@@ -53,23 +53,23 @@ Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
 # Why a module changes nothing.
-_NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
-_SPOKEN: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
+_REASONS_WITHOUT_NEAREST: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
+_PART_TITLES: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
-_LONGEST_PREFIX: Final = 4  # words
+_MAX_PREFIX_WORDS: Final = 4  # words
 _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
-_MATRIX: Final = 2  # axes
+_MATRIX_AXES: Final = 2  # axes
 
 # How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
 _COMFYUI_ENCODERS: Final = tuple(f"{encoder}." for encoder in PARTS_BY_ENCODER)
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 
 Change = LoraFactors | WeightChange
-_SAME: Final = 0.999
+_MIN_SAME_COSINE: Final = 0.999
 """Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
-_PROBES: Final = 4
-_SAME_ON_PROBES: Final = 0.9
+_PROBE_COUNT: Final = 4
+_MIN_PROBE_COSINE: Final = 0.9
 # What patches call a file's tensors, once these starts are cut off.
 _PATCH_NAMES: Final = {
     "lora_up.weight": "up",
@@ -80,8 +80,8 @@ _PATCH_NAMES: Final = {
     "b_norm": "diff",
     "set_weight": "set",
 }
-_STARTS: Final = ("hada_", "lokr_")
-_NOTHING_ON: Final = "nothing is on the weights that it is for"
+_ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
+_NOTHING_ON_WEIGHTS: Final = "nothing is on the weights that it is for"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -108,10 +108,10 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
         with _opened(lora) as (file, keys):
             return _module_verdicts(file, keys, shapes_of(model), path, values)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return LoraVerdict(path, error=_said(error), findings=(unreadable(error),))
+        return LoraVerdict(path, error=_error_text(error), findings=(unreadable(error),))
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, SigmascopeError) else describe(error)
 
 
@@ -224,7 +224,7 @@ class MismatchReasons:
 
     def nearest(self, name: str) -> tuple[str, ...]:
         """Names of the model's layers that are nearest to a module's, in the part that it names if that is there."""
-        if self.explain(name).reason in _NOTHING_NEAR:
+        if self.explain(name).reason in _REASONS_WITHOUT_NEAREST:
             return ()
         misfit = self._placing.misfits.get(name)
         parsed = parse_name(name.removesuffix(_BIAS))
@@ -260,7 +260,7 @@ class MismatchReasons:
         if not parsed.parts or any(part in there for part in parsed.parts):
             return None
         part = parsed.parts[0]
-        spoken = _SPOKEN.get(part, part.replace("_", " "))
+        spoken = _PART_TITLES.get(part, part.replace("_", " "))
         reason: Reason = "text_encoder_missing" if part.startswith("text_encoder") else "part_missing"
         return Mismatch(reason, f"it is for the {spoken}, which the model given does not have")
 
@@ -284,7 +284,7 @@ class MismatchReasons:
     def _of_prefix(self, name: str) -> Mismatch | None:
         rest, cut = name, ""
         words = _WORD if "." in name else _FLAT_WORD
-        for _ in range(_LONGEST_PREFIX):
+        for _ in range(_MAX_PREFIX_WORDS):
             word = words.match(rest)
             if word is None or word[0][:-1].isdigit():  # a block of its own kind is no prefix
                 return None
@@ -408,7 +408,7 @@ def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
     """Whether a change of a weight of one shape is one of a weight of the other; () fits any."""
     if not own:
         return True
-    if min(len(own), len(model)) < _MATRIX:
+    if min(len(own), len(model)) < _MATRIX_AXES:
         return own == model
     return same_matrix(own, model)
 
@@ -604,7 +604,7 @@ def judge_applied(
             placing = place(file, shapes)
             modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        return AppliedVerdict(path, error=_said(error), findings=(unreadable(error),))
+        return AppliedVerdict(path, error=_error_text(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
 
 
@@ -723,19 +723,19 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
     )
     lengths = plain.frobenius_norm() * factors.frobenius_norm()
     if lengths > 0.0:
-        return plain.inner(factors) > _SAME * lengths
+        return plain.inner(factors) > _MIN_SAME_COSINE * lengths
     return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
 
 
 def _clearly_differ(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
     """Whether what they make of a few inputs already shows that two ΔW are no multiples of each other."""
-    probe = torch.randn(down.shape[1], _PROBES, generator=torch.Generator().manual_seed(0))
+    probe = torch.randn(down.shape[1], _PROBE_COUNT, generator=torch.Generator().manual_seed(0))
     one, two = (
         (first.detach().cpu().float() @ (second.detach().cpu().float() @ probe)).flatten()
         for first, second in ((change.up, change.down), (up, down))
     )
     lengths = float(torch.linalg.vector_norm(one)) * float(torch.linalg.vector_norm(two))
-    return lengths > 0.0 and float(one @ two) < _SAME_ON_PROBES * lengths
+    return lengths > 0.0 and float(one @ two) < _MIN_PROBE_COSINE * lengths
 
 
 def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
@@ -758,7 +758,7 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
     lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
     if 0.0 in lengths:
         return lengths == (0.0, 0.0)
-    return float(first @ second) > _SAME * lengths[0] * lengths[1]
+    return float(first @ second) > _MIN_SAME_COSINE * lengths[0] * lengths[1]
 
 
 def _patch_factors(patch: AppliedPatch) -> LoraFactors:
@@ -767,7 +767,7 @@ def _patch_factors(patch: AppliedPatch) -> LoraFactors:
 
 
 def _patch_name(part: str) -> str:
-    for start in _STARTS:
+    for start in _ADAPTER_KEY_PREFIXES:
         part = part.removeprefix(start)
     return _PATCH_NAMES.get(part, part)
 
@@ -782,7 +782,9 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
     if not missing:
         return
     details = (module.detail or "" for module in missing)
-    without_weight = (_NOTHING_ON if detail.startswith("nothing is on") else detail for detail in details)
+    without_weight = (
+        _NOTHING_ON_WEIGHTS if detail.startswith("nothing is on") else detail for detail in details
+    )
     why, _ = Counter(without_weight).most_common(1)[0]
     evidence: dict[str, JsonScalar] = {
         "modules": len(modules),

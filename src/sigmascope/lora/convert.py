@@ -47,8 +47,8 @@ from sigmascope.units import first_few
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
-_MOST_CONFIG_BYTES: Final = 1 << 20
-_TARGET: Final = "OUT"
+_MAX_CONFIG_BYTES: Final = 1 << 20
+_TARGET_ARGUMENT: Final = "OUT"
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
@@ -169,14 +169,14 @@ def convert_lora(
         WriteError: The target cannot be written; it is as it was.
     """
     wanted, path = format_named(format), Path(target)
-    check_target(path, _TARGET)
+    check_target(path, _TARGET_ARGUMENT)
     _refuse_without_effect(wanted.name, model, family, prefix)
     _refuse_to_cut_nothing(wanted, rank, statistics)
     with open_lora(Path(source), keep_float8=True) as lora:
         for file in (source, model):
             if file is not None:
                 with open_checkpoint(file) as checkpoint:
-                    refuse_inputs(path, checkpoint, flag=_TARGET)
+                    refuse_inputs(path, checkpoint, flag=_TARGET_ARGUMENT)
         if statistics is not None:
             refuse_files(path, [Path(statistics)])
         named = _named(lora, wanted.name, model, family, prefix)
@@ -422,7 +422,7 @@ def _is_of_diffusers(model: Path) -> bool:
     for file in (folder / "model_index.json", folder / "config.json"):
         if file.is_file():
             with file.open("rb") as stream:
-                if b"_diffusers_version" in stream.read(_MOST_CONFIG_BYTES):
+                if b"_diffusers_version" in stream.read(_MAX_CONFIG_BYTES):
                     return True
     return False
 

@@ -63,7 +63,7 @@ __all__ = [
 
 
 NOT_GIVEN: Final = "the weight was not given"
-_CHUNK: Final = 1 << 20  # values that are widened at once
+_CHUNK_ELEMENTS: Final = 1 << 20  # values that are widened at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
         The effect. Nothing is raised: what cannot be calculated is None, with the reason.
     """
     acting = sort_patches(patches)
-    known = _known(lambda: _change_norm(patches, weight), weight)
+    known = _effect_from(lambda: _change_norm(patches, weight), weight)
     return replace(known, acting=len(acting.acting), left_out=acting.left_out)
 
 
@@ -120,10 +120,10 @@ def measured_effect(before: Tensor, after: Tensor) -> Effect:
         before: The weight as it was.
         after: As it is, of the same shape; on any device, which is where the difference is formed.
     """
-    return replace(_known(lambda: difference(before, after), before), predicted=False)
+    return replace(_effect_from(lambda: difference(before, after), before), predicted=False)
 
 
-def _known(measure: Callable[[], float], weight: Tensor | None) -> Effect:
+def _effect_from(measure: Callable[[], float], weight: Tensor | None) -> Effect:
     """The size of a change, of its weight, and their ratio, as far as they can be had."""
     unavailable: dict[str, str] = {}
     delta, whole = attempt(measure), attempt(lambda: weight_norm(weight))
@@ -308,10 +308,10 @@ def difference(before: Tensor, after: Tensor) -> float:
     _require_numbers(after)
     first, second = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
     squares = []
-    for start in range(0, prod(after.shape), _CHUNK):
-        chunk = second[start : start + _CHUNK].to(torch.float64) - first[start : start + _CHUNK].to(
-            torch.float64
-        )
+    for start in range(0, prod(after.shape), _CHUNK_ELEMENTS):
+        chunk = second[start : start + _CHUNK_ELEMENTS].to(torch.float64) - first[
+            start : start + _CHUNK_ELEMENTS
+        ].to(torch.float64)
         squares.append(torch.dot(chunk, chunk))
     return finite(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
 
@@ -350,11 +350,11 @@ def _require_numbers(weight: Tensor) -> None:
 
 
 _Changes = Mapping[str, list[AppliedPatch]]
-_WORST_CONDITION: Final = 1e3
+_MAX_GRAM_CONDITION: Final = 1e3
 """The bases are off by its square times float64's precision: 10⁻¹⁰ here."""
-_NOISE: Final = 1e-6
+_ROUNDING_SHARE: Final = 1e-6
 """Singular values below this share of the largest are rounding of the stored factors, not directions."""
-_NEAR_ONE: Final = 1.0 - 1e-7
+_MAX_ACCURATE_COSINE: Final = 1.0 - 1e-7
 """Above, a cosine has lost half of the digits of its angle."""
 
 
@@ -624,7 +624,7 @@ def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     inverse: Tensor = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
-    if not float(lower.norm() * inverse.norm()) < _WORST_CONDITION * len(gram):
+    if not float(lower.norm() * inverse.norm()) < _MAX_GRAM_CONDITION * len(gram):
         return None
     return lower.mT * lengths, inverse / lengths[:, None]
 
@@ -659,7 +659,7 @@ def bases_of(factors: LoraFactors) -> ChangeBases:
 
 def kept_values(sigma: Float[Tensor, " k"]) -> int:
     """How many of falling singular values are more than rounding."""
-    return int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
+    return int((sigma > _ROUNDING_SHARE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
 
 
 def subspace_overlap(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> float:
@@ -685,7 +685,7 @@ def principal_angles(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) 
     large, small = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
     core = large.mT @ small
     cosines = torch.linalg.svdvals(core).clamp(max=1.0)
-    near = cosines > _NEAR_ONE
+    near = cosines > _MAX_ACCURATE_COSINE
     if not bool(near.any()):
         return torch.rad2deg(cosines.acos())
     _, beside = torch.linalg.qr(small - large @ core, mode="r")

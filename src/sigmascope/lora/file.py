@@ -265,7 +265,7 @@ def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -
 PEFT_CONFIGS: Final = "lora_adapter_metadata"
 """The field in which diffusers writes the configurations of all components, as JSON."""
 # Fields that are no longer true of a file that is made from another.
-_STALE: Final = (
+_STALE_FIELDS: Final = (
     "lbm_native_naming",
     PEFT_CONFIGS,
     "sshs_model_hash",
@@ -281,11 +281,11 @@ VARYING: Final = "Dynamic"
 
 
 # For `read_training_facts`.
-_MODELSPEC: Final = "modelspec."
-_PROVENANCE: Final = "sigmascope_"
-_LONGEST_JSON: Final = 16 * 2**20  # characters
-_MOST_WORDS: Final = 20  # tags
-_TRAINING: Final = {
+_MODELSPEC_PREFIX: Final = "modelspec."
+_OWN_PREFIX: Final = "sigmascope_"
+_MAX_TAG_JSON_LENGTH: Final = 16 * 2**20  # characters
+_MAX_TAGS: Final = 20  # tags
+_TRAINING_FIELDS: Final = {
     "base model": ("ss_sd_model_name", "sshs_model_name"),
     "base version": ("ss_base_model_version",),
     "base hash": ("ss_new_sd_model_hash", "ss_sd_model_hash"),
@@ -354,7 +354,7 @@ def lora_header(
 
 def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """What of a file's header is still true once its LoRA is in another file."""
-    return {key: value for key, value in metadata.items() if key not in _STALE}
+    return {key: value for key, value in metadata.items() if key not in _STALE_FIELDS}
 
 
 def family_in(metadata: Mapping[str, str]) -> str | None:
@@ -398,19 +398,21 @@ def read_training_facts(metadata: Mapping[str, str]) -> TrainingFacts:
         metadata: A LoRA file's header.
     """
     training = {}
-    for meaning, names in _TRAINING.items():
+    for meaning, names in _TRAINING_FIELDS.items():
         value = next((metadata[name] for name in names if _says_something(metadata.get(name))), None)
         if value is not None:
             training[meaning] = value
-    known = {name for names in _TRAINING.values() for name in names} | {"ss_tag_frequency"}
+    known = {name for names in _TRAINING_FIELDS.values() for name in names} | {"ss_tag_frequency"}
     return TrainingFacts(
         training=training,
-        trigger_phrase=metadata.get(f"{_MODELSPEC}trigger_phrase"),
+        trigger_phrase=metadata.get(f"{_MODELSPEC_PREFIX}trigger_phrase"),
         tags=_most_frequent(metadata.get("ss_tag_frequency", "")),
-        modelspec=_with_prefix(metadata, _MODELSPEC),
-        provenance=_with_prefix(metadata, _PROVENANCE),
+        modelspec=_with_prefix(metadata, _MODELSPEC_PREFIX),
+        provenance=_with_prefix(metadata, _OWN_PREFIX),
         others=tuple(
-            name for name in metadata if name not in known and not name.startswith((_MODELSPEC, _PROVENANCE))
+            name
+            for name in metadata
+            if name not in known and not name.startswith((_MODELSPEC_PREFIX, _OWN_PREFIX))
         ),
     )
 
@@ -427,7 +429,7 @@ def _most_frequent(text: str) -> tuple[tuple[str, int], ...]:
     """Sum `{"folder": {"tag": count, …}, …}` over the folders."""
     counts: Counter[str] = Counter()
     try:
-        folders = parse_json(text) if len(text) <= _LONGEST_JSON else None
+        folders = parse_json(text) if len(text) <= _MAX_TAG_JSON_LENGTH else None
     except ValueError:
         folders = None
     for tags in folders.values() if isinstance(folders, dict) else ():
@@ -436,4 +438,4 @@ def _most_frequent(text: str) -> tuple[tuple[str, int], ...]:
         for tag, count in tags.items():
             if type(count) is int and count > 0 and tag.strip():
                 counts[tag.strip()] += count
-    return tuple(counts.most_common(_MOST_WORDS))
+    return tuple(counts.most_common(_MAX_TAGS))

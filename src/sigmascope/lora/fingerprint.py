@@ -14,9 +14,9 @@ BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
 TUNED_FINGERPRINT: Final = "sigmascope_tuned_fingerprint"
 """The same of the model that it was extracted from."""
 # Tensors that are hashed for it.
-_SMALL: Final = 16 * 1024  # elements
-_LARGE_TENSORS: Final = 16
-_LARGE_ELEMENTS: Final = 1 << 26  # of all large tensors together: 256 MiB in float32
+_SMALL_ELEMENTS: Final = 16 * 1024  # elements
+_MAX_LARGE_TENSORS: Final = 16
+_MAX_LARGE_ELEMENTS: Final = 1 << 26  # of all large tensors together: 256 MiB in float32
 
 
 def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
@@ -47,11 +47,11 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
     layout = layout_of(shapes)
     sizes = {key: prod(shape) for key, shape in shapes.items() if layout.split(key)[0] == "denoiser"}
     sizes = sizes or {key: prod(shape) for key, shape in shapes.items()}  # a VAE or text encoder alone
-    chosen = [key for key, size in sizes.items() if size <= _SMALL]
-    room = _LARGE_ELEMENTS
+    chosen = [key for key, size in sizes.items() if size <= _SMALL_ELEMENTS]
+    room = _MAX_LARGE_ELEMENTS
     # By a hash of the name: any even step through the names could meet the same kind of layer each time.
     large = sorted(sizes.keys() - chosen, key=lambda key: hashlib.sha256(repr(key).encode()).digest())
-    for key in large[:_LARGE_TENSORS]:
+    for key in large[:_MAX_LARGE_TENSORS]:
         if sizes[key] <= room:
             chosen.append(key)
             room -= sizes[key]

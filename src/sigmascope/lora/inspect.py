@@ -35,9 +35,9 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
-_NEAR_ZERO: Final = 1e-3
+_NEAR_ZERO_RATIO: Final = 1e-3
 """A module whose values are this much smaller than those of the middle module does nothing that shows."""
-_SPECTRUM_UP_TO: Final = 512  # rank
+_MAX_SPECTRUM_RANK: Final = 512  # rank
 Problem = Literal["not_finite", "needs_base"]
 
 
@@ -203,7 +203,7 @@ class LoraInspection:
         """Modules whose values are a thousand times smaller than those of the middle module, or zero."""
         sizes = {module.name: module.size for module in self.modules if module.size is not None}
         middle = median(size for size in sizes.values() if size > 0.0) if any(sizes.values()) else 0.0
-        return tuple(name for name, size in sizes.items() if size <= _NEAR_ZERO * middle)
+        return tuple(name for name, size in sizes.items() if size <= _NEAR_ZERO_RATIO * middle)
 
     @property
     def dead_columns(self) -> dict[str, int]:
@@ -293,7 +293,7 @@ def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
 
 def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
     """From r×r matrices, without forming ΔW; at a rank above a thousand the spectrum takes a second."""
-    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _SPECTRUM_UP_TO
+    full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
     values = factors.singular_values().tolist() if full else []
     return replace(
         module,
@@ -358,7 +358,7 @@ def relative_strengths(
 def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
     try:
         whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
-        delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
+        delta = module.norm if module.norm is not None else _norm_beside_base(lora, module, model)
     except SigmascopeError as error:
         missing = "delta_norm" if module.norm is None else "weight_norm"
         unavailable = dict.fromkeys((missing, "relative_change"), error.message)
@@ -368,7 +368,7 @@ def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
     return Effect(delta, delta / whole, whole, True, 1)
 
 
-def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
+def _norm_beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
     """‖ΔW‖ of a change that depends on the weight."""
     if module.finite is False:
         raise LoraFormatError("the module holds NaN or Inf.")

@@ -29,9 +29,9 @@ from sigmascope.files import parse_json, reason_of, writing_hint
 
 _log = logging.getLogger(__name__)
 
-_LENGTH: Final = 8  # bytes that hold the length of a record's content
-_DIGEST: Final = 16  # bytes of its checksum
-_FACTS: Final = "facts"  # the metadata field with its name and facts
+_LENGTH_BYTES: Final = 8  # bytes that hold the length of a record's content
+_DIGEST_BYTES: Final = 16  # bytes of its checksum
+_FACTS_KEY: Final = "facts"  # the metadata field with its name and facts
 
 Record = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """Tensors and JSON facts."""
@@ -107,7 +107,7 @@ class Journal:
             WriteError: The disk is full or refuses.
         """
         content = _encode(name, tensors, facts)
-        record = len(content).to_bytes(_LENGTH, "little") + _digest(content) + content
+        record = len(content).to_bytes(_LENGTH_BYTES, "little") + _digest(content) + content
         with self._lock:
             place = self._end
             try:
@@ -149,7 +149,7 @@ class Journal:
             place = 0
             while (content := self._content_at(place)) is not None:
                 self._places[_decode(content)[0]] = place
-                place += _LENGTH + _DIGEST + len(content)
+                place += _LENGTH_BYTES + _DIGEST_BYTES + len(content)
             self._end = place
             self._file.truncate(place)
         del self._places[self._job]
@@ -160,12 +160,12 @@ class Journal:
         """The content of the record there; None where there is no whole one."""
         size = os.fstat(self._file.fileno()).st_size
         self._file.seek(place)
-        head = self._file.read(_LENGTH + _DIGEST)
-        length = int.from_bytes(head[:_LENGTH], "little")
-        if len(head) < _LENGTH + _DIGEST or length > size - place - len(head):
+        head = self._file.read(_LENGTH_BYTES + _DIGEST_BYTES)
+        length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+        if len(head) < _LENGTH_BYTES + _DIGEST_BYTES or length > size - place - len(head):
             return None
         content = self._file.read(length)
-        return content if len(content) == length and _digest(content) == head[_LENGTH:] else None
+        return content if len(content) == length and _digest(content) == head[_LENGTH_BYTES:] else None
 
     def _write_error(self, error: OSError) -> WriteError:
         return WriteError(self.path, f"cannot be written ({reason_of(error)}).", hint=writing_hint(error))
@@ -173,19 +173,19 @@ class Journal:
 
 def _encode(name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> bytes:
     ready = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    content: bytes = save(ready, {_FACTS: json.dumps([name, dict(facts)])})
+    content: bytes = save(ready, {_FACTS_KEY: json.dumps([name, dict(facts)])})
     return content
 
 
 def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
     try:
         length = int.from_bytes(content[:8], "little")
         header = parse_json(content[8 : 8 + length])
-        name, facts = parse_json(header["__metadata__"][_FACTS])
+        name, facts = parse_json(header["__metadata__"][_FACTS_KEY])
         return name, load(content), facts
     except (SafetensorError, ValueError, KeyError, TypeError):
         return "", {}, {}

@@ -91,11 +91,13 @@ _UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(SINGLE_BLOCKS)})(?=[._]|$
 _SINGLE_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in SINGLE_BLOCKS.items()}
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
 
-_LAYERS_OF_A_LEVEL: Final = 3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
+_SGM_LAYERS_PER_LEVEL: Final = (
+    3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
+)
 
 # Blocks in the order in which a latent passes them, text encoders first.
 _ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
-_ORDER: Final = {name: index for index, name in enumerate((*_ENCODERS, *FLOW))}
+_BLOCK_ORDER: Final = {name: index for index, name in enumerate((*_ENCODERS, *FLOW))}
 
 # Weights of layers.
 WEIGHT: Final = ".weight"
@@ -106,7 +108,7 @@ _EMBEDDINGS: Final = frozenset(
 )
 
 _WORDS: Final = re.compile(r"[^._]+")
-_NEAREST: Final = 3  # layers that are named where a pattern matches none
+_NEAREST_COUNT: Final = 3  # layers that are named where a pattern matches none
 
 # How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
 _CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
@@ -134,11 +136,11 @@ RESNET: Final = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
-_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
+_SGM_BY_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
+_SGM_BY_CHILD: Final = {"resnets": "0", "attentions": "1"}
 TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
 RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
-_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
+_MIDDLE_BY_SGM: Final = {sgm: name for name, sgm in _SGM_BY_MIDDLE.items()}
 # The paths of a U-Net's layers, in diffusers' naming and in sgm's.
 _SIDE: Final = re.compile(
     r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
@@ -230,18 +232,18 @@ def _block_in(name: str) -> str:
 def _numbered_block(kind: str, number: int) -> str:
     """Sgm counts the layers of all levels through, from its `conv_in` on."""
     if kind == "input_blocks":
-        level = (number - 1) // _LAYERS_OF_A_LEVEL
+        level = (number - 1) // _SGM_LAYERS_PER_LEVEL
         return f"down_blocks.{level}" if number > 0 else "conv_in"
     if kind == "output_blocks":
-        return f"up_blocks.{number // _LAYERS_OF_A_LEVEL}"
+        return f"up_blocks.{number // _SGM_LAYERS_PER_LEVEL}"
     return f"{BLOCK_LISTS[kind]}.{number}"
 
 
 def block_position(block: str) -> tuple[int, str, int]:
     """Sorting key: the order in which a latent passes the blocks, text encoders first, unknown ones last."""
     first, _, number = block.partition(".")
-    position = _ORDER.get(first, len(_ORDER))
-    return position, first if position == len(_ORDER) else "", int(number) if number.isdigit() else -1
+    position = _BLOCK_ORDER.get(first, len(_BLOCK_ORDER))
+    return position, first if position == len(_BLOCK_ORDER) else "", int(number) if number.isdigit() else -1
 
 
 def layer_order(module: str) -> tuple[tuple[int, str, int], list[tuple[int, str]]]:
@@ -353,7 +355,7 @@ def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:
         parts = _pieces(layer) or [layer]
         return -sum(max(like(piece, part) for part in parts) for piece in wanted), len(layer)
 
-    return sorted(layers, key=distance)[:_NEAREST]
+    return sorted(layers, key=distance)[:_NEAREST_COUNT]
 
 
 def _pieces(text: str) -> list[str]:
@@ -481,15 +483,15 @@ def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     middle = _MID.fullmatch(path)
     if middle is not None:
         kind = middle[1].partition(".")[0]
-        return _joined("middle_block", _MIDDLE.get(middle[1]), _renamed(middle[2], kind, RESNET))
+        return _joined("middle_block", _SGM_BY_MIDDLE.get(middle[1]), _renamed(middle[2], kind, RESNET))
     side = _SIDE.fullmatch(path)
     if side is None:
         return None
     kind, rest, upper = side[3], side[5], side[1] == "up"
     number = int(side[2]) * (blocks.layers_per_block + 1) + int(side[4]) + (0 if upper else 1)
     start = f"output_blocks.{number}" if upper else f"input_blocks.{number}"
-    if kind in _CHILDREN:
-        return _joined(start, _CHILDREN[kind], _renamed(rest, kind, RESNET))
+    if kind in _SGM_BY_CHILD:
+        return _joined(start, _SGM_BY_CHILD[kind], _renamed(rest, kind, RESNET))
     last = number + blocks.layers_per_block  # samplers count as layer 0 in diffusers, and come last in sgm
     if rest != "conv":
         return None
@@ -508,7 +510,7 @@ def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
         return TOP_OF_SGM[path]
     middle = _SGM_MID.fullmatch(path)
     if middle is not None:
-        inner = _MIDDLE_OF_SGM.get(middle[1], "")
+        inner = _MIDDLE_BY_SGM.get(middle[1], "")
         kind = inner.partition(".")[0]
         return _joined("mid_block", inner, _renamed(middle[2], kind, RESNET_OF_SGM))
     side = _SGM_SIDE.fullmatch(path)
@@ -519,7 +521,7 @@ def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     start = f"up_blocks.{block}" if upper else f"down_blocks.{block}"
     if rest in {"op", "conv"}:
         return f"{start}.{'upsamplers' if rest == 'conv' else 'downsamplers'}.0.conv"
-    kind = {number: name for name, number in _CHILDREN.items()}.get(child, "")
+    kind = {number: name for name, number in _SGM_BY_CHILD.items()}.get(child, "")
     return _joined(start, kind and f"{kind}.{layer}", _renamed(rest, kind, RESNET_OF_SGM))
 
 

@@ -44,13 +44,13 @@ Place = tuple[Part, str]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 """Every part of a model, in the order in which they are written about."""
 
-_ENOUGH_IN_COMMON = 0.5  # of the smaller side's keys: far below any two of one architecture, far above chance
-_LORA_MARKS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
+_MIN_COMMON_SHARE = 0.5  # of the smaller side's keys: far below any two of one architecture, far above chance
+_LORA_KEY_PARTS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
 _ONE_ARCHITECTURE = "Both must be complete checkpoints of the same architecture"
 
-_IGNORED = ("num_iterations",)  # a training counter: it differs between any two checkpoints
+_IGNORED_KEYS = ("num_iterations",)  # a training counter: it differs between any two checkpoints
 _CPU = torch.device("cpu")
-_LOOKED_AT = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
+_SAMPLED_BYTES = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
 
 _NAMED = 3  # names in a message
 
@@ -301,20 +301,20 @@ def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tu
 def _common_layouts(base: Checkpoint, tuned: Checkpoint) -> tuple[ModelLayout, ModelLayout]:
     first, second = (layout_of({key: side.info(key).shape for key in side}) for side in (base, tuned))
     same = (first.family, first.naming) == (second.family, second.naming)
-    if not same and _in_common(set(base), set(tuned)) >= _ENOUGH_IN_COMMON:
+    if not same and _common_share(set(base), set(tuned)) >= _MIN_COMMON_SHARE:
         # The same names mean the same things: a file of a few layers is read as the whole model's names are.
         known = second if first.family == "unknown" else first
         return known, known
     return first, second
 
 
-def _in_common(first: set[Place] | set[str], second: set[Place] | set[str]) -> float:
+def _common_share(first: set[Place] | set[str], second: set[Place] | set[str]) -> float:
     smaller = min(len(first), len(second))
     return len(first & second) / smaller if smaller else 0.0
 
 
 def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) -> PairSide:
-    if any(mark in key for key in checkpoint for mark in _LORA_MARKS):
+    if any(mark in key for key in checkpoint for mark in _LORA_KEY_PARTS):
         raise ModelMismatchError(
             f"{checkpoint.path} is a LoRA, not a model.",
             hint="Give a whole checkpoint, or merge the LoRA first.",
@@ -348,8 +348,8 @@ def described(layout: ModelLayout) -> str:
 
 def _refuse_other_naming(base: PairSide, tuned: PairSide) -> None:
     same = (base.layout.family, base.layout.naming) == (tuned.layout.family, tuned.layout.naming)
-    common = _in_common(set(base.keys), set(tuned.keys))
-    if common == 0 or (not same and common < _ENOUGH_IN_COMMON):
+    common = _common_share(set(base.keys), set(tuned.keys))
+    if common == 0 or (not same and common < _MIN_COMMON_SHARE):
         raise ModelMismatchError(
             f"{base} and {tuned} name their weights differently, so no layer of one is found in the other.",
             hint="Give both in one form: two diffusers folders, or two single files of the same family.",
@@ -552,8 +552,8 @@ def _uncovered_finding(uncovered: dict[str, float], layers_norm: float) -> Findi
 
 def _outside_findings(pair: CheckpointPair) -> list[Finding]:
     """Whether the VAE or anything else that is not compared differs, where both files hold it."""
-    keys = [key for key in pair.outside if key not in _IGNORED]
-    step = -(-sum(pair.base.info(key).nbytes for key in keys) // _LOOKED_AT) or 1
+    keys = [key for key in pair.outside if key not in _IGNORED_KEYS]
+    step = -(-sum(pair.base.info(key).nbytes for key in keys) // _SAMPLED_BYTES) or 1
     looked_at = keys[::step]
     memory: list[Tensor] = []  # room for the largest tensor of either side, to read all of them into
     for side in (pair.base, pair.tuned):

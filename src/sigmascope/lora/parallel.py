@@ -23,9 +23,9 @@ from torch import Tensor
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
-_MOST_WORKERS: Final = 8
-_LARGEST_AT_ONCE: Final = 2  # layers under way hold as much as this many of the largest
-_MOST_DISK_WORKERS: Final = 3  # of `map_in_order`: more would wait for the disk
+_MAX_WORKERS: Final = 8
+_LARGEST_LAYERS_IN_MEMORY: Final = 2  # layers under way hold as much as this many of the largest
+_MAX_DISK_WORKERS: Final = 3  # of `map_in_order`: more would wait for the disk
 
 
 def run_layers(
@@ -44,7 +44,7 @@ def run_layers(
     Yields:
         (layer, result), in the order in which they finish.
     """
-    gate = _Gate(_LARGEST_AT_ONCE * max(sizes.values(), default=0))
+    gate = _Gate(_LARGEST_LAYERS_IN_MEMORY * max(sizes.values(), default=0))
 
     failures: list[BaseException] = []
 
@@ -129,7 +129,7 @@ def worker_count() -> int:
     """The cores that this process may use, and no more than eight."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(cores, _MOST_WORKERS))
+    return max(1, min(cores, _MAX_WORKERS))
 
 
 class Scratch:
@@ -173,7 +173,7 @@ def map_in_order(
     Yields:
         (item, result). Leaving the loop early, or an error in it, begins no more.
     """
-    workers = min(worker_count(), _MOST_DISK_WORKERS)
+    workers = min(worker_count(), _MAX_DISK_WORKERS)
     slots: SimpleQueue[Scratch] = SimpleQueue()
     for _ in range(workers + 1):
         slots.put(Scratch())

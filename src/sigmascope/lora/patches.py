@@ -28,11 +28,13 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import as_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 
-_PEFT: Final = "peft."
-_WHATEVER_THE_STRENGTH: Final = frozenset({"set", "dora"})
+_PEFT_TYPE_MARK: Final = "peft."
+_ACTING_AT_STRENGTH_0: Final = frozenset({"set", "dora"})
 
 _NEEDS_WEIGHT: Final = frozenset({"glora", "oft", "boft", "set", "dora"})
-_EPSILON: Final = torch.finfo(torch.float32).eps  # what ComfyUI adds to norms of weights in float32
+_COMFYUI_NORM_EPSILON: Final = torch.finfo(
+    torch.float32
+).eps  # what ComfyUI adds to norms of weights in float32
 
 Shape = tuple[int, ...]
 _ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
@@ -40,13 +42,13 @@ _ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
     "lokr": ("lokr_", LokrChange),
 }
 
-_LEAST = 1e-8  # ComfyUI's guard against a division by zero
+_COMFYUI_SKEW_EPSILON = 1e-8  # ComfyUI's guard against a division by zero
 
-_CANCELLED: Final = 1e-6
+_CANCELLATION_SHARE: Final = 1e-6
 """A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
-_ROUNDING: Final = 1e-13
+_ROUNDING_SHARE: Final = 1e-13
 """A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
-_LARGEST_RANK: Final = 2048  # above, the bases take seconds a weight
+_MAX_COMPARED_RANK: Final = 2048  # above, the bases take seconds a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
     acting: list[AppliedPatch] = []
     left_out: dict[str, None] = {}
     for patch in sorted(patches, key=lambda patch: patch.index):
-        reason = _idle(patch)
+        reason = _why_idle(patch)
         if reason is None:
             acting.append(patch)
         else:
@@ -78,14 +80,14 @@ def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
     return Sorted(tuple(acting), tuple(left_out))
 
 
-def _idle(patch: AppliedPatch) -> str | None:
+def _why_idle(patch: AppliedPatch) -> str | None:
     if patch.state == "failed":
         return f"it cannot be applied: {patch.state_reason}" if patch.state_reason else "it cannot be applied"
     if patch.strength_model not in (1.0, None):
         return None
     if patch.state == "inactive":
         return f"inactive: {patch.state_reason}" if patch.state_reason else "inactive"
-    if patch.strength == 0.0 and patch.adapter_type not in _WHATEVER_THE_STRENGTH:
+    if patch.strength == 0.0 and patch.adapter_type not in _ACTING_AT_STRENGTH_0:
         return "its strength is 0"
     return None
 
@@ -126,7 +128,7 @@ def _required(patch: AppliedPatch, name: str, value: float | None) -> float:
 
 def is_by_peft(patch: AppliedPatch) -> bool:
     """Whether PEFT applies it, which does some kinds in another way than ComfyUI."""
-    return _PEFT in patch.data_type
+    return _PEFT_TYPE_MARK in patch.data_type
 
 
 def needs_weight(patch: AppliedPatch) -> bool:
@@ -167,7 +169,7 @@ def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
     # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
     by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
     norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
-    result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
+    result: Tensor = changed * (magnitude / (norm + _COMFYUI_NORM_EPSILON)) - weight
     return result
 
 
@@ -327,7 +329,7 @@ def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "...
         limit: Of ‖Q‖ over all blocks; none if it is not above 0.
     """
     skew = blocks - blocks.mT
-    length = float(torch.linalg.vector_norm(skew)) + _LEAST
+    length = float(torch.linalg.vector_norm(skew)) + _COMFYUI_SKEW_EPSILON
     if 0.0 < limit < length:
         skew = skew * (limit / length)
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
@@ -459,11 +461,11 @@ def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
     if len(parts) == 1:
         return norm
     lengths = sqrt(sum(abs(part.weight) ** 2 * _unweighted(part).frobenius_norm() ** 2 for part in parts))
-    if norm > _CANCELLED * lengths:
+    if norm > _CANCELLATION_SHARE * lengths:
         return norm
     _, core, _ = whole.orthogonal_form()
     left = float(torch.linalg.vector_norm(core))
-    return left if left > _ROUNDING * lengths else 0.0
+    return left if left > _ROUNDING_SHARE * lengths else 0.0
 
 
 def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
@@ -490,7 +492,7 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
         ModelMismatchError: One does not fit the weight.
     """
     rank = rank_together(patches)
-    if rank > _LARGEST_RANK:
+    if rank > _MAX_COMPARED_RANK:
         raise LoraFormatError(f"the changes have a rank of {rank} together, which is too large to compare.")
     return concatenated([_weighted_factors(patch, shape) for patch in patches])
 

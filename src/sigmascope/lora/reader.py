@@ -78,10 +78,12 @@ _ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
 _OPAQUE_KEY: Final = re.compile(
     r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
 )
-_BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
-_GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
-_OPAQUE_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
-_BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
+_ROTATION_KEYS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
+_GLORA_KEYS: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
+_OPAQUE_PARTS: Final = dict.fromkeys(_ROTATION_KEYS, "blocks") | {
+    end: end.removesuffix(".weight") for end in _GLORA_KEYS
+}
+_BOFT_AXES: Final = 4  # axes of BOFT's blocks, where OFT's have three
 
 
 @contextmanager
@@ -197,7 +199,7 @@ class PeftConfig:
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
-        if len(patterns) > _MOST_PATTERNS:
+        if len(patterns) > _MAX_PATTERNS:
             raise LoraFormatError(
                 f"{self.source}: {name} has {len(patterns)} patterns, more than any model has layers."
             )
@@ -433,12 +435,12 @@ def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:
 def _opaque_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
     shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
     parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
-    blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
+    blocks = next((shapes[end] for end in _ROTATION_KEYS if end in shapes), None)
     if blocks is not None:  # of the weight only the number of rows is known
-        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", (), None, parameters)
-    if not all(end in shapes for end in _GLORA):
+        return ModuleFacts("boft" if len(blocks) == _BOFT_AXES else "oft", (), None, parameters)
+    if not all(end in shapes for end in _GLORA_KEYS):
         return None
-    b1, b2 = (shapes[end] for end in _GLORA[2:])
+    b1, b2 = (shapes[end] for end in _GLORA_KEYS[2:])
     if b1[1] == b2[0]:  # b1·b2, as GLoRA's factors are ordered now
         return ModuleFacts("glora", (b1[0], *b2[1:]), b2[0], parameters)
     return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
@@ -487,18 +489,18 @@ class OpaqueChange:
 
 
 _CONFIG_NAME: Final = "adapter_config.json"
-_MOST_BYTES: Final = 4 * 2**20  # of a configuration beside a file
-_MOST_PATTERNS: Final = 10_000  # each is tried on each module
-_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+_MAX_CONFIG_BYTES: Final = 4 * 2**20  # of a configuration beside a file
+_MAX_PATTERNS: Final = 10_000  # each is tried on each module
+_CONFIG_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 # What makes a pattern of a file too involved to be tried.
-_REPEATING: Final = re.compile(r"[*+{]")
-_COSTLY: Final = re.compile(r"\)\s*[*+?{]")
+_QUANTIFIER: Final = re.compile(r"[*+{]")
+_QUANTIFIED_GROUP: Final = re.compile(r"\)\s*[*+?{]")
 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     # A file's own patterns could take for ever, so repeated groups and many stars are refused.
-    if len(pattern) > 500 or _COSTLY.search(pattern) or len(_REPEATING.findall(pattern)) > 2:
+    if len(pattern) > 500 or _QUANTIFIED_GROUP.search(pattern) or len(_QUANTIFIER.findall(pattern)) > 2:
         raise ValueError("too involved")
     try:
         return re.compile(rf"(?:.*\.)?(?:{pattern})$")
@@ -519,12 +521,12 @@ def true_alpha(alpha: float, rank: int, weight_shape: Sequence[int], metadata: M
         weight_shape: (out, in) or (out, in, kh, kw).
         metadata: The header's `ss_network_dim` and `conv_dim` in `ss_network_args`.
     """
-    if rank == max_rank(weight_shape) and alpha > rank and alpha in _asked_ranks(weight_shape, metadata):
+    if rank == max_rank(weight_shape) and alpha > rank and alpha in _ranks_asked_for(weight_shape, metadata):
         return float(rank)
     return alpha
 
 
-def _asked_ranks(weight_shape: Sequence[int], metadata: Mapping[str, str]) -> list[float]:
+def _ranks_asked_for(weight_shape: Sequence[int], metadata: Mapping[str, str]) -> list[float]:
     """What may have been asked for: tools differ on whether a 1×1 convolution counts as Linear."""
     linear, convolution = metadata.get("ss_network_dim"), _conv_dim(metadata)
     pointwise = all(size == 1 for size in weight_shape[2:])
@@ -567,7 +569,7 @@ def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConf
     if path.stem != "adapter_model" or not beside.is_file():
         return {}
     try:
-        if beside.stat().st_size > _MOST_BYTES:
+        if beside.stat().st_size > _MAX_CONFIG_BYTES:
             raise LoraFormatError(f"{beside} is too large for a configuration.")
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -590,6 +592,6 @@ def _by_component(source: str, values: Mapping[str, Any]) -> dict[str, PeftConfi
     components: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         component, _, name = key.rpartition(".")
-        if name in _FIELDS:
+        if name in _CONFIG_FIELDS:
             components.setdefault(component, {})[name] = value
     return {component: PeftConfig(source, fields) for component, fields in components.items()}

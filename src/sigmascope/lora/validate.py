@@ -54,8 +54,8 @@ from sigmascope.records.run import Finding
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
 
 Band = Literal["excellent", "good", "poor", "noise"]
-_MOST_OF: Final = 0.5
-_NEARLY_ALL: Final = 0.9
+_MIN_FITTING_SHARE: Final = 0.5
+_MAX_WORSENED_SHARE: Final = 0.9
 Status = Literal["applied", "missing", "unmatched", "wrong_shape"]
 
 BANDS: Final[dict[Band, str]] = {
@@ -66,42 +66,42 @@ BANDS: Final[dict[Band, str]] = {
 }
 """The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
 
-_VAE: Final = ("vae.", "first_stage_model.")
-_WORST = 10  # modules that `ValidationReport.worst` gives
+_VAE_PREFIXES: Final = ("vae.", "first_stage_model.")
+_WORST_COUNT = 10  # modules that `ValidationReport.worst` gives
 
 # The picture: its colours, and its places and sizes in pixels.
-_COLOURS: Final[dict[Band, str]] = {
+_BAND_COLOURS: Final[dict[Band, str]] = {
     "excellent": "#2e7d32",
     "good": "#0277bd",
     "poor": "#e68a00",
     "noise": "#c62828",
 }
-_NO_BAND: Final = "#757575"
-_GRID: Final = "#e0e0e0"
+_NO_BAND_COLOUR: Final = "#757575"
+_GRID_COLOUR: Final = "#e0e0e0"
 _WIDTH: Final = 960
 _LEFT: Final = 200
 _RIGHT: Final = 930
-_TOP: Final = 118  # of the layers' panel
-_FOOT: Final = 400
+_LAYERS_TOP: Final = 118  # of the layers' panel
+_BOTTOM: Final = 400
 _BLOCKS_TOP: Final = 460
-_ROW: Final = 20
+_ROW_HEIGHT: Final = 20
 _BARS_END: Final = 420
-_STRIP: Final = 490  # where a block's layers begin
-_NUMBER_GAP: Final = 16  # that a block's number takes
-_LONGEST: Final = 24  # characters of a block's name that fit before its bar
-_FAR: Final = 4.0  # times what nine of ten layers stay below
-_HEAT: Final = ((0.0, "#f7f2ea"), (0.5, "#f0b452"), (1.0, "#c62828"), (2.0, "#5c0a0a"))
-_KEY: Final = ((0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %"), (None, "not applied"))
+_STRIP_LEFT: Final = 490  # where a block's layers begin
+_NUMBER_WIDTH: Final = 16  # that a block's number takes
+_MAX_NAME_LENGTH: Final = 24  # characters of a block's name that fit before its bar
+_AXIS_LIMIT_RATIO: Final = 4.0  # times what nine of ten layers stay below
+_HEAT_COLOURS: Final = ((0.0, "#f7f2ea"), (0.5, "#f0b452"), (1.0, "#c62828"), (2.0, "#5c0a0a"))
+_HEAT_LEGEND: Final = ((0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %"), (None, "not applied"))
 
 Change = LoraFactors | WeightChange
 
-_BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
-_WORTH_TRUSTING: Final = 1e3
+_BLOCK_ELEMENTS: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
+_MIN_ERROR_TO_ROUNDING: Final = 1e3
 """How many times the bound of its rounding an error must be to count as measured in float32."""
-_MOST_ROWS: Final = 256  # from which a product of a block is efficient, whatever the rank
+_EFFICIENT_ROWS: Final = 256  # from which a product of a block is efficient, whatever the rank
 _UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
 # Unit roundoffs of its size that a change of another kind than factors may be off by, and more.
-_ROUNDINGS_OF_OTHER_KINDS: Final = 100.0
+_FORMED_CHANGE_ROUNDINGS: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ModuleError:
     @property
     def block(self) -> str:
         """The block that the layer is in; the VAE is one."""
-        return "vae" if self.name.startswith(_VAE) else block_of_module(self.name)
+        return "vae" if self.name.startswith(_VAE_PREFIXES) else block_of_module(self.name)
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -256,7 +256,9 @@ class ValidationReport:
     def worst(self) -> tuple[ModuleError, ...]:
         """The ten applied modules with the largest relative errors, largest first."""
         measured = [module for module in self.modules if module.status == "applied" and module.delta_norm > 0]
-        return tuple(sorted(measured, key=lambda module: -module.error_norm / module.delta_norm)[:_WORST])
+        return tuple(
+            sorted(measured, key=lambda module: -module.error_norm / module.delta_norm)[:_WORST_COUNT]
+        )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -477,7 +479,7 @@ class ResidualMeter:
         )
         dtype = self._pair.precision_of(key)
         residual, rounding = self._in(dtype, base, tuned, change)
-        if dtype == torch.float32 and not _WORTH_TRUSTING * rounding <= residual.error_norm < math.inf:
+        if dtype == torch.float32 and not _MIN_ERROR_TO_ROUNDING * rounding <= residual.error_norm < math.inf:
             residual, _ = self._in(torch.float64, base, tuned, change)
         if not math.isfinite(residual.delta_norm):
             self._pair.change(key, torch.device("cpu"))  # says which file holds what
@@ -503,7 +505,7 @@ class ResidualMeter:
         self, before: Tensor, after: Tensor, taken: Subtraction | None, dtype: torch.dtype
     ) -> tuple[float, float]:
         height, width = before.shape
-        step = max(_BLOCK // max(width, 1), 1 if taken is None else taken.rows)
+        step = max(_BLOCK_ELEMENTS // max(width, 1), 1 if taken is None else taken.rows)
         delta_energy, error_energy = [], []
         for start in range(0, height, step):
             rows = slice(start, min(start + step, height))
@@ -546,7 +548,7 @@ def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction
     formed = change.delta(base, dtype)
     whole = formed.reshape(formed.shape[0] if formed.ndim > 1 else 1, -1)
     magnitude = float(torch.linalg.vector_norm(whole))
-    return Subtraction(lambda rows, block: block.sub_(whole[rows]), 1, magnitude, _ROUNDINGS_OF_OTHER_KINDS)
+    return Subtraction(lambda rows, block: block.sub_(whole[rows]), 1, magnitude, _FORMED_CHANGE_ROUNDINGS)
 
 
 def _factors_subtraction(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
@@ -561,7 +563,7 @@ def _factors_subtraction(factors: LoraFactors, dtype: torch.dtype) -> Subtractio
 
     sizes = torch.linalg.vector_norm(up, dim=0) * torch.linalg.vector_norm(down, dim=1)
     magnitude = abs(scale) * float(sizes.sum())
-    return Subtraction(take_off, min(factors.rank, _MOST_ROWS), magnitude, math.sqrt(factors.rank + 1))
+    return Subtraction(take_off, min(factors.rank, _EFFICIENT_ROWS), magnitude, math.sqrt(factors.rank + 1))
 
 
 def _scaled_identity(matrix: Tensor) -> float | None:
@@ -660,9 +662,9 @@ def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
     own = [module for module in modules if module.status != "missing"]
     fitting = [module for module in own if module.status == "applied"]
     worse = [module for module in fitting if module.band == "noise"]
-    if len(fitting) < _MOST_OF * len(own):
+    if len(fitting) < _MIN_FITTING_SHARE * len(own):
         message = f"{len(own) - len(fitting)} of its {len(own)} modules fit no layer of this one."
-    elif fitting and len(worse) > _NEARLY_ALL * len(fitting):
+    elif fitting and len(worse) > _MAX_WORSENED_SHARE * len(fitting):
         message = (
             f"it takes {len(worse)} of {len(fitting)} layers farther from the tuned model than they were."
         )
@@ -748,7 +750,7 @@ def validation_svg(report: ValidationReport) -> str:
 
 
 def _size_of(report: ValidationReport) -> tuple[int, int]:
-    return _WIDTH, _BLOCKS_TOP + _ROW * len(report.blocks) + 24
+    return _WIDTH, _BLOCKS_TOP + _ROW_HEIGHT * len(report.blocks) + 24
 
 
 def _shapes(report: ValidationReport) -> Iterator[svg.Shape]:
@@ -766,10 +768,10 @@ def _heading(report: ValidationReport) -> Iterator[svg.Shape]:
     yield svg.Label(16, 52, caption, size=13, colour=svg.FAINT)
     for index, (band, count) in enumerate(report.bands.items()):
         x = 16 + 190 * index
-        yield svg.Dot(x + 5, 74, 5, _COLOURS[band])
+        yield svg.Dot(x + 5, 74, 5, _BAND_COLOURS[band])
         yield svg.Label(x + 16, 78, f"{band} ({BANDS[band]}): {count}")
     if report.failures:
-        yield svg.Dot(781, 74, 4, _COLOURS["noise"], is_cross=True)
+        yield svg.Dot(781, 74, 4, _BAND_COLOURS["noise"], is_cross=True)
         yield svg.Label(792, 78, f"not applied: {len(report.failures)}")
 
 
@@ -784,36 +786,36 @@ def _layers(modules: Sequence[ModuleError]) -> Iterator[svg.Shape]:
     """
     errors = sorted(module.relative_error or 0.0 for module in modules if module.status == "applied")
     usual = errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else 1.0
-    most = _FAR * usual or math.inf
-    axis = svg.Axis.of([min(error, most) for error in errors], _TOP, _FOOT)
+    most = _AXIS_LIMIT_RATIO * usual or math.inf
+    axis = svg.Axis.of([min(error, most) for error in errors], _LAYERS_TOP, _BOTTOM)
     above = sum(error > axis.ticks[-1] for error in errors)
     more = f"; {counted(above, 'layer')} beyond the axis" if above else ""
     scale = ", on a logarithmic axis" if axis.is_logarithmic else ""
-    yield svg.Label(16, _TOP - 10, f"Error by layer{scale}{more}", size=13)
-    yield from axis.lines(_LEFT, _RIGHT, _GRID)
+    yield svg.Label(16, _LAYERS_TOP - 10, f"Error by layer{scale}{more}", size=13)
+    yield from axis.lines(_LEFT, _RIGHT, _GRID_COLOUR)
     step = (_RIGHT - _LEFT) / max(len(modules), 1)
     ordered = sorted(modules, key=lambda module: block_position(module.block))
     x, free = _LEFT + step / 2, 0.0
     for number, (_, members) in enumerate(groupby(ordered, lambda module: module.block), start=1):
         group, edge = list(members), x - step / 2
-        yield svg.Line((edge, _TOP), (edge, _FOOT + 5), _GRID)
+        yield svg.Line((edge, _LAYERS_TOP), (edge, _BOTTOM + 5), _GRID_COLOUR)
         middle = edge + len(group) * step / 2
-        if middle - _NUMBER_GAP / 2 >= free:
-            yield svg.Label(middle, _FOOT + 18, str(number), anchor="middle")
-            free = middle + _NUMBER_GAP / 2
+        if middle - _NUMBER_WIDTH / 2 >= free:
+            yield svg.Label(middle, _BOTTOM + 18, str(number), anchor="middle")
+            free = middle + _NUMBER_WIDTH / 2
         for module in group:
             yield _mark(x, axis, module)
             x += step
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return name if len(name) <= _MAX_NAME_LENGTH else f"{name[: _MAX_NAME_LENGTH - 1]}…"
 
 
 def _mark(x: float, axis: svg.Axis, module: ModuleError) -> svg.Shape:
-    colour = _NO_BAND if module.band is None else _COLOURS[module.band]
+    colour = _NO_BAND_COLOUR if module.band is None else _BAND_COLOURS[module.band]
     if module.status != "applied":
-        return svg.Dot(x, axis.place(1.0), 3, _COLOURS["noise"], _tip(module), is_cross=True)
+        return svg.Dot(x, axis.place(1.0), 3, _BAND_COLOURS["noise"], _tip(module), is_cross=True)
     return svg.Dot(x, axis.place(module.relative_error or 0.0), 2.6, colour, _tip(module))
 
 
@@ -828,25 +830,31 @@ def _block_rows(report: ValidationReport) -> Iterator[svg.Shape]:
     """A row a block, numbered as above: a bar for the error of its layers together, and a cell for each layer."""
     largest = max((block.relative_error or 0.0 for block in report.blocks), default=0.0) or 1.0
     yield svg.Label(16, _BLOCKS_TOP - 10, "Error by block", size=13)
-    yield svg.Label(_STRIP, _BLOCKS_TOP - 10, "Its layers")
-    for index, (share, words) in enumerate(_KEY):
-        x = _STRIP + 100 + 92 * index
-        yield svg.Bar(x, _BLOCKS_TOP - 20, 11, 11, svg.mixed(share, _HEAT) if share is not None else _NO_BAND)
+    yield svg.Label(_STRIP_LEFT, _BLOCKS_TOP - 10, "Its layers")
+    for index, (share, words) in enumerate(_HEAT_LEGEND):
+        x = _STRIP_LEFT + 100 + 92 * index
+        yield svg.Bar(
+            x,
+            _BLOCKS_TOP - 20,
+            11,
+            11,
+            svg.mixed(share, _HEAT_COLOURS) if share is not None else _NO_BAND_COLOUR,
+        )
         yield svg.Label(x + 16, _BLOCKS_TOP - 10, words)
     for index, block in enumerate(report.blocks):
-        y = _BLOCKS_TOP + _ROW * index
+        y = _BLOCKS_TOP + _ROW_HEIGHT * index
         error = block.relative_error or 0.0
-        colour = _NO_BAND if block.band is None else _COLOURS[block.band]
+        colour = _NO_BAND_COLOUR if block.band is None else _BAND_COLOURS[block.band]
         length = (_BARS_END - _LEFT) * error / largest
         tip = f"{block.name}: {block.applied} of {block.modules} modules applied"
         yield svg.Label(_LEFT - 8, y + 14, f"{index + 1}  {_shortened(block.name)}", anchor="end")
-        yield svg.Bar(_LEFT, y + 3, length, _ROW - 6, colour, tip)
+        yield svg.Bar(_LEFT, y + 3, length, _ROW_HEIGHT - 6, colour, tip)
         yield svg.Label(_LEFT + length + 6, y + 14, _percent(block.relative_error))
         cells = [(_heat(module), "") for module in report.modules if module.block == block.name]
-        yield from svg.strip(_STRIP, y + 3, (_RIGHT - _STRIP, _ROW - 6), cells)
+        yield from svg.strip(_STRIP_LEFT, y + 3, (_RIGHT - _STRIP_LEFT, _ROW_HEIGHT - 6), cells)
 
 
 def _heat(module: ModuleError) -> str:
     if module.status != "applied" or module.relative_error is None:
-        return _NO_BAND
-    return svg.mixed(module.relative_error, _HEAT)
+        return _NO_BAND_COLOUR
+    return svg.mixed(module.relative_error, _HEAT_COLOURS)

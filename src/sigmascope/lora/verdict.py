@@ -30,9 +30,9 @@ Reason = Literal[
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-_NAMED: Final = 3  # modules or keys that a message names
+_MAX_NAMED: Final = 3  # modules or keys that a message names
 # Severities, the worst first, and those of reasons that are no error.
-_ORDER: Final = ("critical", "error", "warning", "info")
+_SEVERITY_ORDER: Final = ("critical", "error", "warning", "info")
 _SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
 REASON_WORDS: Final[dict[Reason, str]] = {
     "other_architecture": "are for another architecture",
@@ -58,8 +58,8 @@ REASON_ADVICE: Final[dict[Reason, str]] = {
 }
 
 # Ends of keys that loaders treat in a way of their own.
-_DIFFERENCES: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
-_UP_BIAS: Final = (".lora_B.bias", ".lora_up.bias")
+_DIFFERENCE_ENDS: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
+_UP_BIAS_ENDS: Final = (".lora_B.bias", ".lora_up.bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding
         *_unused(verdict),
         *loader_findings(verdict, keys),
     ]
-    return tuple(sorted(findings, key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: _SEVERITY_ORDER.index(finding.severity)))
 
 
 def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
@@ -300,7 +300,7 @@ def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
 
 def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.unused_keys:
-        shown = ", ".join(verdict.unused_keys[:_NAMED])
+        shown = ", ".join(verdict.unused_keys[:_MAX_NAMED])
         yield Finding(
             "lora_unused_keys",
             "info",
@@ -311,8 +311,8 @@ def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
 
 def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
     shown = [f"{module.name} ({module.detail})" if module.detail else module.name for module in modules[:1]]
-    shown += [module.name for module in modules[1:_NAMED]]
-    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    shown += [module.name for module in modules[1:_MAX_NAMED]]
+    more = f" and {len(modules) - _MAX_NAMED} more" if len(modules) > _MAX_NAMED else ""
     return ", ".join(shown) + more
 
 
@@ -382,7 +382,7 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
 
 
 def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    differences = [key for key in keys if key.endswith(_DIFFERENCES)]
+    differences = [key for key in keys if key.endswith(_DIFFERENCE_ENDS)]
     if not differences:
         return
     fate = "drops them without a word" if verdict.format == "peft" else "refuses the file because of them"
@@ -432,7 +432,7 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    biases = sum(key.endswith(_UP_BIAS) for key in keys)
+    biases = sum(key.endswith(_UP_BIAS_ENDS) for key in keys)
     modules = sum(not module.name.endswith(".bias") for module in verdict.modules)
     if biases and biases != modules:
         yield Finding(

@@ -49,11 +49,11 @@ LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "
 
 _ALPHA: Final = ".alpha"
 _KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
-_FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
-_ENTRY: Final = 200  # bytes of a header entry beside the layer's name, at most
+_METADATA_ROOM_BYTES: Final = 2048  # of the header, that are known at the end
+_MAX_ENTRY_BYTES: Final = 200  # bytes of a header entry beside the layer's name, at most
 _BIAS: Final = ".bias"
 
-_LYCORIS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
+_LYCORIS_KINDS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
 
 SavePrecision = Literal["float", "fp16", "bf16"]
 STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -178,7 +178,7 @@ class LoraWriter:
         if own_names is not None:
             room = [key for name in own_names.values() for key in self.format.keys.of(name)]
         elif room is not None:
-            room.append("x" * _FIELDS_BYTES)
+            room.append("x" * _METADATA_ROOM_BYTES)
         first = {"modelspec.title": as_text(self.path.stem)} | self._inherited | self._metadata
         self._file = writes(self.path, first, expected=room, header_bytes=0 if compact else None)
         self._ranks: dict[str, int] = {}
@@ -289,7 +289,7 @@ class LoraWriter:
         """
         rows = {} if self._own_names is not None else self._fused(shapes)
         divides = self._divides
-        parts = sum(3 * (len(layer) + _ENTRY) * (len(row.parts) - 1) for layer, row in rows.items())
+        parts = sum(3 * (len(layer) + _MAX_ENTRY_BYTES) * (len(row.parts) - 1) for layer, row in rows.items())
 
         def numbers(layer: str, weight_shape: Sequence[int]) -> int:
             out, inner = matrix_shape(weight_shape)
@@ -631,7 +631,7 @@ class Tally:
 
     def header(self, format_name: str, family: str, alpha: int | None = None) -> dict[str, str]:
         """The header's fields; see `lora_header`."""
-        module = "lycoris.kohya" if self.kinds & _LYCORIS else "networks.lora"
+        module = "lycoris.kohya" if self.kinds & _LYCORIS_KINDS else "networks.lora"
         linear = VARYING if _varies(self.linear) else _common_rank(self.linear)
         convolution = _common_rank(self.convolution)
         return lora_header(format_name, family, linear, convolution, module=module, alpha=alpha)

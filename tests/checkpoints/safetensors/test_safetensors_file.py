@@ -116,7 +116,7 @@ def test_reading_works_without_pread(
 def test_large_tensors_are_read_in_several_calls(
     path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, same_bytes: SameBytes
 ) -> None:
-    monkeypatch.setattr("sigmascope.checkpoints.checkpoint._MOST_AT_ONCE", 5)
+    monkeypatch.setattr("sigmascope.checkpoints.checkpoint._MAX_READ_BYTES", 5)
     with open_checkpoint(path) as checkpoint:
         assert all(same_bytes(checkpoint.tensor(name), weights[name]) for name in weights)
 

@@ -138,7 +138,7 @@ def test_tensors_that_wait_may_outgrow_memory(
     tmp_path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "x.safetensors", weights)
-    monkeypatch.setattr(safetensors, "_WAITING_IN_MEMORY", 4)
+    monkeypatch.setattr(safetensors, "_SPOOL_MEMORY_BYTES", 4)
     assert write(tmp_path / "y.safetensors", weights) == whole
     assert names(tmp_path) == ["x.safetensors", "y.safetensors"]
 

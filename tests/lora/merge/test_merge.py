@@ -171,14 +171,7 @@ def test_scale_zero_touches_nothing(model: nn.Sequential, make_lora: MakeLora) -
     base = weights(model)
     merged = merge_into_model(model, make_lora(model), scale=0.0)
     assert same_bits(model, base)
-    assert (merged.kept_bytes, merged.applied) == (0, ("0", "2"))
-
-
-def test_the_memory_of_the_originals_is_stated(model: nn.Sequential, make_lora: MakeLora) -> None:
-    merged = merge_into_model(model, make_lora(model))
-    assert merged.kept_bytes == (6 * 3 * 3 * 3 + 4 * 6) * 4
-    merged.unmerge()
-    assert merged.kept_bytes == 0
+    assert (merged.merged, merged.applied) == (False, ("0", "2"))
 
 
 def test_nested_merges_are_undone_in_order(model: nn.Sequential, make_lora: MakeLora) -> None:
@@ -196,7 +189,9 @@ def test_undoing_the_outer_merge_first_is_refused(model: nn.Sequential, make_lor
     outer = merge_into_model(model, make_lora(model, seed=1))
     inner = merge_into_model(model, make_lora(model, seed=2))
     both = weights(model)
-    with pytest.raises(ModelMismatchError, match="2 of 2 merged weights were changed since, the first is 0"):
+    with pytest.raises(
+        ModelMismatchError, match="2 of 2 merged weights were changed since the merge, first 0"
+    ):
         outer.unmerge()
     assert same_bits(model, both)
     inner.unmerge()
@@ -209,7 +204,7 @@ def test_a_training_step_in_between_is_not_silently_lost(model: nn.Sequential, m
     merged = merge_into_model(model, make_lora(model))
     with torch.no_grad():
         weight(model, "2")[0, 0] += 0.5
-    with pytest.raises(ModelMismatchError, match=r"1 of 2 .* the first is 2.*force=True"):
+    with pytest.raises(ModelMismatchError, match=r"1 of 2 .* first 2.*force=True"):
         merged.unmerge()
     merged.unmerge(force=True)
     assert same_bits(model, base)
@@ -322,7 +317,7 @@ def test_a_packed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora)
     model = nn.Sequential(nn.Linear(4, 4))
     lora = make_lora(model)
     model[0].weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ModelMismatchError, match=r"quantised weight.*attach_lora"):
+    with pytest.raises(ModelMismatchError, match=r"is quantised.*attach_lora"):
         merge_into_model(model, lora)
 
 
@@ -349,7 +344,7 @@ def test_a_compiled_model_is_merged(model: nn.Sequential, make_lora: MakeLora) -
 
 
 def test_an_infinite_scale_is_refused(model: nn.Sequential, make_lora: MakeLora) -> None:
-    with pytest.raises(ConfigError, match="scale of inf"):
+    with pytest.raises(ConfigError, match="scale inf"):
         merge_into_model(model, make_lora(model), inf)
 
 
@@ -407,7 +402,7 @@ def test_an_original_that_fits_no_more_is_kept(
     linear = model[2]
     held = linear.weight
     linear.weight = nn.Parameter(lost)
-    with pytest.raises(ModelMismatchError, match=r"cannot take their originals back.*first is 2"):
+    with pytest.raises(ModelMismatchError, match=r"cannot be restored.*first 2"):
         merged.unmerge(force=True)
     linear.weight = held
     merged.unmerge()

@@ -104,7 +104,7 @@ def test_any_shape_rank_and_dtype_is_measured(data: st.DataObject, measure: Meas
 
 @pytest.mark.parametrize("block", [1, 7, 64, 65, 10_000])
 def test_blocks_do_not_show(block: int, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "_BLOCK", block)
+    monkeypatch.setattr(validate, "_BLOCK_ELEMENTS", block)
     base, tuned = weights(33, 64)
     change = factors(33, 64, rank=5)
     found = measure(base, tuned, change)
