@@ -1,8 +1,7 @@
-"""Two LoRAs beside each other: is it the same change, a scaled one, or another?
+"""Compare two LoRA files: the same change, a scaled copy, or a different one?
 
-`compare_loras` puts the modules of both under common names and measures, weight by weight, how the two changes differ:
-in size, in direction, and in the spaces that they act on (`ModuleDifference`). The verdict over all modules is
-`LoraComparison.verdict`.
+`compare_loras` gives the modules of both files common names and measures how the two changes of each weight differ: in
+size, in direction, and in the spaces that they act on (`ModuleDifference`). `LoraComparison.verdict` sums it up.
 """
 
 from collections import Counter
@@ -19,7 +18,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange, form_delta
 from sigmascope.lora.alignment import AlignedLoras, align_all
-from sigmascope.lora.effect import bases_of, subspace_overlap
+from sigmascope.lora.effect import shared_spaces
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import frobenius_norm, matrix_shape, root_sum_square, same_matrix
@@ -45,8 +44,8 @@ class LoraSummary:
         modules: How many there are.
         parameters: Number of stored values.
         ranks: How many modules have each rank.
-        dtypes: How many plain modules are stored in each dtype.
-        norm: ‖ΔW‖ of all that could be measured.
+        dtypes: How many plain modules have each dtype.
+        norm: ‖ΔW‖ over all modules that could be measured.
     """
 
     path: Path
@@ -69,16 +68,16 @@ class MetadataDifference:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSide:
-    """What one LoRA has for a module.
+    """One LoRA's module.
 
     Attributes:
-        name: As its file names it.
+        name: Its name in the file.
         kind: `lora` for plain factors, else the kind of change, such as `loha` or `dora`.
-        rank: Of plain factors; None of others.
-        alpha: As stored; None of others.
-        dtype: Of the factors, such as `float16`; None of other changes.
-        shape: Of the weight that is changed.
-        norm: ‖ΔW‖; None where the change is known only beside a base.
+        rank: Of the factors; None for other kinds.
+        alpha: As stored; None for other kinds.
+        dtype: Of the factors, such as `float16`; None for other kinds.
+        shape: Of the changed weight.
+        norm: ‖ΔW‖; None if the change depends on the base model's weight.
     """
 
     name: str
@@ -95,15 +94,15 @@ class ModuleDifference:
     """One module of two LoRAs A and B.
 
     Attributes:
-        name: The name that both sides' names stand for.
-        presence: In which it is. `other_shape`: in both, for weights of different shape. `not_measured`: in
-            both, but one side is a change that is known only beside a base.
-        a: A's side, None where A lacks the module.
-        b: B's side.
-        inner: <ΔA, ΔB>; 0 where one is missing, None where not measured.
-        difference_norm: ‖ΔA − ΔB‖; the other's norm where one is missing, None where not measured.
-        column_overlap: Of the spaces written to, 0 to 1 (`subspace_overlap`); None unless both are factors.
-        row_overlap: Of the spaces read from.
+        name: The module's common name.
+        presence: Which file has it. `other_shape`: both, for weights of different shapes. `not_measured`: both, but one
+            change depends on the base model's weight.
+        a: A's module; None if A lacks it.
+        b: B's module; None if B lacks it.
+        inner: <ΔA, ΔB>; 0 if one is missing, None if not measured.
+        difference_norm: ‖ΔA − ΔB‖; the other's norm if one is missing, None if not measured.
+        column_overlap: How far both write to the same space, 0 to 1 (`SharedSpaces`); None unless both are factors.
+        row_overlap: The same for the spaces that they read from.
     """
 
     name: str
@@ -117,23 +116,23 @@ class ModuleDifference:
 
     @property
     def norm_a(self) -> float:
-        """‖ΔA‖, 0 where A lacks the module or it is not known."""
+        """‖ΔA‖; 0 if A lacks the module or its norm is not known."""
         return (self.a.norm or 0.0) if self.a else 0.0
 
     @property
     def norm_b(self) -> float:
-        """‖ΔB‖, 0 where B lacks the module or it is not known."""
+        """‖ΔB‖; 0 if B lacks the module or its norm is not known."""
         return (self.b.norm or 0.0) if self.b else 0.0
 
     @property
     def cosine(self) -> float | None:
-        """<ΔA, ΔB> / (‖ΔA‖·‖ΔB‖); None where a side is missing or zero."""
+        """<ΔA, ΔB> / (‖ΔA‖·‖ΔB‖); None if a side is missing or zero."""
         product = self.norm_a * self.norm_b
         return self.inner / product if self.inner is not None and product > 0.0 else None
 
     @property
     def relative_difference(self) -> float | None:
-        """‖ΔA − ΔB‖ / ‖ΔA‖; None where A has no change here or it is not measured."""
+        """‖ΔA − ΔB‖ / ‖ΔA‖; None if A has no change here or it is not measured."""
         if self.difference_norm is None or self.norm_a == 0.0:
             return None
         return self.difference_norm / self.norm_a
@@ -143,7 +142,7 @@ class ModuleDifference:
         return asdict(self) | {"cosine": self.cosine, "relative_difference": self.relative_difference}
 
     def within(self, tolerance: float) -> bool:
-        """Whether ‖ΔA − ΔB‖ is at most this share of the larger change; a module of zeros equals none."""
+        """Whether ‖ΔA − ΔB‖ is at most this share of the larger change; a zero module equals a missing one."""
         largest = max(self.norm_a, self.norm_b)
         return self.difference_norm is not None and self.difference_norm <= tolerance * largest
 
@@ -163,9 +162,9 @@ class LoraComparison:
     Attributes:
         a: The first.
         b: The second.
-        modules: Every module of either, in A's order, then what only B has.
+        modules: A's modules in its order, then those that only B has.
         metadata: Header fields that differ.
-        tolerance: Largest relative difference of a module that counts as the same.
+        tolerance: The largest relative difference at which two modules count as the same.
     """
 
     a: LoraSummary
@@ -186,7 +185,7 @@ class LoraComparison:
 
     @property
     def not_measured(self) -> tuple[str, ...]:
-        """Modules of both whose change is known only beside a base model."""
+        """Modules of both whose change depends on a base model's weight."""
         return tuple(module.name for module in self.modules if module.presence == "not_measured")
 
     @property
@@ -201,23 +200,23 @@ class LoraComparison:
 
     @property
     def cosine(self) -> float | None:
-        """Of the two changes as a whole; None where one is zero."""
+        """The cosine of the two changes as a whole; None if one is zero."""
         product = self.a.norm * self.b.norm
         return self.inner / product if product > 0.0 else None
 
     @property
     def relative_difference(self) -> float | None:
-        """‖ΔA − ΔB‖ / ‖ΔA‖; None where A changes nothing."""
+        """‖ΔA − ΔB‖ / ‖ΔA‖; None if A changes nothing."""
         return self.difference_norm / self.a.norm if self.a.norm > 0.0 else None
 
     @property
     def factor(self) -> float | None:
-        """The x for which x·ΔA is nearest to ΔB; None where A changes nothing."""
+        """The x for which x·ΔA is nearest to ΔB; None if A changes nothing."""
         return self.inner / self.a.norm**2 if self.a.norm > 0.0 else None
 
     @property
     def verdict(self) -> Verdict:
-        """`same`: every module is within the tolerance. `scaled`: it is, once A is multiplied with `factor`."""
+        """`same`: every module is within the tolerance. `scaled`: every module is, once A is multiplied by `factor`."""
         if all(module.within(self.tolerance) for module in self.modules):
             return "same"
         factor = self.factor
@@ -255,22 +254,24 @@ def compare_loras(
     tolerance: float = DEFAULT_TOLERANCE,
     progress: Progress = no_progress,
 ) -> LoraComparison:
-    """Compare two LoRA files, whatever their formats, module by module and without their model.
+    """Compare two LoRA files of any formats, module by module; the model is not needed.
 
     Args:
         a: The first LoRA.
         b: The second.
-        tolerance: Largest ‖ΔA − ΔB‖ of a module that counts as the same, as a share of the larger change.
-        progress: Told after each module.
+        tolerance: The largest ‖ΔA − ΔB‖, as a share of the larger change, at which two modules count as the same.
+        progress: Called after each module.
 
     Raises:
-        ConfigError: `tolerance` is negative or no number.
-        CheckpointError: A file is missing, damaged, or no file of tensors.
+        ConfigError: `tolerance` is negative or not a number.
+        CheckpointError: A file is missing, damaged, or not a file of tensors.
         LoraFormatError: A file's keys follow no known format, or its factors do not fit together.
         NonFiniteError: A module holds NaN or Inf.
     """
     if not 0.0 <= tolerance < float("inf"):
-        raise ConfigError(f"--tolerance {tolerance} is no share.", hint="Use a number such as 0.01.")
+        raise ConfigError(
+            f"--tolerance {tolerance} is not a number of 0 or more.", hint="Use a number such as 0.01."
+        )
     with open_lora(Path(a)) as first, open_lora(Path(b)) as second:
         aligned = align_all([first, second])
         sizes = {name: _size(aligned, name) for name in aligned.names}
@@ -289,7 +290,7 @@ def compare_loras(
 
 
 def _size(aligned: AlignedLoras, name: str) -> int:
-    """Values that are read for one module, for the limit of what is in memory at once."""
+    """How many values one module has in both files; `run_layers` limits what is in memory by it."""
     return sum(aligned.loras[position].facts_of(name).parameters for position in aligned.positions(name))
 
 
@@ -313,8 +314,8 @@ def _compare(aligned: AlignedLoras, name: str) -> ModuleDifference:
 def _side(name: str, change: LoraFactors | WeightChange) -> ModuleSide:
     if isinstance(change, LoraFactors):
         dtype = str(change.up.dtype).removeprefix("torch.")
-        own = change.frobenius_norm()
-        return ModuleSide(name, "lora", change.rank, change.alpha, dtype, change.weight_shape, own)
+        norm: float | None = change.frobenius_norm()
+        return ModuleSide(name, "lora", change.rank, change.alpha, dtype, change.weight_shape, norm)
     norm = None if getattr(change, "needs_base", False) else change.frobenius_norm()
     rank = getattr(change, "rank", None)
     return ModuleSide(name, change.kind, rank, None, None, change.weight_shape, norm)
@@ -345,29 +346,29 @@ def compare_factors(
 ) -> ModuleDifference:
     """Measure two plain changes from r×r matrices, without forming either.
 
-    Shapes that are one matrix are compared by it; see `same_matrix`.
+    Weights of different shapes are compared as matrices if `same_matrix` says that they are one.
     """
     if not same_matrix(factors_a.weight_shape, factors_b.weight_shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
     shape = matrix_shape(factors_a.weight_shape)
-    first, second = (replace(pair, weight_shape=shape) for pair in (factors_a, factors_b))
-    spaces = [bases_of(pair) for pair in (first, second)]
+    first, second = (replace(factors, weight_shape=shape) for factors in (factors_a, factors_b))
+    spaces = shared_spaces(first, second)
     return ModuleDifference(
         name,
         "both",
         a,
         b,
-        inner=first.inner(second),
+        inner=spaces.inner,
         difference_norm=difference_norm(first, second),
-        column_overlap=subspace_overlap(spaces[0].columns, spaces[1].columns),
-        row_overlap=subspace_overlap(spaces[0].rows, spaces[1].rows),
+        column_overlap=spaces.columns,
+        row_overlap=spaces.rows,
     )
 
 
 def compare_deltas(
     name: str, a: ModuleSide, b: ModuleSide, delta_a: Tensor, delta_b: Tensor
 ) -> ModuleDifference:
-    """Measure two changes that are formed, where one at least is more than up and down."""
+    """Measure two formed changes, of which at least one is more than up and down factors."""
     if not same_matrix(delta_a.shape, delta_b.shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
     first, second = delta_a.flatten(), delta_b.flatten()
@@ -376,12 +377,12 @@ def compare_deltas(
 
 
 def _apart(a: ModuleSide, b: ModuleSide) -> float:
-    """The difference of changes that share no value."""
+    """‖ΔA − ΔB‖ of changes that have no value in common."""
     return sqrt((a.norm or 0.0) ** 2 + (b.norm or 0.0) ** 2)
 
 
 def same_tensors(first: LoraFactors | WeightChange, second: LoraFactors | WeightChange) -> bool:
-    """Whether two changes are stored as the same tensors, so that they are the same beside any base."""
+    """Whether two changes are stored as the same tensors, and so are the same on any base."""
     if isinstance(first, DoraChange) and isinstance(second, DoraChange):
         magnitudes = _equal(first.magnitude.flatten(), second.magnitude.flatten())
         same_axis = first.per_output == second.per_output

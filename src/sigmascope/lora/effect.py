@@ -1,19 +1,18 @@
 """How much the changes on a model change its weights: ‖ΔW‖ and ‖ΔW‖ / ‖W‖, by weight and block.
 
-`effect_of` calculates what all the changes of one weight do to it together, `measured_effect` compares a weight's
-contents before and after, and `by_block` puts the effects of a model's weights together. Sums are in float64.
+`effect_of` calculates what all changes of one weight do to it together, `measured_effect` compares a weight before and
+after, and `by_block` sums effects up by block. Sums are in float64.
 
-For each weight that both change, `overlap` compares the spaces that the changes write to (the columns of ΔW, its left
-singular vectors) and read from (its rows, the right ones), from their factors alone. A sum of low-rank changes,
-LoHa's product of two and LoKr's Kronecker product are pairs of factors too, as long as their rank is small.
+`overlap` compares two LoRAs on each weight that both change: the spaces that ΔW writes to (its columns, the left
+singular vectors) and reads from (its rows, the right ones). It needs only the factors. A sum of low-rank changes, LoHa's
+product and LoKr's Kronecker product are pairs of factors too, as long as their rank is small.
 
 For orthonormal bases U₁ (m, r₁) and U₂ (m, r₂) the singular values of U₁ᵀU₂ are the cosines of the principal angles
 between the spaces (Björck and Golub, Math. Comp. 27, 1973). The bases need not be formed (`shared_spaces`): with
 up = Q·R and downᵀ = P·S, the spaces that ΔW = up·down acts in are those of Q·U and P·V for R·Sᵀ = U·Σ·Vᵀ. R and S come
 from the Cholesky factors of upᵀup and down·downᵀ, and the cosines of two changes from upₐᵀup_b and downₐ·down_bᵀ: no
-basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 2015). Squares cost digits, so factors
-that are nearly dependent are compared by bases after all (`bases_of`), and so are the angles themselves
-(`principal_angles`).
+basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 2015). Squaring costs digits, so nearly
+dependent factors are compared by their bases (`bases_of`), and the angles themselves always are (`principal_angles`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +62,7 @@ __all__ = [
 
 
 NOT_GIVEN: Final = "the weight was not given"
-_CHUNK_ELEMENTS: Final = 1 << 20  # values that are widened at once
+_CHUNK_ELEMENTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,13 @@ class Effect:
     """What is done to one weight.
 
     Attributes:
-        delta_norm: ‖ΔW‖, the Frobenius norm of all changes together; 0 where none acts.
+        delta_norm: ‖ΔW‖, the Frobenius norm of all changes together; 0 if none acts.
         relative_change: ‖ΔW‖ / ‖W‖.
-        weight_norm: ‖W‖ of the weight without the changes.
-        predicted: Whether it was calculated from the changes; else it is the difference of two contents.
+        weight_norm: ‖W‖ without the changes.
+        predicted: True if calculated from the changes, False if measured as the difference of two contents.
         acting: How many changes act.
-        left_out: Why others do not: inactive, of strength 0, or of another shape than the weight.
-        unavailable: What could not be had, with the reason.
+        left_out: Why the others do not act: inactive, strength 0, or another shape than the weight.
+        unavailable: The reason for each figure that is None.
     """
 
     delta_norm: float | None
@@ -94,37 +93,37 @@ class Effect:
 
 
 def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
-    """Calculate what the changes of one weight do to it, as their host does or would.
+    """Calculate what the changes of one weight do to it, the way their host applies them.
 
-    Sums of plain low-rank changes are measured from matrices as small as their ranks, without forming them. All
-    other kinds are formed for this one weight in float64, one after the other where one depends on what those
-    before it left.
+    A sum of plain low-rank changes is measured from rank-sized matrices, without forming it. Any other change is
+    formed in float64, in the host's order if it depends on the changes before it.
 
     Args:
-        patches: All changes of the weight, in any order: several LoRAs, parts of it, with strengths.
-        weight: Without the changes, on any device, of any shape; it is read, not kept. None: what depends on it is
-            unavailable.
+        patches: All changes of the weight, in any order, with their strengths; several LoRAs and parts of the weight
+            are fine.
+        weight: The weight without the changes, on any device; it is read, not kept. If None, figures that depend on it
+            are unavailable.
 
     Returns:
-        The effect. Nothing is raised: what cannot be calculated is None, with the reason.
+        The effect. Nothing is raised: a figure that cannot be calculated is None, with its reason.
     """
-    acting = sort_patches(patches)
-    known = _effect_from(lambda: _change_norm(patches, weight), weight)
-    return replace(known, acting=len(acting.acting), left_out=acting.left_out)
+    patches_by_use = sort_patches(patches)
+    effect = _effect_from(lambda: _change_norm(patches, weight), weight)
+    return replace(effect, acting=len(patches_by_use.acting), left_out=patches_by_use.left_out)
 
 
 def measured_effect(before: Tensor, after: Tensor) -> Effect:
-    """Measure how a weight's contents differ, ‖after − before‖ with the sum in float64.
+    """Measure how far a weight has moved: ‖after − before‖, summed in float64.
 
     Args:
-        before: The weight as it was.
-        after: As it is, of the same shape; on any device, which is where the difference is formed.
+        before: The weight before.
+        after: The weight now, of the same shape. The difference is formed on its device.
     """
     return replace(_effect_from(lambda: difference(before, after), before), predicted=False)
 
 
 def _effect_from(measure: Callable[[], float], weight: Tensor | None) -> Effect:
-    """The size of a change, of its weight, and their ratio, as far as they can be had."""
+    """‖ΔW‖, ‖W‖ and their ratio; a figure that cannot be calculated is None, with its reason."""
     unavailable: dict[str, str] = {}
     delta, whole = attempt(measure), attempt(lambda: weight_norm(weight))
     for figure, reading in (("delta_norm", delta), ("weight_norm", whole)):
@@ -145,7 +144,7 @@ def _change_norm(patches: Sequence[AppliedPatch], weight: Tensor | None) -> floa
 
 
 def _is_added(patch: AppliedPatch, shape: tuple[int, ...]) -> bool:
-    """Whether it adds factors of the weight's own matrix, and leaves the weight as it is."""
+    """Whether a change only adds factors of the weight's own matrix."""
     return is_product(patch) and patch.strength_model == 1.0 and fits(patch, shape)
 
 
@@ -160,7 +159,7 @@ def _ratio(delta: float | None, whole: float | None, unavailable: dict[str, str]
 
 
 def _plain(reason: str) -> str:
-    """Our own errors by their message alone; others with their type before it."""
+    """The reason without the name of our own error types; other types' names stay."""
     name, _, message = reason.partition(": ")
     return message if name in {"LoraFormatError", "ModelMismatchError", "NonFiniteError"} else reason
 
@@ -169,14 +168,14 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
     """Form ΔW of changes that act, in float64, on the weight's device.
 
     Raises:
-        SigmascopeError: A change that cannot be calculated, or not without the weight.
+        SigmascopeError: A change cannot be calculated, or not without the weight.
     """
     shape = weight_shape_of(acting, weight)
     if weight is None and any(map(needs_weight, acting)):
-        raise LoraFormatError(f"{NOT_GIVEN}, and what it is changed by depends on it.")
+        raise LoraFormatError(f"{NOT_GIVEN}, and its change depends on it.")
     if shape is None:
         raise LoraFormatError(f"{NOT_GIVEN}, and its shape is not known.")
-    if weight is None or tuple(weight.shape) != shape:  # a host enlarges the weight
+    if weight is None or tuple(weight.shape) != shape:  # the host enlarges the weight
         require_memory("the change", shape, torch.float64)
     base = torch.zeros(shape, dtype=torch.float64) if weight is None else enlarged(wide(weight), shape)
     delta = torch.zeros_like(base)
@@ -193,7 +192,7 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
 
 
 def _is_beside(patch: AppliedPatch) -> bool:
-    """Whether it is a branch of PEFT's beside a weight that stays as it is."""
+    """Whether PEFT runs the change as a branch beside an unchanged weight."""
     return is_by_peft(patch) and patch.state != "merged"
 
 
@@ -202,7 +201,9 @@ def _part(whole: Tensor, patch: AppliedPatch) -> Tensor:
         return whole
     axis, start, length = patch.offset
     if axis >= whole.ndim or start + length > whole.shape[axis]:
-        raise ModelMismatchError(f"{patch.key}: {patch.offset} is no part of a weight {tuple(whole.shape)}.")
+        raise ModelMismatchError(
+            f"{patch.key}: the part {patch.offset} lies outside the weight {tuple(whole.shape)}."
+        )
     return whole.narrow(axis, start, length)
 
 
@@ -212,13 +213,13 @@ class BlockEffect:
 
     Attributes:
         name: Such as `up_blocks.1` or `text_encoder.3`.
-        keys: How many weights of it have changes.
-        delta_norm: ‖ΔW‖ of those that could be measured; None where none could.
-        weight_norm: ‖W‖ of all its weights that have changes; None unless all are known.
-        relative_change: ‖ΔW‖ / ‖W‖ of the weights of which both are known; None without any.
-        share: Of all blocks' ‖ΔW‖², 0 to 1.
-        predicted: Whether any of it was calculated from the changes and not read from contents.
-        unavailable: What could not be had, with the reason.
+        keys: How many of its weights have changes.
+        delta_norm: ‖ΔW‖ of the weights that could be measured; None if none could.
+        weight_norm: ‖W‖ of all its changed weights; None unless all are known.
+        relative_change: ‖ΔW‖ / ‖W‖ of the weights for which both are known; None if there are none.
+        share: Its share of all blocks' ‖ΔW‖², 0 to 1.
+        predicted: Whether any figure was calculated from the changes instead of measured.
+        unavailable: The reason for each figure that is missing.
     """
 
     name: str
@@ -236,10 +237,10 @@ class BlockEffect:
 
 
 def by_block(effects: Mapping[str, Effect]) -> tuple[BlockEffect, ...]:
-    """Put effects together, in the order in which a latent passes the blocks.
+    """Sum effects up by block, in the order in which a latent passes the blocks.
 
     Args:
-        effects: By name of the weight in a model's state dict, or of the module in a LoRA file.
+        effects: By the weight's name in a model's state dict, or by the module's name in a LoRA file.
     """
     placed = sorted(
         ((block_of_module(key), effect) for key, effect in effects.items()),
@@ -272,14 +273,14 @@ def _block(name: str, effects: list[Effect], total: float) -> BlockEffect:
 
 
 def _reasons(effects: list[Effect]) -> dict[str, str]:
-    """The first reason of each figure, and of how many weights it is missing."""
-    keys_by_reason: dict[str, list[str]] = {}
+    """For each figure, how many weights lack it and the first reason."""
+    reasons_by_figure: dict[str, list[str]] = {}
     for effect in effects:
         for figure, reason in effect.unavailable.items():
-            keys_by_reason.setdefault(figure, []).append(reason)
+            reasons_by_figure.setdefault(figure, []).append(reason)
     return {
-        figure: f"of {len(reasons)} of {len(effects)} weights: {reasons[0]}"
-        for figure, reasons in keys_by_reason.items()
+        figure: f"missing for {len(reasons)} of {len(effects)} weights: {reasons[0]}"
+        for figure, reasons in reasons_by_figure.items()
     }
 
 
@@ -287,7 +288,7 @@ def weight_norm(weight: Tensor | None) -> float:
     """‖W‖.
 
     Raises:
-        LoraFormatError: There is no weight, or one whose stored numbers are not the layer's.
+        LoraFormatError: There is no weight, or its stored numbers are not the layer's.
         NonFiniteError: It holds NaN or Inf.
     """
     if weight is None:
@@ -300,10 +301,12 @@ def difference(before: Tensor, after: Tensor) -> float:
     """‖after − before‖, formed piece by piece on the device of `after`; raises what `weight_norm` does.
 
     Raises:
-        ModelMismatchError: They are of different shape.
+        ModelMismatchError: Their shapes differ.
     """
     if before.shape != after.shape:
-        raise ModelMismatchError(f"the weight was {tuple(before.shape)} and is {tuple(after.shape)}.")
+        raise ModelMismatchError(
+            f"the weight's shape was {tuple(before.shape)} and is now {tuple(after.shape)}."
+        )
     _require_numbers(before)
     _require_numbers(after)
     first, second = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
@@ -317,7 +320,7 @@ def difference(before: Tensor, after: Tensor) -> float:
 
 
 def finite(norm: float, what: str = "the change") -> float:
-    """The norm.
+    """Return the norm if it is finite.
 
     Raises:
         NonFiniteError: It is NaN or infinite.
@@ -328,13 +331,13 @@ def finite(norm: float, what: str = "the change") -> float:
 
 
 def wide(weight: Tensor) -> Tensor:
-    """The weight in float64; raises what `weight_norm` does of its dtype."""
+    """The weight in float64; raises what `weight_norm` does for its dtype."""
     _require_numbers(weight)
     return as_float64(weight)
 
 
 def enlarged(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The weight with zeros behind, up to a shape."""
+    """The weight padded with zeros at the end of each axis, up to a shape."""
     if tuple(weight.shape) == shape:
         return weight
     whole = weight.new_zeros(shape)
@@ -345,17 +348,17 @@ def enlarged(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _require_numbers(weight: Tensor) -> None:
     if not is_real(weight.dtype):
         raise LoraFormatError(
-            f"the weight is stored as {str(weight.dtype).removeprefix('torch.')}, whose numbers are not those of the layer."
+            f"the weight is stored as {str(weight.dtype).removeprefix('torch.')}: packed codes, not the layer's numbers."
         )
 
 
 _Changes = Mapping[str, list[AppliedPatch]]
 _MAX_GRAM_CONDITION: Final = 1e3
-"""The bases are off by its square times float64's precision: 10⁻¹⁰ here."""
+"""The bases' error is its square times float64's precision: 10⁻¹⁰ here."""
 _ROUNDING_SHARE: Final = 1e-6
-"""Singular values below this share of the largest are rounding of the stored factors, not directions."""
+"""Singular values below this share of the largest come from rounding of the stored factors."""
 _MAX_ACCURATE_COSINE: Final = 1.0 - 1e-7
-"""Above, a cosine has lost half of the digits of its angle."""
+"""Above it, a cosine has lost half of its angle's digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,13 +367,12 @@ class KeyOverlap:
 
     Attributes:
         key: The weight.
-        columns: Mean squared cosine of the principal angles between the spaces that they write to: 1 where one
-            holds the other, 0 where they are orthogonal.
-        rows: The same of the spaces that they read from.
+        columns: Mean squared cosine of the principal angles between the spaces that they write to: 1 if one contains
+            the other, 0 if they are orthogonal.
+        rows: The same for the spaces that they read from.
         overall: The mean of both.
-        chance: What `overall` would be for two random changes of these ranks.
-        cosine: <ΔA, ΔB> / (‖ΔA‖·‖ΔB‖): 1 the same change, −1 its opposite.
-        column_angles: In degrees, rising, as `row_angles` are; none where angles were not asked for.
+        chance: The `overall` of two random changes of these ranks.
+        cosine: <ΔA, ΔB> / (‖ΔA‖·‖ΔB‖): 1 for the same change, −1 for its opposite.
         ranks: How many directions each has.
         norms: ‖ΔA‖ and ‖ΔB‖.
     """
@@ -381,15 +383,8 @@ class KeyOverlap:
     overall: float
     chance: float
     cosine: float
-    column_angles: tuple[float, ...]
-    row_angles: tuple[float, ...]
     ranks: tuple[int, int]
     norms: tuple[float, float]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The overlap as JSON values."""
-        listed = ("column_angles", "row_angles", "ranks", "norms")
-        return asdict(self) | {name: list(getattr(self, name)) for name in listed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,14 +393,14 @@ class LoraOverlap:
 
     Attributes:
         overall: 0 to 1: each shared weight's overlap, weighted by how much of both LoRAs is in it. 1 for a LoRA
-            and itself or a scaled copy, 0 without a shared direction or weight. None where it cannot be had.
-        columns: The same of the spaces that they write to.
-        rows: The same of the spaces that they read from.
-        chance: What `overall` would be for random changes of the same ranks and sizes.
+            and itself or a scaled copy, 0 without a shared direction or weight. None if nothing can be compared.
+        columns: The same for the spaces that they write to.
+        rows: The same for the spaces that they read from.
+        chance: The `overall` of random changes of the same ranks and sizes.
         cosine: <ΔA, ΔB> / (‖ΔA‖·‖ΔB‖) over all weights.
         keys: Each shared weight that could be compared.
-        only_a: Weights that the first alone changes.
-        only_b: Weights that the second alone changes.
+        only_a: Weights that only the first changes.
+        only_b: Weights that only the second changes.
         unavailable: Why a weight, or a figure, could not be compared.
     """
 
@@ -419,36 +414,25 @@ class LoraOverlap:
     only_b: tuple[str, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The overlap as JSON values."""
-        return asdict(self) | {
-            "keys": [key.as_dict() for key in self.keys],
-            "only_a": list(self.only_a),
-            "only_b": list(self.only_b),
-            "unavailable": dict(self.unavailable),
-        }
 
-
-def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: bool = True) -> LoraOverlap:
+def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]) -> LoraOverlap:
     """Compare the changes of two LoRAs, weight by weight, from their factors.
 
     Args:
-        a: All changes of one LoRA, of any number of weights, with the strengths that they have now. What does not
-            act (inactive, failed, of strength 0) counts for nothing.
-        b: Those of the other.
-        angles: Also the angles themselves, of each weight. They take bases as long as the weight; all other
-            figures come from matrices as small as the ranks, several times faster.
+        a: All changes of one LoRA, for any number of weights, with their current strengths. Changes that do not act
+            (inactive, failed, strength 0) are ignored.
+        b: All changes of the other.
 
     Returns:
-        The overlap. Nothing is raised: a weight whose changes are no small factors (differences, DoRA, rotations)
-        is in `unavailable`, and then out of the overall figures.
+        The overlap. Nothing is raised: a weight whose changes have no small factors (differences, DoRA, rotations)
+        is listed in `unavailable` and does not count in the overall figures.
     """
     first, second = _by_key(a), _by_key(b)
     shared = [key for key in first if key in second]
     unavailable: dict[str, str] = {}
     overlaps: list[KeyOverlap] = []
     for key in shared:
-        compared = attempt(partial(_compared, key, first[key], second[key], angles))
+        compared = attempt(partial(_compared, key, first[key], second[key]))
         if compared.value is not None:
             overlaps.append(compared.value)
         else:
@@ -456,7 +440,7 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: boo
     sizes = _length(first, overlaps, 0, unavailable), _length(second, overlaps, 1, unavailable)
     total = sizes[0] * sizes[1]
     if total == 0.0:
-        unavailable["overall"] = "one of the two changes nothing that could be compared"
+        unavailable["overall"] = "one of the two LoRAs has no change that could be compared"
     return LoraOverlap(
         overall=_weighted(overlaps, "overall", total),
         columns=_weighted(overlaps, "columns", total),
@@ -473,12 +457,19 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: boo
 def angles_of(
     a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The principal angles of two changes of one weight in degrees, rising: of columns, and of rows.
+    """The principal angles between two changes of one weight, in rising degrees: of the columns, and of the rows.
+
+    They need bases as long as the weight, and take several times as long as the figures of `overlap`.
 
     Raises:
-        SigmascopeError: One of them has no small factors, or they are for weights of other shape.
+        SigmascopeError: A change has no small factors, or the two are for weights of different shapes.
     """
-    return _angles(*_both(list(a), list(b)))
+    first, second = map(bases_of, _both(list(a), list(b)))
+    if not (len(first.values) and len(second.values)):
+        return (), ()
+    pairs = (first.columns, second.columns), (first.rows, second.rows)
+    columns, rows = (tuple(principal_angles(*pair).tolist()) for pair in pairs)
+    return columns, rows
 
 
 def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
@@ -488,10 +479,9 @@ def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
     return patches_by_key
 
 
-def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch], angles: bool) -> KeyOverlap:
+def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch]) -> KeyOverlap:
     a, b = _both(first, second)
     spaces = shared_spaces(a, b)
-    column_angles, row_angles = _angles(a, b) if angles else ((), ())
     return KeyOverlap(
         key=key,
         columns=spaces.columns,
@@ -499,8 +489,6 @@ def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch], a
         overall=(spaces.columns + spaces.rows) / 2,
         chance=_chance(spaces.ranks, a.weight_shape),
         cosine=max(-1.0, min(1.0, spaces.inner / prod(spaces.norms))) if prod(spaces.norms) > 0.0 else 0.0,
-        column_angles=column_angles,
-        row_angles=row_angles,
         ranks=spaces.ranks,
         norms=spaces.norms,
     )
@@ -509,7 +497,9 @@ def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch], a
 def _both(first: list[AppliedPatch], second: list[AppliedPatch]) -> tuple[LoraFactors, LoraFactors]:
     a, b = _factors(first), _factors(second)
     if a.weight_shape != b.weight_shape:
-        raise ModelMismatchError(f"the two are for weights {a.weight_shape} and {b.weight_shape}.")
+        raise ModelMismatchError(
+            f"the two change weights of different shapes, {a.weight_shape} and {b.weight_shape}."
+        )
     return a, b.to(device=a.up.device)
 
 
@@ -524,19 +514,10 @@ def _chance(ranks: tuple[int, int], shape: tuple[int, ...]) -> float:
     return sum(min(1.0, max(ranks) / size) for size in shape) / 2 if all(ranks) else 0.0
 
 
-def _angles(a: LoraFactors, b: LoraFactors) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    first, second = bases_of(a), bases_of(b)
-    if not (len(first.values) and len(second.values)):
-        return (), ()
-    pairs = (first.columns, second.columns), (first.rows, second.rows)
-    columns, rows = (tuple(principal_angles(*pair).tolist()) for pair in pairs)
-    return columns, rows
-
-
 def _length(
     patches: _Changes, overlaps: Sequence[KeyOverlap], side: int, unavailable: dict[str, str]
 ) -> float:
-    """‖Δ‖ over all weights but those that are out of the comparison."""
+    """‖Δ‖ over all weights that could be compared."""
     norms = {key_overlap.key: key_overlap.norms[side] for key_overlap in overlaps}
     for key, changes in patches.items():
         if key in norms or key in unavailable:
@@ -550,7 +531,7 @@ def _length(
 
 
 def _weighted(overlaps: Sequence[KeyOverlap], figure: str, total: float) -> float | None:
-    """Σ ‖ΔAₖ‖·‖ΔBₖ‖·figureₖ / (‖ΔA‖·‖ΔB‖), which the figures' bounds hold for by Cauchy and Schwarz."""
+    """Σ ‖ΔAₖ‖·‖ΔBₖ‖·figureₖ / (‖ΔA‖·‖ΔB‖). By Cauchy and Schwarz it keeps the figures' bounds."""
     if total == 0.0:
         return None
     value = (
@@ -562,11 +543,13 @@ def _weighted(overlaps: Sequence[KeyOverlap], figure: str, total: float) -> floa
 
 @dataclass(frozen=True, slots=True)
 class SharedSpaces:
-    """Two changes A and B of one weight.
+    """How far two changes A and B of one weight act in the same spaces.
 
     Attributes:
-        columns: `subspace_overlap` of the spaces that they write to, 0 to 1.
-        rows: The same of those that they read from.
+        columns: ‖U₁ᵀU₂‖² / min(r₁, r₂), the mean squared cosine of the principal angles between the spaces that they
+            write to (section 7.2 of Hu et al., arXiv 2106.09685): 1 if one contains the other, 0 if they are
+            orthogonal or a change is zero. Two random spaces have about max(r₁, r₂) / n.
+        rows: The same for the spaces that they read from.
         ranks: How many directions each has.
         norms: ‖ΔA‖ and ‖ΔB‖.
         inner: <ΔA, ΔB>.
@@ -583,7 +566,7 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     """Compare two changes of one weight, on the device of the first.
 
     Raises:
-        ModelMismatchError: They change weights of different shape.
+        ModelMismatchError: They change weights of different shapes.
     """
     first, second = _coordinates(a), _coordinates(b)
     if first is not None and second is not None:
@@ -602,7 +585,7 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
 
 
 def _coordinates(factors: LoraFactors) -> "ChangeBases | None":
-    """C and D such that up·C and downᵀ·D are the bases; None if the factors are too nearly dependent, or zero."""
+    """C and D such that up·C and downᵀ·D are the bases; None if the factors are zero or nearly dependent."""
     up, down = as_float64(factors.up), as_float64(factors.down)
     left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
     if left is None or right is None:
@@ -615,7 +598,7 @@ def _coordinates(factors: LoraFactors) -> "ChangeBases | None":
 
 
 def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
-    """R and R⁻¹ for Gram = RᵀR, with the lengths of the vectors taken out before the condition is looked at."""
+    """R and R⁻¹ for Gram = RᵀR; None if the vectors, scaled to length 1, are nearly dependent."""
     lengths = gram.diagonal().sqrt()
     if not bool((lengths > 0.0).all()):
         return None
@@ -636,12 +619,12 @@ def _mean_square(cosines: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class ChangeBases:
-    """Orthonormal bases of the space a change writes to and of the one it reads from.
+    """Orthonormal bases of the spaces that a change writes to and reads from.
 
     Attributes:
         columns: (out, r), left singular vectors.
         rows: (in·kh·kw, r), right singular vectors.
-        values: (r,), the singular values, falling and above rounding.
+        values: (r,), the singular values above rounding, falling.
     """
 
     columns: Float[Tensor, "out r"]
@@ -650,7 +633,7 @@ class ChangeBases:
 
 
 def bases_of(factors: LoraFactors) -> ChangeBases:
-    """Give the singular vectors of ΔW that are more than rounding, in float64."""
+    """The singular vectors of ΔW that are more than rounding, in float64."""
     left, core, right = factors.orthogonal_form()
     u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
     kept = kept_values(sigma)
@@ -658,29 +641,16 @@ def bases_of(factors: LoraFactors) -> ChangeBases:
 
 
 def kept_values(sigma: Float[Tensor, " k"]) -> int:
-    """How many of falling singular values are more than rounding."""
+    """How many of the falling singular values are more than rounding."""
     return int((sigma > _ROUNDING_SHARE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
 
 
-def subspace_overlap(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> float:
-    """‖U₁ᵀU₂‖² / min(r, s), the mean squared cosine of the principal angles.
-
-    1 where one space holds the other, 0 where they are orthogonal (the measure of section 7.2 of Hu et al.,
-    arXiv 2106.09685); 0 too when either is empty. Two random spaces have max(r, s) / n.
-
-    Args:
-        first: Orthonormal columns.
-        second: The same, of the same length.
-    """
-    return _mean_square(first.mT @ second)
-
-
 def principal_angles(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:
-    """The min(r, s) angles between two spaces in degrees, rising; small ones from their sines.
+    """The min(r, s) angles between two spaces, in rising degrees; small ones come from their sines.
 
     Args:
         first: Orthonormal columns.
-        second: The same, of the same length.
+        second: Orthonormal columns of the same length.
     """
     large, small = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
     core = large.mT @ small

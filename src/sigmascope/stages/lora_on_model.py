@@ -423,7 +423,7 @@ def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: i
     compared_a, compared_b = (
         [patch for key in keys[::step] for patch in side.get(key, ())] for side in (of_a, of_b)
     )
-    both = overlap(compared_a, compared_b, angles=False)
+    both = overlap(compared_a, compared_b)
     unavailable = dict(both.unavailable)
     if step > 1:
         unavailable["keys"] = f"1 in {step} of {len(keys)} weights was compared: all would take too long"

@@ -26,7 +26,7 @@ def test_a_block_is_as_strong_as_its_weights_together() -> None:
 def test_a_block_without_figures_says_why() -> None:
     block = by_block(EFFECTS)[0]
     assert block.delta_norm is None
-    assert block.unavailable == {"delta_norm": "of 1 of 1 weights: NaN"}
+    assert block.unavailable == {"delta_norm": "missing for 1 of 1 weights: NaN"}
 
 
 def test_no_effects_are_no_blocks() -> None:

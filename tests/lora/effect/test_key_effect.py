@@ -131,7 +131,7 @@ def test_contents_are_subtracted(randn: Randn) -> None:
 
 def test_contents_of_other_shapes_have_no_difference(randn: Randn) -> None:
     effect = measured_effect(randn(3, 4), randn(4, 3))
-    assert effect.unavailable["delta_norm"] == "the weight was (3, 4) and is (4, 3)."
+    assert effect.unavailable["delta_norm"] == "the weight's shape was (3, 4) and is now (4, 3)."
 
 
 def test_a_weight_that_its_change_enlarges_grows_by_zeros(randn: Randn, make_patch: MakePatch) -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sigmascope.lora.effect import bases_of, subspace_overlap
+from sigmascope.lora.effect import bases_of, shared_spaces
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.linalg import effective_rank, stable_rank
 
@@ -54,20 +54,26 @@ def test_directions_that_are_only_rounding_are_left_out() -> None:
 
 
 def test_overlap_of_shared_and_orthogonal_spaces() -> None:
-    one, other = bases_of(planted([0, 3], [1, 7])), bases_of(planted([3, 5], [0, 2]))
-    assert subspace_overlap(one.columns, one.columns) == pytest.approx(1.0)
-    assert subspace_overlap(one.columns, other.columns) == pytest.approx(0.5)
-    assert subspace_overlap(one.rows, other.rows) == pytest.approx(0.0)
+    one, other = planted([0, 3], [1, 7]), planted([3, 5], [0, 2])
+    assert shared_spaces(one, one).columns == pytest.approx(1.0)
+    assert shared_spaces(one, other).columns == pytest.approx(0.5)
+    assert shared_spaces(one, other).rows == pytest.approx(0.0)
 
 
 def test_overlap_is_the_mean_squared_cosine_of_the_principal_angles() -> None:
     angle = 0.3
     one = torch.eye(3, dtype=torch.float64)[:, :1]
     other = torch.tensor([[math.cos(angle)], [math.sin(angle)], [0.0]], dtype=torch.float64)
-    assert subspace_overlap(one, other) == pytest.approx(math.cos(angle) ** 2)
+    spaces = shared_spaces(*(LoraFactors(up, torch.ones(1, 2).double(), 1.0, (3, 2)) for up in (one, other)))
+    assert spaces.columns == pytest.approx(math.cos(angle) ** 2)
 
 
 def test_a_space_inside_a_larger_one_overlaps_fully() -> None:
-    basis = torch.eye(5, dtype=torch.float64)
-    assert subspace_overlap(basis[:, :2], basis[:, :4]) == pytest.approx(1.0)
-    assert subspace_overlap(basis[:, :0], basis) == 0.0
+    small, large = planted([0, 3], [1, 7]), planted([0, 1, 3, 5], [0, 1, 2, 7])
+    assert shared_spaces(small, large).columns == pytest.approx(1.0)
+    assert shared_spaces(small, large).rows == pytest.approx(1.0)
+
+
+def test_a_zero_change_overlaps_nothing() -> None:
+    zero = LoraFactors(torch.zeros(6, 2), torch.zeros(2, 8), 2.0, (6, 8))
+    assert shared_spaces(zero, planted([0], [1])).columns == 0.0
