@@ -440,6 +440,15 @@ def is_regular_file(path: str | os.PathLike[str]) -> bool:
     return mode is not None and stat.S_ISREG(mode)
 
 
+def is_same_file(first: Path, second: Path) -> bool:
+    """Whether both paths lead to one existing file or folder.
+
+    Raises:
+        CheckpointError: As of `is_existing`.
+    """
+    return is_existing(first) and is_existing(second) and first.samefile(second)
+
+
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     """Names of all that lies in a folder, sorted.
 

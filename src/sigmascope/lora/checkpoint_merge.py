@@ -1,7 +1,4 @@
-"""Merge LoRAs into a checkpoint file, one tensor at a time.
-
-Whatever the model's size, memory holds a few of its layers.
-"""
+"""Merge LoRAs into a checkpoint file (`merge_into_checkpoint`), with only a few layers in memory at a time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +7,19 @@ from dataclasses import asdict, dataclass
 from math import fsum, isfinite, sqrt
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
-from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import ChangedKeys, changed_keys
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import HASHES, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge import MergeMethod, merged_from, require_weights
 from sigmascope.lora.parallel import Scratch, map_in_order
@@ -33,20 +30,17 @@ from sigmascope.units import first_few
 
 __all__ = ["CheckpointMergeReport", "MergedTensor", "merge_into_checkpoint"]
 
-# Header fields with hashes of the weights as they were.
-_STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
-
 
 @dataclass(frozen=True, slots=True)
 class MergedTensor:
-    """One tensor of the checkpoint that was changed.
+    """One changed tensor of the checkpoint.
 
     Attributes:
         name: Its key.
         loras: Positions of the LoRAs that change it.
-        weight_norm: ‖W‖ before.
-        change_norm: ‖ΔW‖ that was to be added.
-        lost_norm: ‖W + ΔW − stored‖: what rounding to the stored dtype took away.
+        weight_norm: ‖W‖ before the merge.
+        change_norm: ‖ΔW‖ that should be added.
+        lost_norm: ‖W + ΔW − stored‖: what is lost to rounding to the stored dtype.
     """
 
     name: str
@@ -57,7 +51,7 @@ class MergedTensor:
 
     @property
     def lost_share(self) -> float | None:
-        """`lost_norm` / `change_norm`: above 1 rounding is larger than the change."""
+        """`lost_norm` / `change_norm`; above 1, rounding is larger than the change."""
         return self.lost_norm / self.change_norm if self.change_norm > 0.0 else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,14 +67,14 @@ class CheckpointMergeReport:
         into: The checkpoint that the LoRAs were merged into.
         checkpoint: The file that was written.
         inputs: The LoRAs, in the order given.
-        method: How their changes became one.
-        tensors: What was changed, in the checkpoint's order.
+        method: How their changes were combined.
+        tensors: The changed tensors, in the checkpoint's order.
         copied: How many tensors were copied bit for bit.
-        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
-        unused_keys: Keys that belong to no module of their LoRA, by its position.
-        skipped: What the checkpoint held beside its weights and the new file does not, with the reason.
-        file_bytes: Size of the file that was written.
-        seconds: Time of the whole work.
+        unmatched: Modules without a tensor in the checkpoint, by the LoRA's position.
+        unused_keys: Keys that belong to no module of their LoRA, by the LoRA's position.
+        skipped: Entries of the checkpoint that the new file does not have, with the reason.
+        file_bytes: Size of the new file.
+        seconds: How long the merge took.
     """
 
     into: Path
@@ -97,18 +91,18 @@ class CheckpointMergeReport:
 
     @property
     def change_norm(self) -> float:
-        """‖ΔW‖ of all changes that were to be added."""
+        """‖ΔW‖ of all changes that should be added."""
         return root_sum_square([tensor.change_norm for tensor in self.tensors])
 
     @property
     def lost_share(self) -> float | None:
-        """Share of the changes that rounding to the checkpoint's dtype took away; None without changes."""
+        """Share of the changes that is lost to rounding to the checkpoint's dtype; None without changes."""
         lost = root_sum_square([tensor.lost_norm for tensor in self.tensors])
         return lost / self.change_norm if self.change_norm > 0.0 else None
 
     @property
     def most_lost(self) -> tuple[MergedTensor, ...]:
-        """The ten tensors whose change suffered most from rounding."""
+        """The ten tensors that lost the largest share of their change to rounding."""
         measured = [tensor for tensor in self.tensors if tensor.lost_share is not None]
         return tuple(sorted(measured, key=lambda tensor: -(tensor.lost_share or 0.0))[:10])
 
@@ -144,24 +138,24 @@ def merge_into_checkpoint(
 ) -> CheckpointMergeReport:
     """Write a checkpoint with LoRAs merged into its weights.
 
-    Each sum is formed in float32 (float64 for float64 weights) and rounded once to the stored dtype; every other
-    tensor is copied bit for bit, and the header's metadata stays. LoRAs of any format land on a checkpoint in
-    any naming; matrices that are fused on one side only are divided or put together exactly.
+    Each sum is formed in float32 (float64 for float64 weights) and rounded once to the stored dtype. Every other tensor
+    is copied bit for bit, and the header's metadata is kept. LoRA and checkpoint may use different formats and namings;
+    matrices that are fused on one side only are divided or joined exactly.
 
     Args:
         loras: LoRA files, at least one.
         into: A safetensors file, an index of shards, a `.ckpt`, or a component's folder.
         save_to: The `.safetensors` file to write.
         weights: Strength of each LoRA; 1 when left out. A LoRA of weight 0 touches nothing.
-        method: How changes of one weight become one; the plain sum when left out.
-        allow_unmatched: Go on although modules are of no tensor of the checkpoint; the report lists them.
-        progress: Told after each tensor.
+        method: How changes of one weight are combined; their plain sum by default.
+        allow_unmatched: Accept modules that have no tensor in the checkpoint; the report lists them.
+        progress: Called after each tensor.
 
     Raises:
-        ConfigError: The target is one of the inputs or a folder, or the weights are not one for each LoRA.
+        ConfigError: The target is an input or a folder, or there is not one weight for each LoRA.
         CheckpointError: An input is missing, damaged, quantised with scales, or a folder of several components.
         LoraFormatError: A LoRA's keys follow no known format, or two of its modules are for one layer.
-        ModelMismatchError: Modules are of no tensor, or of one of another shape.
+        ModelMismatchError: Modules have no tensor, or one of another shape.
         NonFiniteError: NaN or Inf in a LoRA, or in a merged weight.
         WriteError: The target cannot be written; it is as it was.
     """
@@ -169,12 +163,7 @@ def merge_into_checkpoint(
     strengths = require_weights(None if weights is None else tuple(weights), len(loras))
     how = method or MergeMethod()
     paths, target = [Path(path) for path in loras], Path(save_to)
-    if target.suffix != ".safetensors":
-        raise ConfigError(
-            f"--save_to {target}: a checkpoint is written as safetensors.",
-            hint=f"Name it {target.stem}.safetensors.",
-        )
-    check_target(target)
+    check_target(target, content="a checkpoint")
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into))
         _require_writable(base, Path(into))
@@ -222,14 +211,14 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         components = list(dict.fromkeys(key.partition(".")[0] for key in base))
         raise CheckpointError(
             into,
-            f"is a folder of several components ({', '.join(components)}): one file cannot take its place.",
-            hint=f"Merge into one component, and put the result there: --into {into / components[0]}.",
+            f"is a folder of several components ({', '.join(components)}), which one file cannot replace.",
+            hint=f"Merge into one component, and put the result into its folder: --into {into / components[0]}.",
         )
     if base.dequantised:
         key, how = next(iter(base.dequantised.items()))
         raise CheckpointError(
             into,
-            f"is quantised ({key}: {how}), and a change added to it would be lost to rounding.",
+            f"is quantised ({key}: {how}); rounding would swallow a change added to it.",
             hint="Merge into the checkpoint in float, fp16 or bf16, and quantise the result.",
         )
 
@@ -237,7 +226,7 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
 def _match_tensors(
     base: Checkpoint, loras: Sequence[ChangedKeys], weights: Sequence[float]
 ) -> dict[str, list[int]]:
-    """The positions of the LoRAs that change each tensor, by its key, in their order, without those of weight 0.
+    """Which LoRAs change each tensor: their positions by the tensor's key, without LoRAs of weight 0.
 
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
@@ -266,19 +255,19 @@ def _require_matched(
     *,
     allow_unmatched: bool,
 ) -> None:
-    """Refuse modules that are of no tensor, unless that is allowed; a LoRA of which nothing lands always.
+    """Refuse modules that have no tensor, unless that is allowed; refuse a LoRA without any match always.
 
     Raises:
-        ModelMismatchError: Naming the first few.
+        ModelMismatchError: Names the first few.
     """
-    nothing = [lora.lora for lora in loras if not lora.names]
-    if not nothing and (allow_unmatched or not unmatched):
+    matches_nothing = any(not lora.names for lora in loras)
+    if not matches_nothing and (allow_unmatched or not unmatched):
         return
     parts = [
         f"{len(names)} modules of {loras[position].lora}: {first_few(names)}"
         for position, names in unmatched.items()
     ]
-    other = "" if nothing else ", or go on without them: --allow_unmatched"
+    other = "" if matches_nothing else ", or go on without them: --allow_unmatched"
     raise ModelMismatchError(
         f"{base.path} has no tensors for {'; '.join(parts)}.",
         hint=f"Merge into the model that the LoRA was made for{other}.",
@@ -288,8 +277,8 @@ def _require_matched(
 def _provenance(
     base: Checkpoint, paths: Sequence[Path], weights: Sequence[float], method: MergeMethod
 ) -> dict[str, str]:
-    """The checkpoint's own metadata, without hashes that are wrong now, and what was merged."""
-    kept = {name: value for name, value in base.metadata.items() if name not in _STALE}
+    """The checkpoint's own metadata without its hashes, and what was merged."""
+    kept = {name: value for name, value in base.metadata.items() if name not in HASHES}
     return kept | {
         "sigmascope_version": __version__,
         "sigmascope_merged_into": as_text(base.path.name),
@@ -327,8 +316,8 @@ class WeightedChange(NamedTuple):
     """One LoRA's change of a weight.
 
     Attributes:
-        position: Of the LoRA among all.
-        weight: What its change is multiplied with.
+        position: The LoRA's, among all.
+        weight: The factor on its change.
         change: The change.
     """
 
@@ -348,20 +337,16 @@ def _merge_into_weight(
         name: The tensor's key.
         weight: As stored in the checkpoint, contiguous.
         changes: At least one, of this weight.
-        method: How several changes become one. `linear` adds one after the other.
+        method: How several changes are combined. `linear` adds one after the other.
         slot: Memory to calculate in.
 
-    Returns:
-        What is to be known of it.
-
     Raises:
-        ModelMismatchError: The weight holds no numbers that can be added to (a quantised weight), or a change
-            is for a weight of another shape.
-        NonFiniteError: The new weight would hold NaN or Inf. It does so then.
+        ModelMismatchError: The weight is quantised, or a change is for a weight of another shape.
+        NonFiniteError: The new weight holds NaN or Inf.
     """
     if not is_real(weight.dtype):
         raise ModelMismatchError(
-            f"{name} is stored as {weight.dtype}, to which no change can be added.",
+            f"{name} is stored as {weight.dtype}: nothing can be added to such numbers.",
             hint="Merge into the checkpoint in float, fp16 or bf16.",
         )
     energies = _add(_matrix(weight), _addends(name, weight, changes, method), slot)
@@ -383,7 +368,7 @@ class _Addend(NamedTuple):
 
 
 def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> tuple[float, float, float]:
-    """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
+    """Add in pieces that stay in the processor's cache; return ‖W‖², ‖ΔW‖² and the squared rounding loss."""
     compute = at_least_float32(weight.dtype)
     sums = []
     for piece, *parts in row_pieces(weight, *(addend.rows for addend in addends)):
@@ -423,7 +408,6 @@ def _addends(
 def _addend(name: str, weight: Tensor, change: WeightedChange) -> _Addend:
     if not isinstance(change.change, LoraFactors):
         return _Addend(_matrix(_delta(name, weight, change)), None, change.weight)
-    _require_same_matrix(name, weight, change.change)
     compute = at_least_float32(weight.dtype)
     return _Addend(
         change.change.up.to(compute), change.change.down.to(compute), change.weight * change.change.scale
@@ -433,7 +417,6 @@ def _addend(name: str, weight: Tensor, change: WeightedChange) -> _Addend:
 def _delta(name: str, weight: Tensor, change: WeightedChange) -> Tensor:
     compute = at_least_float32(weight.dtype)
     if isinstance(change.change, LoraFactors):
-        _require_same_matrix(name, weight, change.change)
         return change.change.delta(compute).view(weight.shape)
     try:
         return change.change.delta(weight.to(compute), compute).reshape(weight.shape)
@@ -441,15 +424,6 @@ def _delta(name: str, weight: Tensor, change: WeightedChange) -> Tensor:
         raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def _require_same_matrix(name: str, weight: Tensor, factors: LoraFactors) -> None:
-    shape = tuple(weight.shape)
-    if not same_matrix(factors.weight_shape, shape):
-        raise ModelMismatchError(
-            f"{name} is {shape} in the checkpoint, and the LoRA is for {factors.weight_shape}.",
-            hint="Merge the LoRA into the model that it was made for.",
-        )
-
-
 def _matrix(tensor: Tensor) -> Tensor:
-    """A row for each output; a bias has one value in each."""
+    """A row for each output; a bias has one value in each row."""
     return tensor.reshape(len(tensor) if tensor.ndim else 1, -1)

@@ -178,7 +178,7 @@ def convert_lora(
                 with open_checkpoint(file) as checkpoint:
                     refuse_inputs(path, checkpoint, flag=_TARGET_ARGUMENT)
         if statistics is not None:
-            refuse_files(path, [Path(statistics)])
+            refuse_files(path, [Path(statistics)], _TARGET_ARGUMENT)
         named = _named(lora, wanted.name, model, family, prefix)
         left_out = list(named.left_out)
         if left_out and not drop_unsupported:

@@ -1,15 +1,11 @@
-"""A LoRA, in memory or still in its file, what its header says, and the checks of the paths that users give.
+"""A LoRA in memory or still in its file (`LoraFile`), its header, and checks of the paths that users give.
 
-A `LoraFile` is what every format is read into and written from; a `LazyDict` reads its modules when they are
-asked for. The paths that users give may be too long, lead into folders that cannot be entered, or be no text in
-UTF-8; `exists`, `as_text`, `check_target` and the refusals handle that.
+Every format is read into a `LoraFile` and written from one; a `LazyDict` reads a module when it is asked for.
 
-In a header, `ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain up/down
-factors. `modelspec.*` is the model metadata standard of Stability AI. A hash of the tensors (`sshs_*`) is left out:
-tools that want one calculate it, and a stale one is worse than none.
-
-What a header says of its LoRA's making is untrusted text: `read_training_facts` sorts it, and neither believes nor
-runs any of it.
+In a header, `ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain
+up/down factors. `modelspec.*` is Stability AI's model metadata standard. Hashes of the tensors (`sshs_*`) are left out:
+tools that want one calculate it, and a stale one is worse than none. All header text is untrusted: `read_training_facts`
+sorts it and runs none of it.
 """
 
 import json
@@ -21,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from sigmascope.checkpoints import Checkpoint
+from sigmascope.checkpoints.checkpoint import is_folder, is_same_file
 from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, WriteError
 from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
@@ -62,14 +59,14 @@ class LoraFile:
     """The weight changes of one LoRA, and where they come from.
 
     Attributes:
-        modules: Plain factors by module, as the file names it but for the ends of its keys:
-            "denoiser.conv_in" in native naming, "lora_unet_conv_in" in kohya's.
+        modules: Plain factors by module name, which is the start of its keys: "denoiser.conv_in" in native naming,
+            "lora_unet_conv_in" in kohya's.
         changes: The changes that are more than up·down, by the tensor they change without ".weight":
             "denoiser.conv_in" for the weight, "denoiser.conv_in.bias" for the bias. No name is in both.
         metadata: The header's strings.
         path: The file it was read from, if any.
-        format: Name of the format it was read from: "native", "kohya", "peft" or "comfyui".
-        unused_keys: Keys of the file that are no part of any module here, so that nothing is dropped unseen.
+        format: The format it was read from: "native", "kohya", "peft" or "comfyui".
+        unused_keys: Keys of the file that belong to no module here, so that nothing is dropped unseen.
         facts: Of each module and change that is still in its file; empty for a LoRA in memory.
     """
 
@@ -93,12 +90,12 @@ class LoraFile:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """How many modules have each rank, by rising rank. Changes do not count."""
+        """How many modules have each rank, by rising rank. Changes are not counted."""
         counts = Counter(self.facts_of(name).rank or 0 for name in self.modules)
         return dict(sorted(counts.items()))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Shape of the weight that a module or change is for, without reading it from its file.
+        """Shape of the weight that a module or change is for, without reading the module.
 
         Raises:
             LoraFormatError: There is no module or change of that name.
@@ -106,7 +103,7 @@ class LoraFile:
         return self.facts_of(name).weight_shape
 
     def rank_of(self, name: str) -> int | None:
-        """Rank of a module, without reading it; None for a change that has none.
+        """Rank of a module or change, without reading it; None if it has none.
 
         Raises:
             LoraFormatError: There is no module or change of that name.
@@ -114,7 +111,7 @@ class LoraFile:
         return self.facts_of(name).rank
 
     def kind_of(self, name: str) -> str:
-        """`lora` for plain factors, else the kind of change.
+        """`lora` for plain factors, otherwise the kind of change.
 
         Raises:
             LoraFormatError: There is no module or change of that name.
@@ -131,7 +128,7 @@ class LoraFile:
         return self.modules[name] if name in self.modules else self.changes[name]
 
     def only(self, names: Collection[str]) -> "LoraFile":
-        """A LoRA of some of the modules and changes, still in their file."""
+        """A LoRA of only these modules and changes, still in their file."""
         modules = {name: name for name in self.modules if name in names}
         changes = {name: name for name in self.changes if name in names}
         return replace(
@@ -144,7 +141,7 @@ class LoraFile:
         return len(self.modules)
 
     def __str__(self) -> str:
-        """Name it as messages do: by its file where there is one."""
+        """The name for messages: the file, if there is one."""
         return str(self.path) if self.path is not None else f"a LoRA of {len(self)} modules"
 
     def facts_of(self, name: str) -> ModuleFacts:
@@ -163,15 +160,15 @@ class LoraFile:
             change = self.changes[name]
             rank = getattr(change, "rank", None)
             return ModuleFacts(change.kind, change.weight_shape, rank, change.parameters)
-        raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its names.")
+        raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its modules.")
 
 
 class LazyDict(Mapping[str, Value], Generic[Key, Value]):
-    """Values made anew at each access; iterating, counting and asking for a name make none.
+    """A mapping that makes a value at each access, and none for iterating, counting or `in`.
 
     Args:
         sources: What each value is made from.
-        read: Makes it.
+        read: Makes a value from its source.
     """
 
     def __init__(self, sources: Mapping[str, Key], read: Callable[[Key], Value]) -> None:
@@ -191,100 +188,87 @@ class LazyDict(Mapping[str, Value], Generic[Key, Value]):
         return name in self._sources
 
 
-def exists(path: Path) -> bool:
-    """Whether there is something at `path`.
-
-    Raises:
-        CheckpointError: The system will not say: no permission, a name too long, links in a ring.
-    """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(path, f"cannot be reached ({reason}).", hint="Check the path.") from error
-    return True
-
-
 def as_text(name: str | os.PathLike[str]) -> str:
-    """A file name for texts in UTF-8: bytes of it that are no UTF-8 become U+FFFD."""
+    """A file name for a text in UTF-8: bytes that are not UTF-8 become U+FFFD."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def check_target(save_to: Path, flag: str = "--save_to") -> None:
-    """Refuse a target that is a folder, is not named as safetensors, or cannot be reached.
+def check_target(save_to: Path, flag: str = "--save_to", *, content: str = "a LoRA") -> None:
+    """Refuse a target that is a folder, has no `.safetensors` name, or cannot be written.
+
+    Args:
+        save_to: The target.
+        flag: Its flag, for messages.
+        content: What is going to be written, for messages.
 
     Raises:
-        ConfigError: With the flag and the file.
-        WriteError: The folder cannot be made or entered, or what is there is no file that can be replaced.
+        ConfigError: Names the flag and the target.
+        WriteError: The folder cannot be created or entered, or the existing file cannot be replaced.
     """
     try:
-        exists(save_to)
-        is_folder = save_to.is_dir()
-    except (CheckpointError, OSError) as error:
+        target_is_folder = is_folder(save_to)
+    except CheckpointError as error:
         raise WriteError(
-            save_to, "cannot be reached.", hint="Choose a folder that you may enter and a shorter name."
+            save_to, "cannot be reached.", hint="Choose a folder that you can open, or a shorter name."
         ) from error
-    if is_folder:
+    if target_is_folder:
         raise ConfigError(
             f"{flag} {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
         )
     if save_to.suffix != ".safetensors":
         raise ConfigError(
-            f"{flag} {save_to}: a LoRA is written as safetensors.",
+            f"{flag} {save_to}: {content} is written as safetensors.",
             hint=f"Name it {save_to.stem}.safetensors.",
         )
     require_writable(save_to)
 
 
 def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") -> None:
-    """Refuse a target that is one of the files that an open model is read from.
+    """Refuse a target that is a file of an open input model.
 
     Raises:
-        ConfigError: With the flag and the model.
+        ConfigError: Names the flag and the model.
     """
     for model in models:
-        if any(exists(target) and exists(file) and target.samefile(file) for file in model.files):
+        if any(is_same_file(target, file) for file in model.files):
             raise ConfigError(
                 f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
             )
 
 
 def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -> None:
-    """Refuse a target that is one of the files that are read.
+    """Refuse a target that is one of the input files.
 
     Raises:
-        ConfigError: With the flag and the file.
+        ConfigError: Names the flag and the file.
     """
     for file in files:
-        if exists(target) and exists(file) and target.samefile(file):
+        if is_same_file(target, file):
             raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")
 
 
 PEFT_CONFIGS: Final = "lora_adapter_metadata"
 """The field in which diffusers writes the configurations of all components, as JSON."""
+HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Fields that hold a hash of the file's tensors."""
 # Fields that are no longer true of a file that is made from another.
 _STALE_FIELDS: Final = (
+    *HASHES,
     "lbm_native_naming",
     PEFT_CONFIGS,
-    "sshs_model_hash",
-    "sshs_legacy_hash",
-    "modelspec.hash_sha256",
     "ss_network_module",
     "ss_network_dim",
     "ss_network_alpha",
     "ss_network_args",
 )
 VARYING: Final = "Dynamic"
-"""What kohya's tools write for the rank where it differs from layer to layer."""
+"""What kohya's tools write for a rank that differs from layer to layer."""
 
 
-# For `read_training_facts`.
 _MODELSPEC_PREFIX: Final = "modelspec."
 _OWN_PREFIX: Final = "sigmascope_"
-_MAX_TAG_JSON_LENGTH: Final = 16 * 2**20  # characters
-_MAX_TAGS: Final = 20  # tags
+_MAX_TAG_JSON_LENGTH: Final = 16 * 2**20
+_MAX_TAGS: Final = 20
 _TRAINING_FIELDS: Final = {
     "base model": ("ss_sd_model_name", "sshs_model_name"),
     "base version": ("ss_base_model_version",),
@@ -310,7 +294,7 @@ _TRAINING_FIELDS: Final = {
     "name": ("ss_output_name",),
     "comment": ("ss_training_comment",),
 }
-"""Fields of kohya's training header, by what they mean: the first that is there counts."""
+"""Fields of kohya's training header by meaning; the first one present counts."""
 
 
 def lora_header(
@@ -322,24 +306,24 @@ def lora_header(
     module: str = "networks.lora",
     alpha: int | None = None,
 ) -> dict[str, str]:
-    """Give the header for a LoRA of these ranks.
+    """The header of a LoRA with these ranks.
 
     Args:
-        format_name: Of the file that is written.
-        family: Of the model that the LoRA is for.
-        rank: Of its Linear layers, or `VARYING`; None without any.
-        conv_rank: Of its convolutions; None without any.
+        format_name: The format that is written.
+        family: The family of the LoRA's model.
+        rank: The rank of its Linear layers, or `VARYING`; None if there are none.
+        conv_rank: The rank of its convolutions; None if there are none.
         module: kohya's name for the kind of network.
-        alpha: Of all modules, where it is not each one's rank.
+        alpha: One alpha for all modules; by default each module's alpha is its rank.
     """
-    first = rank if rank is not None else conv_rank
+    main_rank = rank if rank is not None else conv_rank
     header = {
         "ss_network_module": module,
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.implementation": "sigmascope",
     }
-    if first is not None:
-        header |= {"ss_network_dim": str(first), "ss_network_alpha": str(alpha or first)}
+    if main_rank is not None:
+        header |= {"ss_network_dim": str(main_rank), "ss_network_alpha": str(alpha or main_rank)}
     if format_name == "native":
         header["lbm_native_naming"] = "true"
     if family in FAMILIES:
@@ -353,18 +337,18 @@ def lora_header(
 
 
 def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What of a file's header is still true once its LoRA is in another file."""
+    """The header fields that are still true once the LoRA is in another file."""
     return {key: value for key, value in metadata.items() if key not in _STALE_FIELDS}
 
 
 def family_in(metadata: Mapping[str, str]) -> str | None:
-    """The family that a header names; None where it names none that is known."""
-    for said, field_name in (
+    """The family that a header names; None if it names no known one."""
+    for value, field_name in (
         (metadata.get("modelspec.architecture", "").partition("/")[0], "architecture"),
         (metadata.get("ss_base_model_version", ""), "base_version"),
     ):
         names = {family: getattr(known, field_name) for family, known in FAMILIES.items()}
-        matching = [family for family, name in names.items() if said.startswith(name)]
+        matching = [family for family, name in names.items() if value.startswith(name)]
         if matching:
             return max(matching, key=lambda family: len(names[family]))
     return None
@@ -375,11 +359,11 @@ class TrainingFacts:
     """A header, sorted by meaning. Every string is as the file has it.
 
     Attributes:
-        training: What is said of the training, by meaning, such as `learning rate`.
+        training: Training settings by meaning, such as `learning rate`.
         trigger_phrase: `modelspec.trigger_phrase`, if any.
-        tags: The most frequent tags of the training captions and how often each came, most frequent first.
+        tags: The most frequent tags of the training captions with their counts, the most frequent first.
         modelspec: The fields of the model metadata standard, without their prefix.
-        provenance: What Sigmascope wrote, without its prefix.
+        provenance: The fields that Sigmascope wrote, without their prefix.
         others: Names of all other fields.
     """
 
@@ -392,14 +376,14 @@ class TrainingFacts:
 
 
 def read_training_facts(metadata: Mapping[str, str]) -> TrainingFacts:
-    """Sort a header by meaning; a field that is not what it should be counts as not there.
+    """Sort a header by meaning; a malformed field counts as missing.
 
     Args:
         metadata: A LoRA file's header.
     """
     training = {}
     for meaning, names in _TRAINING_FIELDS.items():
-        value = next((metadata[name] for name in names if _says_something(metadata.get(name))), None)
+        value = next((metadata[name] for name in names if _has_content(metadata.get(name))), None)
         if value is not None:
             training[meaning] = value
     known = {name for names in _TRAINING_FIELDS.values() for name in names} | {"ss_tag_frequency"}
@@ -417,7 +401,7 @@ def read_training_facts(metadata: Mapping[str, str]) -> TrainingFacts:
     )
 
 
-def _says_something(value: str | None) -> bool:
+def _has_content(value: str | None) -> bool:
     return value is not None and value.strip() not in ("", "None", "null", "{}")
 
 
@@ -426,7 +410,7 @@ def _with_prefix(metadata: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 
 def _most_frequent(text: str) -> tuple[tuple[str, int], ...]:
-    """Sum `{"folder": {"tag": count, …}, …}` over the folders."""
+    """The most frequent tags of `{"folder": {"tag": count, …}, …}`, summed over the folders."""
     counts: Counter[str] = Counter()
     try:
         folders = parse_json(text) if len(text) <= _MAX_TAG_JSON_LENGTH else None

@@ -17,10 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, RenamedCheckpoint
+from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, RenamedCheckpoint, is_same_file
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.families import ModelLayout, Part, layout_of
-from sigmascope.lora.file import exists
 from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
 from sigmascope.records.run import Finding, JsonScalar
@@ -196,14 +195,15 @@ def open_pair(
         CheckpointError: A file that cannot be read, or weights that are not floating-point numbers.
     """
     options = options or PairOptions()
-    paths = Path(base), Path(tuned)
-    if all(exists(path) for path in paths) and paths[0].samefile(paths[1]):
+    if is_same_file(Path(base), Path(tuned)):
         raise ModelMismatchError(
             f"{base} is given as base and as tuned model: nothing differs.",
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_checkpoint(path, variant=options.variant)) for path in paths]
+        opened = [
+            stack.enter_context(open_checkpoint(path, variant=options.variant)) for path in (base, tuned)
+        ]
         yield match(opened[0], opened[1], options)
 
 

@@ -49,7 +49,7 @@ from sigmascope.lora.adapters import (
     scale_of,
 )
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, exists
+from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.formats import (
     COMFYUI_STARTS,
     EMBEDDING_DOWN,
@@ -109,7 +109,6 @@ def open_lora(
             BOFT, GLoRA, IA³, …), or its tensors do not fit together.
         NonFiniteError: When a module is read: a tensor holds NaN or Inf.
     """
-    exists(Path(path))  # refuses what the system will not look at; a missing file is named when it is opened
     with open_checkpoint(path) as checkpoint:
         yield _lazy_file(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
 
@@ -397,7 +396,6 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 @contextmanager
 def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
     """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA and nothing else; raises what that does."""
-    exists(path)
     with open_checkpoint(path) as checkpoint:
         lora = _opaque_file(checkpoint)
         if lora is None:

@@ -1,20 +1,21 @@
 """The verdict on a LoRA file and a model: module by module, with findings and advice.
 
-A `LoraVerdict` holds what becomes of each module (`ModuleVerdict`); `verdict_findings` says what that comes to, with
-numbers and with what to do. `loader_findings` adds what the loaders of the field do with a file that is right in
-itself (diffusers 0.42 and ComfyUI 0.3 to 0.18).
+A `LoraVerdict` says for each module whether it changes a weight (`ModuleVerdict`), and `MISMATCHES` lists every reason
+why one does not. `verdict_findings` sums it up with numbers and advice. `loader_findings` adds what diffusers 0.42 and
+ComfyUI 0.3 to 0.18 do with a file that is correct in itself.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.module_names import title_of
 from sigmascope.records.run import Finding, Severity
+from sigmascope.units import first_few
 
 _NOT_READ: Final = "the model's weights were not read"
 Reason = Literal[
@@ -28,36 +29,68 @@ Reason = Literal[
     "twice",
     "unknown",
 ]
-REASONS: tuple[Reason, ...] = get_args(Reason)
 
-_MAX_NAMED: Final = 3  # modules or keys that a message names
-# Severities, the worst first, and those of reasons that are no error.
+
+class MismatchRow(NamedTuple):
+    """A reason why modules change nothing: how bad it is, how a message says it ("3 modules …"), and what to do."""
+
+    severity: Severity
+    words: str
+    advice: str
+
+
+MISMATCHES: Final[dict[Reason, MismatchRow]] = {
+    "other_architecture": MismatchRow(
+        "error",
+        "are for another architecture",
+        "Use the LoRA with the model family that it was made for.",
+    ),
+    "other_shape": MismatchRow(
+        "error",
+        "are for weights of another shape",
+        "Use the LoRA with the model that it was made for: this one has other widths.",
+    ),
+    "transposed": MismatchRow(
+        "error",
+        "have transposed factors",
+        "Make the file again, with up (out, rank) and down (rank, in).",
+    ),
+    "text_encoder_missing": MismatchRow(
+        "warning",
+        "are for a text encoder that was not given",
+        "Pass the text encoder too, or accept that the LoRA acts on the denoiser alone.",
+    ),
+    "part_missing": MismatchRow(
+        "warning",
+        "are for a part of the model that was not given",
+        "Pass that part of the model too.",
+    ),
+    "prefix": MismatchRow(
+        "error",
+        "have an unknown prefix before a name that the model has",
+        "Rename the keys without the prefix, or tell the loader the prefix if it takes one.",
+    ),
+    "block_missing": MismatchRow(
+        "error",
+        "are for blocks that the model does not have",
+        "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
+    ),
+    "twice": MismatchRow(
+        "error",
+        "are for layers that another module of the file changes already",
+        "Remove one of the two: a loader may apply both.",
+    ),
+    "unknown": MismatchRow(
+        "error",
+        "have names that the model does not have",
+        "Compare the names with the model's nearest ones, and convert the file if only the naming differs.",
+    ),
+}
+"""In the order in which findings name them."""
+
+_MAX_NAMED: Final = 3
 _SEVERITY_ORDER: Final = ("critical", "error", "warning", "info")
-_SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
-REASON_WORDS: Final[dict[Reason, str]] = {
-    "other_architecture": "are for another architecture",
-    "other_shape": "are for weights of another shape",
-    "transposed": "have their factors the wrong way round",
-    "text_encoder_missing": "are for a text encoder that the model given does not have",
-    "part_missing": "are for a part that the model given does not have",
-    "prefix": "have an unknown prefix before a name that the model has",
-    "block_missing": "are for blocks that the model does not have",
-    "twice": "are for layers that another module of the file is for already",
-    "unknown": "have names that the model does not have",
-}
-REASON_ADVICE: Final[dict[Reason, str]] = {
-    "other_architecture": "Use the LoRA with the family of models that it was made for.",
-    "other_shape": "Use the LoRA with the model that it was made for: this one has other widths.",
-    "transposed": "Make the file again, with up (out, rank) and down (rank, in).",
-    "text_encoder_missing": "Give the text encoder too, or take it that the LoRA acts on the denoiser alone.",
-    "part_missing": "Give that part of the model too.",
-    "prefix": "Rename the keys without the prefix, or load with that prefix where the loader takes one.",
-    "block_missing": "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
-    "twice": "Remove one of the two: a loader may apply both.",
-    "unknown": "Compare the names with the nearest ones of the model, and convert the file if a naming differs.",
-}
-
-# Ends of keys that loaders treat in a way of their own.
+# Ends of keys that loaders treat specially.
 _DIFFERENCE_ENDS: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
 _UP_BIAS_ENDS: Final = (".lora_B.bias", ".lora_up.bias")
 
@@ -69,18 +102,18 @@ class ModuleVerdict:
     Attributes:
         name: As the file has it.
         kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff`, `set`, `oft`, `boft` or `glora`.
-        shape: Of the weight that it is made for; () where its tensors do not tell.
-        part: Of the model: `denoiser`, `text_encoder`, …; as its name says.
-        rank: Of its factors; None where it has none.
-        alpha: As stored in the file; None where there is none, and then the scale is 1.
-        scale: What its factors' product is multiplied with; None unless the factors are plain and were read.
-        norm: ‖ΔW‖ at strength 1; None where it was not read, is not finite, or depends on the model's weight.
-        layers: The model's weights that it changes: one, or several where it is fused and the model is not.
-        model_shape: Of the first of those.
-        reason: Why it changes none; None where it does.
+        shape: Of the weight that it is made for; () if its tensors do not tell.
+        part: The part of the model in its name: `denoiser`, `text_encoder`, …
+        rank: Of its factors; None if it has none.
+        alpha: As stored in the file; None if the file has none, and then the scale is 1.
+        scale: The factor on up·down; None unless the factors are plain and were read.
+        norm: ‖ΔW‖ at strength 1; None if it was not read, is not finite, or depends on the model's weight.
+        layers: The model's weights that it changes: several if the module is fused and the model's layers are not.
+        model_shape: The shape of the first of them.
+        reason: Why it changes none; None if it changes one.
         detail: The same in words.
-        nearest: Names in the model that are nearest to its own, where it changes none.
-        finite: Whether all its numbers are; None where they were not read.
+        nearest: The model's most similar names, if it changes none.
+        finite: Whether all its numbers are finite; None if they were not read.
     """
 
     name: str
@@ -117,15 +150,15 @@ class LoraVerdict:
     Attributes:
         path: The file; None for a LoRA in memory.
         format: `native`, `kohya`, `peft` or `comfyui`; None if the file could not be read.
-        file_family: What the file is for, such as `sdxl`; None where nothing tells.
-        family_evidence: What that was told from.
-        model_family: What the model is; None where it is of no known family.
+        file_family: The model family that the file is for, such as `sdxl`; None if nothing tells.
+        family_evidence: What `file_family` was told from.
+        model_family: The model's family; None if it is not known.
         model_naming: How the model names its weights, as in `ModelLayout.naming`.
         modules: Every module of the file, in its order.
         unused_keys: Keys of the file that belong to no module.
-        error: Why the file, or the model, could not be read; then nothing else is known.
-        findings: What is wrong or worth knowing, with what to do, the worst first.
-        unavailable: What could not be had, with the reason.
+        error: Why the file or the model could not be read; then nothing else is known.
+        findings: What is wrong or worth knowing, with advice, the worst first.
+        unavailable: The reason for each fact that was not read.
     """
 
     path: str | None
@@ -147,12 +180,12 @@ class LoraVerdict:
 
     @property
     def unmatched(self) -> tuple[ModuleVerdict, ...]:
-        """Modules that change none."""
+        """Modules that change no weight."""
         return tuple(module for module in self.modules if not module.matched)
 
     @property
     def fits(self) -> bool:
-        """Whether there are modules, all of which change a weight and none of which holds NaN or Inf."""
+        """Whether there are modules, every one changes a weight, and none holds NaN or Inf."""
         return bool(self.modules) and not self.unmatched and not self.not_finite
 
     @property
@@ -169,11 +202,11 @@ class LoraVerdict:
     def reasons(self) -> dict[Reason, int]:
         """How many modules are unmatched for each reason."""
         counts = Counter(module.reason for module in self.unmatched)
-        return {reason: counts[reason] for reason in REASONS if counts[reason]}
+        return {reason: counts[reason] for reason in MISMATCHES if counts[reason]}
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
-        """How many modules of each part of the model match, and how many there are."""
+        """For each part of the model, how many modules there are and how many match."""
         parts: dict[str, dict[str, int]] = {}
         for module in self.modules:
             counts = parts.setdefault(module.part, {"matched": 0, "modules": 0})
@@ -183,7 +216,7 @@ class LoraVerdict:
 
     @property
     def blocks(self) -> tuple[BlockEffect, ...]:
-        """Strength by block, of the modules that match, at LoRA strength 1; from the file alone."""
+        """The matching modules' strength by block, at LoRA strength 1, from the file alone."""
         effects = {
             module.layers[0]: Effect(module.norm, None, None, unavailable=_why_no_norm(module))
             for module in self.matched
@@ -250,24 +283,25 @@ def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_matches_nothing",
             "critical",
-            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {REASON_WORDS[reason]}.",
+            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {MISMATCHES[reason].words}.",
             {
                 "modules": len(verdict.modules),
                 "matched": 0,
                 "file_family": verdict.file_family,
                 "model_family": verdict.model_family,
             },
-            REASON_ADVICE[reason],
+            MISMATCHES[reason].advice,
         )
 
 
 def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
     for reason, count in verdict.reasons.items():
         modules = [module for module in verdict.unmatched if module.reason == reason]
+        row = MISMATCHES[reason]
         yield Finding(
             f"lora_{reason}",
-            _SEVERITIES.get(reason, "error"),
-            f"{count} of {len(verdict.modules)} modules {REASON_WORDS[reason]}{_families(verdict, reason)}: {_first_modules(modules)}.",
+            row.severity,
+            f"{count} of {len(verdict.modules)} modules {row.words}{_families(verdict, reason)}: {_first_modules(modules)}.",
             {
                 "modules": count,
                 "of": len(verdict.modules),
@@ -275,7 +309,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
                 "detail": modules[0].detail,
                 "nearest": ", ".join(modules[0].nearest),
             },
-            REASON_ADVICE[reason],
+            row.advice,
         )
 
 
@@ -294,13 +328,13 @@ def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
             "error",
             f"{len(modules)} of {len(verdict.modules)} modules hold NaN or Inf: {_first_modules(modules)}.",
             {"modules": len(modules), "first": modules[0].name},
-            "Make the file again, in bf16 or float if it was fp16. Applied, it makes images black.",
+            "Make the file again, in bf16 or float if it was fp16. As it is, it makes images black.",
         )
 
 
 def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.unused_keys:
-        shown = ", ".join(verdict.unused_keys[:_MAX_NAMED])
+        shown = first_few(verdict.unused_keys, _MAX_NAMED)
         yield Finding(
             "lora_unused_keys",
             "info",
@@ -310,10 +344,8 @@ def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
-    shown = [f"{module.name} ({module.detail})" if module.detail else module.name for module in modules[:1]]
-    shown += [module.name for module in modules[1:_MAX_NAMED]]
-    more = f" and {len(modules) - _MAX_NAMED} more" if len(modules) > _MAX_NAMED else ""
-    return ", ".join(shown) + more
+    first = f"{modules[0].name} ({modules[0].detail})" if modules[0].detail else modules[0].name
+    return first_few([first, *(module.name for module in modules[1:])], _MAX_NAMED)
 
 
 def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
@@ -338,13 +370,15 @@ def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     if verdict.format != "peft" or not alphas:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
-    consequence = f", so that {len(scaled)} modules act with another strength there" if scaled else ""
+    consequence = f", so {len(scaled)} modules act with another strength there" if scaled else ""
     yield Finding(
         "lora_alpha_ignored",
         "warning" if scaled else "info",
         f"diffusers ignores the {len(alphas)} .alpha tensors beside lora_A and lora_B{consequence}.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
-        "Convert the file (sigmascope lora convert): the scale is then in the factors." if scaled else None,
+        "Convert the file (sigmascope lora convert), which puts the scale into the factors."
+        if scaled
+        else None,
     )
 
 
@@ -353,15 +387,15 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_kohya_names",
             "info",
-            "The file has kohya's names: diffusers reads them through a pipeline's load_lora_weights, not through "
-            "a model's load_lora_adapter.",
+            "The file has kohya's names. diffusers reads them with a pipeline's load_lora_weights, not with a model's "
+            "load_lora_adapter.",
             {"format": verdict.format},
             "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
         )
 
 
 def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    """Diffusers renames `diffusion_model.` for most newer families; for these it finds nothing under that name."""
+    """Diffusers renames `diffusion_model.` for most newer families, and finds nothing under that name for the others."""
     down = "lora_A" if any(".lora_A." in key for key in keys) else "lora_down"
     family = family_named(verdict.model_family)
     lost = [
@@ -375,7 +409,7 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
         yield Finding(
             "lora_comfyui_names",
             "warning",
-            f"diffusers {loads} of names that begin with diffusion_model. into {family.title}, and returns normally.",
+            f"diffusers {loads} of a file for {family.title} whose names begin with diffusion_model., and reports no error.",
             {"modules": len(lost), "first": lost[0].name},
             "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
         )
@@ -385,7 +419,7 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
     differences = [key for key in keys if key.endswith(_DIFFERENCE_ENDS)]
     if not differences:
         return
-    fate = "drops them without a word" if verdict.format == "peft" else "refuses the file because of them"
+    fate = "drops them silently" if verdict.format == "peft" else "refuses the file because of them"
     yield Finding(
         "lora_whole_differences",
         "warning",
@@ -407,15 +441,15 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_comfyui_loses_attention",
             "warning",
-            f"ComfyUI does not find {len(lost)} of the {len(verdict.modules)} modules by these names: all "
-            "projections of attention, with warnings in its log only.",
+            f"ComfyUI does not find {len(lost)} of the {len(verdict.modules)} modules by these names: all attention "
+            "projections. It only warns in its log.",
             {"modules": len(lost), "of": len(verdict.modules), "first": lost[0].name},
             "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
         )
 
 
 def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
-    """The default prefix of `load_lora_adapter` is transformer: with any other, nothing is loaded, with a warning."""
+    """`load_lora_adapter` expects the prefix `transformer`; with any other it only warns and loads nothing."""
     if verdict.format != "peft" or not verdict.modules:
         return
     starts = {module.name.partition(".")[0] for module in verdict.modules if module.part == "denoiser"}
@@ -425,9 +459,9 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_prefix",
             "info",
-            f"diffusers' load_lora_adapter loads nothing of this file with its default prefix: it needs {argument}.",
+            f"diffusers' load_lora_adapter loads nothing from this file with its default prefix: it needs {argument}.",
             {"prefix": known[0] if known else None},
-            f"Load it with the pipeline's load_lora_weights, or give load_lora_adapter {argument}.",
+            f"Load it with the pipeline's load_lora_weights, or pass {argument} to load_lora_adapter.",
         )
 
 
@@ -438,9 +472,9 @@ def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
         yield Finding(
             "lora_some_biases",
             "warning",
-            f"{biases} of {modules} modules have a bias of lora_B: diffusers takes them for all modules or for none.",
+            f"{biases} of {modules} modules have a lora_B bias. diffusers accepts such biases in all modules or in none.",
             {"biases": biases, "modules": modules},
-            "Train or convert without biases of lora_B, or with one in every module.",
+            "Train or convert without lora_B biases, or with one in every module.",
         )
 
 
@@ -451,14 +485,14 @@ def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_comfyui_only",
             "warning",
-            f"The file holds {named}, which ComfyUI applies and diffusers' LoRA loaders do not.",
+            f"The file holds {named}, which ComfyUI applies and diffusers does not.",
             {"kinds": ", ".join(kinds)},
             "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
         )
 
 
 def unreadable(error: Exception) -> Finding:
-    """The finding for a file, or a model, that cannot be read."""
+    """The finding for a file or model that cannot be read."""
     message = error.message if isinstance(error, SigmascopeError) else str(error)
     hint = error.hint if isinstance(error, SigmascopeError) else None
     return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)

@@ -192,7 +192,7 @@ def test_whole_differences_are_told(pipelines: Pipelines, save: Save) -> None:
     )
     verdict = judge_lora(path, pipelines("sd15"))
     assert verdict.fits
-    assert "drops them without a word" in next(
+    assert "drops them silently" in next(
         one.message for one in verdict.findings if one.id == "lora_whole_differences"
     )
 

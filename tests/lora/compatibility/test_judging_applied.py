@@ -67,7 +67,7 @@ def test_the_strength_is_the_adapters_weight(sd15: Any, save: Save) -> None:
 
 
 def test_a_file_that_loads_nothing_is_told(sd15: Any, save: Save) -> None:
-    """With its default prefix, the adapter loader finds nothing of a U-Net's file, and returns normally."""
+    """With its default prefix, the adapter loader finds nothing in a U-Net's file, and reports no error."""
     path = save(sd15, "unet", only="attn1.to_q")
     sd15.unet.load_lora_adapter(load_file(path))
     verdict = judge_applied(path, patches_of(sd15), sd15)

@@ -251,9 +251,9 @@ def require_base(
             raise ConfigError(
                 f"{flag} {value} is for --create_base_model only.", hint="Add it, or leave both out."
             )
-    from sigmascope.lora.file import exists
+    from sigmascope.checkpoints.checkpoint import is_existing
 
-    if exists(base):
+    if is_existing(base):
         return
     if not create:
         from sigmascope.checkpoints.reader import what_is_there

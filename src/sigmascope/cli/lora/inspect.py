@@ -300,13 +300,13 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
 
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
-    from sigmascope.lora.verdict import REASON_ADVICE, REASON_WORDS
+    from sigmascope.lora.verdict import MISMATCHES
 
     for reason, count in verdict.reasons.items():
         modules = [module for module in verdict.unmatched if module.reason == reason]
         console.print(
-            Text(f"{count} modules {REASON_WORDS[reason]}.", style="bold red").append(
-                f" {REASON_ADVICE[reason]}", style="not bold default"
+            Text(f"{count} modules {MISMATCHES[reason].words}.", style="bold red").append(
+                f" {MISMATCHES[reason].advice}", style="not bold default"
             )
         )
         shown = modules if verbose else modules[:_MOST_UNMATCHED]

@@ -176,9 +176,9 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     Raises:
         ConfigError: The LoRA is a folder, or the list would replace an input or is not named `.txt`.
     """
-    from sigmascope.lora.file import exists
+    from sigmascope.checkpoints.checkpoint import is_folder, is_same_file
 
-    if exists(lora) and lora.is_dir():
+    if is_folder(lora):
         raise ConfigError(f"--lora_path {lora} is a folder.", hint="Name the LoRA's file in it.")
     path = asked or lora.parent / "lora_layer_names.txt"
     if path.suffix != ".txt":
@@ -186,7 +186,7 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
             f"--layer_names {path} is not named as text.", hint="Give a name that ends in .txt."
         )
     for file in inputs:
-        if exists(path) and exists(file) and path.samefile(file):
+        if is_same_file(path, file):
             raise ConfigError(
                 f"--layer_names {path} is the input {file}.", hint="Give the name of a new text file."
             )
@@ -206,8 +206,8 @@ def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
     """
     if path is None:
         return
+    from sigmascope.checkpoints.checkpoint import is_same_file
     from sigmascope.files import require_writable
-    from sigmascope.lora.file import exists
 
     if path.suffix.lower() not in PICTURES:
         kinds = " or ".join(ending.removeprefix(".").upper() for ending in PICTURES)
@@ -217,7 +217,7 @@ def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
         )
     require_writable(path)
     for other, use in uses.items():
-        if exists(path) and exists(other) and path.samefile(other):
+        if is_same_file(path, other):
             raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
