@@ -1,11 +1,9 @@
-"""Whether a LoRA file is for a model (judge_lora), and whether its modules are really on it (judge_applied).
+"""Whether a LoRA file is for a model (`judge_lora`), and whether its modules are really on it (`judge_applied`).
 
-`place` finds the weights that each module lands on, with nothing refused; `shapes_of` gives a model's weights by name
-and shape, whatever holds them: a module, a pipeline's parts, a checkpoint. Of a module that changes nothing, `MismatchReasons`
-says why, the likeliest reason first, with the model's names that are nearest to its own (`NearestNames`).
+`shapes_of` reads a model's weights by name and shape, and `place` finds the weights that each module changes. For a
+module that changes nothing, `MismatchReasons` says why, the likeliest reason first, and names the model's nearest layers.
 
-A patch on the model is a module of the file if its numbers say so (`is_same`), in whatever dtype and scale the host
-keeps them.
+A patch on the model is a module of the file if its numbers are the same (`is_same`), in any dtype and scale.
 """
 
 import re
@@ -52,25 +50,24 @@ _BIAS: Final = ".bias"
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
-# Why a module changes nothing.
 _REASONS_WITHOUT_NEAREST: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
 _PART_TITLES: Final = {"text_encoder_2": "second text encoder", "text_encoder_3": "third text encoder"}
 _NUMBER: Final = re.compile(r"\d+")
-_MAX_PREFIX_WORDS: Final = 4  # words
+_MAX_PREFIX_WORDS: Final = 4
 _WORD: Final = re.compile(r"[^.]+\.")
 _FLAT_WORD: Final = re.compile(r"[^_]+_")
-_MATRIX_AXES: Final = 2  # axes
+_MATRIX_AXES: Final = 2
 
-# How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
+# Prefixes of ComfyUI's weights: those of text encoders, which are separate from the denoiser, and of denoisers.
 _COMFYUI_ENCODERS: Final = tuple(f"{encoder}." for encoder in PARTS_BY_ENCODER)
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 
 Change = LoraFactors | WeightChange
 _MIN_SAME_COSINE: Final = 0.999
-"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+"""Tensors that differ only by scale and by rounding to bfloat16 or float16 have a larger cosine."""
 _PROBE_COUNT: Final = 4
 _MIN_PROBE_COSINE: Final = 0.9
-# What patches call a file's tensors, once these starts are cut off.
+# The name that patches give a file's tensor, once its adapter prefix is removed.
 _PATCH_NAMES: Final = {
     "lora_up.weight": "up",
     "lora_down.weight": "down",
@@ -81,25 +78,24 @@ _PATCH_NAMES: Final = {
     "set_weight": "set",
 }
 _ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
-_NOTHING_ON_WEIGHTS: Final = "nothing is on the weights that it is for"
+_NOTHING_ON_WEIGHTS: Final = "nothing is on its weights"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
-    """Say of every module of a LoRA whether it changes a weight of a model, and if not, why not.
+    """Say for every module of a LoRA whether it changes a weight of a model, and if not, why not.
 
-    Names are understood in every format (kohya, PEFT, native, ComfyUI) and naming of the known families, so a
-    module that is unmatched here matches in no loader. A loader may still know fewer names than this does: what is
-    known of that is among the findings.
+    Names of every format (kohya, PEFT, native, ComfyUI) and of all known families are understood, so a module that is
+    unmatched here matches in no loader. A loader may know fewer names; the findings say where that is known.
 
     Args:
         lora: A file of any format, or a LoRA in memory.
-        model: The model's shapes by key, or an `nn.Module`, an open `Checkpoint`, a diffusers pipeline, or
-            modules by the names that their parts have there (`{"unet": …, "text_encoder": …}`; ComfyUI's model
-            and CLIP under any names). Only shapes are looked at.
+        model: The model's shapes by key, an `nn.Module`, an open `Checkpoint`, a diffusers pipeline, or modules by the
+            name that their part has in a pipeline (`{"unet": …, "text_encoder": …}`; ComfyUI's model and CLIP under
+            any names). Only its shapes are read.
         values: Also read the LoRA's numbers: NaN and Inf, alphas and strength.
 
     Returns:
-        The verdict. Nothing is raised: a file or model that cannot be read is a verdict with an `error`.
+        The verdict. Nothing is raised: if the file or model cannot be read, the verdict has an `error`.
     """
     path = str(lora.path) if isinstance(lora, LoraFile) and lora.path else None
     try:
@@ -145,14 +141,14 @@ def _module_verdicts(
         model_naming=placing.layout.naming,
         modules=modules,
         unused_keys=lora.unused_keys,
-        unavailable={} if values else {"values": "not asked for: numbers were not read"},
+        unavailable={} if values else {"values": "the numbers were not read, as asked"},
     )
     return replace(verdict, findings=verdict_findings(verdict, keys))
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A module whose name fits a weight of another shape."""
+    """A module whose name is that of a weight with another shape."""
 
     key: str
     own: tuple[int, ...]
@@ -161,16 +157,16 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A LoRA's modules against a model's weights.
+    """Which of a model's weights a LoRA's modules change.
 
     Attributes:
-        lora: The LoRA under the model's names, as far as it could be aligned; None if it could not.
-        layout: The model's.
-        index: Its layers and other tensors, by every name.
-        layers: Paths of its Linear and convolution layers.
-        keys: The weights that each module lands on, by the module's name.
-        misfits: Modules that would land on weights of other shapes.
-        twins: Modules that are for a layer another module has already: that module.
+        lora: The LoRA under the model's names; None if it could not be aligned.
+        layout: The model's layout.
+        index: The model's layers and other tensors, by all their names.
+        layers: Paths of the model's Linear and convolution layers.
+        keys: The weights that each module changes, by the module's name.
+        misfits: Modules whose weights have another shape.
+        twins: For a module whose layer another module changes already, that other module.
     """
 
     lora: LoraFile | None
@@ -183,19 +179,19 @@ class Placement:
 
 
 class Mismatch(NamedTuple):
-    """A reason, and the same in words."""
+    """A reason, and its explanation in words."""
 
     reason: Reason
     detail: str
 
 
 class MismatchReasons:
-    """Explains the modules of one LoRA that do not land in one model.
+    """Explains why modules of a LoRA change nothing in a model.
 
     Args:
         lora: The LoRA.
-        placing: Where its modules land.
-        family: What the file is for.
+        placing: Which weights its modules change.
+        family: The model family that the file is for.
     """
 
     def __init__(self, lora: LoraFile, placing: Placement, family: FileFamily) -> None:
@@ -209,7 +205,7 @@ class MismatchReasons:
         """Say why a module changes nothing."""
         twin = self._placing.twins.get(name)
         if twin is not None:
-            return Mismatch("twice", f"{twin} is for the same layer, and comes first")
+            return Mismatch("twice", f"{twin} changes the same layer and comes first")
         misfit = self._placing.misfits.get(name)
         if misfit is not None:
             return self._of_shape(misfit)
@@ -223,7 +219,7 @@ class MismatchReasons:
         )
 
     def nearest(self, name: str) -> tuple[str, ...]:
-        """Names of the model's layers that are nearest to a module's, in the part that it names if that is there."""
+        """The model's layer names that are nearest to a module's, in the module's part if the model has it."""
         if self.explain(name).reason in _REASONS_WITHOUT_NEAREST:
             return ()
         misfit = self._placing.misfits.get(name)
@@ -248,11 +244,11 @@ class MismatchReasons:
         return dict(numbers)
 
     def _of_shape(self, misfit: Misfit) -> Mismatch:
-        shapes = f"it is made for a weight of {misfit.own}, and {misfit.key} is {misfit.model}"
+        shapes = f"it is made for a weight {misfit.own}, but {misfit.key} is {misfit.model}"
         if self._other_family:
             return Mismatch("other_architecture", f"{shapes}: {self._families}")
         if misfit.own == misfit.model[::-1]:
-            return Mismatch("transposed", f"{shapes}: its factors are the wrong way round")
+            return Mismatch("transposed", f"{shapes}: its factors are transposed")
         return Mismatch("other_shape", shapes)
 
     def _of_part(self, parsed: ModuleName) -> Mismatch | None:
@@ -260,9 +256,9 @@ class MismatchReasons:
         if not parsed.parts or any(part in there for part in parsed.parts):
             return None
         part = parsed.parts[0]
-        spoken = _PART_TITLES.get(part, part.replace("_", " "))
+        title = _PART_TITLES.get(part, part.replace("_", " "))
         reason: Reason = "text_encoder_missing" if part.startswith("text_encoder") else "part_missing"
-        return Mismatch(reason, f"it is for the {spoken}, which the model given does not have")
+        return Mismatch(reason, f"it is for the {title}, which was not given")
 
     def _of_family(self, parsed: ModuleName) -> Mismatch | None:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")
@@ -277,7 +273,7 @@ class MismatchReasons:
                 blocks = len({block_of_module(layer) for layer in layers})
                 return Mismatch(
                     "block_missing",
-                    f"the model has such layers in {blocks} blocks, and no {block_of_module(name)} with one",
+                    f"the model has this layer in {blocks} blocks, but not in {block_of_module(name)}",
                 )
         return None
 
@@ -286,13 +282,13 @@ class MismatchReasons:
         words = _WORD if "." in name else _FLAT_WORD
         for _ in range(_MAX_PREFIX_WORDS):
             word = words.match(rest)
-            if word is None or word[0][:-1].isdigit():  # a block of its own kind is no prefix
+            if word is None or word[0][:-1].isdigit():  # a numbered block is no prefix
                 return None
             rest, cut = rest[word.end() :], cut + word[0]
-            for spelt in (rest, f"lora_unet_{rest}", f"lora_te_{rest}"):
-                layer = self._placing.index.layer_of(spelt, self._lora.shape_of(name))
+            for spelling in (rest, f"lora_unet_{rest}", f"lora_te_{rest}"):
+                layer = self._placing.index.layer_of(spelling, self._lora.shape_of(name))
                 if layer is not None:
-                    return Mismatch("prefix", f"without {cut} before it, its name is that of {layer}")
+                    return Mismatch("prefix", f"without the prefix {cut} its name matches {layer}")
         return None
 
     @property
@@ -312,10 +308,10 @@ class MismatchReasons:
 
     def _unknown(self, name: str) -> str:
         if name.endswith(_BIAS):
-            return "the model has no bias of that name"
+            return "the model has no bias with that name"
         if self._model_family == "unknown":
-            return "the model, whose family is not known, has no layer of that name"
-        return f"{title_of(self._model_family)} has no layer of that name"
+            return "the model, whose family is not known, has no layer with that name"
+        return f"{title_of(self._model_family)} has no layer with that name"
 
 
 def _module_verdict(
@@ -338,7 +334,7 @@ def _module_verdict(
 
 
 def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -> ModuleVerdict:
-    """The module with what its numbers say; one that cannot be read keeps what its header says."""
+    """The module with its norm, alpha and scale; if its numbers are not finite, only that is added."""
     name = module.name
     try:
         change = lora.change(name)
@@ -354,11 +350,11 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
 
 
 def place(lora: LoraFile, shapes: Shapes) -> Placement:
-    """Find the weights of every module; nothing is read and nothing raised.
+    """Find the weights that every module changes. No tensor is read, and nothing is raised.
 
     Args:
         lora: In any format.
-        shapes: Of all the model's weights, by key.
+        shapes: The shapes of all the model's weights, by key.
     """
     layout = layout_of(shapes)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
@@ -368,7 +364,7 @@ def place(lora: LoraFile, shapes: Shapes) -> Placement:
     rest = lora.only({name for name in lora.names if name not in twins}) if twins else lora
     try:
         aligned = align(rest, layers, layout)
-    except SigmascopeError:  # names or shapes that no table of fused matrices can divide
+    except SigmascopeError:  # no table of fused matrices can divide these names or shapes
         placing = Placement(None, layout, index, own, twins=twins)
         for name in rest.names:
             layer = index.layer_of(name, rest.shape_of(name))
@@ -396,7 +392,7 @@ def _twins(lora: LoraFile, index: LayerIndex) -> dict[str, str]:
 
 def _land(placing: Placement, shapes: Shapes, name: str, layer: str, own: tuple[int, ...]) -> None:
     key = f"{layer}{WEIGHT}" if f"{layer}{WEIGHT}" in shapes else layer
-    if key not in shapes:  # the bias of a layer that has none
+    if key not in shapes:  # a bias that the layer does not have
         return
     if fits(own, shapes[key]):
         placing.keys[name] = (*placing.keys.get(name, ()), key)
@@ -405,7 +401,7 @@ def _land(placing: Placement, shapes: Shapes, name: str, layer: str, own: tuple[
 
 
 def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
-    """Whether a change of a weight of one shape is one of a weight of the other; () fits any."""
+    """Whether a change for a weight of one shape can be applied to a weight of another; () fits any."""
     if not own:
         return True
     if min(len(own), len(model)) < _MATRIX_AXES:
@@ -414,20 +410,20 @@ def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
 
 
 def _part_of(name: str) -> Part:
-    """The part of a model that a module's name says; the denoiser where it says none."""
+    """The part of a model in a module's name; the denoiser if the name says none."""
     parts = parse_name(name.removesuffix(_BIAS)).parts
     return parts[0] if parts else "denoiser"
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's weights by the names that they have without adapters and wrappers.
+    """Shapes of a model's weights, by their names without adapters and wrappers.
 
     Args:
-        model: See `Model`. Of several parts each name begins with the part's, as in a diffusers pipeline, but for
-            ComfyUI's modules, whose names are those of its files.
+        model: See `Model`. With several parts, each name begins with the part's name, as in a diffusers pipeline.
+            Weights of ComfyUI's modules keep the names of its files.
 
     Raises:
-        ModelMismatchError: It holds no weights that are known how to find.
+        ModelMismatchError: No weights are found in it.
     """
     if isinstance(model, nn.Module):
         shapes = dict(_named_shapes(model))
@@ -438,8 +434,8 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
         shapes = _of_parts(parts) if isinstance(parts, Mapping) else {}
     if not shapes:
         raise ModelMismatchError(
-            f"{type(model).__name__} holds no weights that are known how to find.",
-            hint="Give an nn.Module, shapes by name, or the parts of a pipeline by name.",
+            f"no weights were found in the {type(model).__name__}.",
+            hint="Pass an nn.Module, shapes by name, or the parts of a pipeline by name.",
         )
     return shapes
 
@@ -460,7 +456,7 @@ def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Weights by the names that they have without adapters; a quantised matrix by what it stands for."""
+    """Shapes of weights by their names without adapters; a quantised matrix has its unpacked shape."""
     packed = {
         f"{name}.weight" if name else "weight": (module.out_features, module.in_features)
         for name, module in adapted_modules(model)
@@ -472,18 +468,18 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class AppliedModule:
-    """One module of a LoRA file, and what of it is on the model.
+    """One module of a LoRA file, and where its numbers were found on the model.
 
     Attributes:
-        name: As the file has it.
-        keys: The model's weights that its numbers were found on.
-        times: How often: above 1 it is applied more than once to the same weight.
-        states: How far each of them has come, each state once.
-        state_reason: Of the first.
-        strength: What the file's ΔW is multiplied with on the model, all times together; None where it was not
-            found or is no plain change.
-        sources: The adapters that hold it, where the host names them.
-        detail: Why it was not found; None where it was.
+        name: Its name in the file.
+        keys: The model's weights on which its numbers were found.
+        times: How often it is applied to one weight; above 1, more than once.
+        states: The states of its patches, each once.
+        state_reason: The reason for the first patch's state.
+        strength: The factor on the file's ΔW, summed over all patches of one weight; None if the module was not found
+            or is no plain change.
+        sources: The adapters that hold it, if the host names them.
+        detail: Why it was not found; None if it was.
     """
 
     name: str
@@ -502,7 +498,7 @@ class AppliedModule:
 
     @property
     def acts(self) -> bool:
-        """Whether it is or will be in the model's outputs."""
+        """Whether it changes, or will change, the model's outputs."""
         return bool({"merged", "lazy", "registered"} & set(self.states))
 
     def as_dict(self) -> dict[str, Any]:
@@ -513,13 +509,13 @@ class AppliedModule:
 
 @dataclass(frozen=True, slots=True)
 class AppliedVerdict:
-    """What of a file is on a model.
+    """Which modules of a file are on a model.
 
     Attributes:
         path: The file; None for a LoRA in memory.
         modules: Every module of the file, in its order.
-        error: Why the file, or the model, could not be read; then nothing else is known.
-        findings: What is wrong, with what to do, the worst first.
+        error: Why the file or the model could not be read; then nothing else is known.
+        findings: What is wrong, with advice, the worst first.
     """
 
     path: str | None
@@ -534,7 +530,7 @@ class AppliedVerdict:
 
     @property
     def missing(self) -> tuple[AppliedModule, ...]:
-        """Modules that are not."""
+        """Modules that are not on the model."""
         return tuple(module for module in self.modules if not module.is_there)
 
     @property
@@ -549,12 +545,12 @@ class AppliedVerdict:
 
     @property
     def states(self) -> dict[str, int]:
-        """How many modules have come how far."""
+        """How many modules have a patch in each state."""
         return dict(Counter(state for module in self.there for state in module.states))
 
     @property
     def strengths(self) -> dict[float, int]:
-        """How many modules are there at each strength, the most frequent first."""
+        """How many modules have each strength, the most frequent first."""
         strengths = [round(module.strength, 2) for module in self.there if module.strength is not None]
         return dict(Counter(strengths).most_common())
 
@@ -578,17 +574,16 @@ class AppliedVerdict:
 def judge_applied(
     lora: str | PathLike[str] | LoraFile, patches: Sequence[AppliedPatch], model: Model | None = None
 ) -> AppliedVerdict:
-    """Say of every module of a file whether it is on a model now, told by its numbers.
+    """Say for every module of a file whether it is on a model now. Modules are recognised by their numbers.
 
     Args:
         lora: A file of any format, or a LoRA in memory.
-        patches: All that is on the model, as the readers of ComfyUI and PEFT give it; other LoRAs among them are
-            told apart.
-        model: What the patches are on; see `judge_lora`. Without it, a file in another naming than the model's is
-            only found where the names of the patched weights alone show the model's family.
+        patches: All patches on the model, as read from ComfyUI or PEFT; those of other LoRAs are ignored.
+        model: The patched model; see `judge_lora`. Without it, a file whose naming differs from the model's is only
+            found if the names of the patched weights alone show the model's family.
 
     Returns:
-        The verdict. Nothing is raised: a file that cannot be read is a verdict with an `error`.
+        The verdict. Nothing is raised: if the file cannot be read, the verdict has an `error`.
     """
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
@@ -614,7 +609,7 @@ def _applied_module(
     misfit = placing.misfits.get(name)
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
     if not keys:
-        return AppliedModule(name, detail="the model has no weight that it is for")
+        return AppliedModule(name, detail="the model has no weight for it")
     candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
     if not candidates:
         return AppliedModule(name, detail=f"nothing is on {keys[0]}")
@@ -627,19 +622,18 @@ def _applied_module(
             if change is not None
         ]
     except NonFiniteError:
-        return AppliedModule(name, detail="it holds NaN or Inf, by which it cannot be told")
+        return AppliedModule(name, detail="it holds NaN or Inf, so it cannot be recognised")
     if not same:
         others = {patch.source for _, patch in candidates if patch.source is not None}
         by = f" of {', '.join(sorted(others))}" if others else ""
-        return AppliedModule(name, detail=f"only other changes{by} are on {keys[0]}")
+        return AppliedModule(name, detail=f"{keys[0]} has only other changes{by}")
     return _there(name, same)
 
 
 def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
-    """The form of a file's change that a patch is, if any."""
+    """The file's change if the patch is that; or its divided or joined form, for a fused matrix; or None."""
     if is_same(own, patch):
         return own
-    # The same of one weight, where a fused matrix is divided or joined for it.
     lora, layer = placing.lora, key.removesuffix(WEIGHT)
     if lora is None or layer not in lora.modules:
         return None
@@ -665,7 +659,7 @@ def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> Appli
 
 
 def _strength(patch: AppliedPatch, change: Change) -> float | None:
-    """What ΔW of the file is multiplied with by one patch."""
+    """The factor that one patch puts on the file's ΔW."""
     if patch.state in {"inactive", "failed"}:
         return 0.0
     if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
@@ -675,7 +669,7 @@ def _strength(patch: AppliedPatch, change: Change) -> float | None:
 
 
 def is_same(change: Change, patch: AppliedPatch) -> bool:
-    """Whether a patch is a change of a file, in whatever dtype and scale the host keeps it."""
+    """Whether a patch is a change from a file, in any dtype and scale."""
     if isinstance(change, LoraFactors) and {"up", "down"} <= patch.tensors.keys():
         if "mid" in patch.tensors:
             return False
@@ -686,7 +680,7 @@ def is_same(change: Change, patch: AppliedPatch) -> bool:
 
 
 def tensors_of(change: Change) -> Mapping[str, Tensor]:
-    """A change's tensors by the names that `AppliedPatch.tensors` has for them."""
+    """A change's tensors, named as in `AppliedPatch.tensors`."""
     if isinstance(change, LoraFactors):
         return {"up": change.up, "down": change.down}
     if isinstance(change, DoraChange):
@@ -699,7 +693,7 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
 
 
 def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
-    """How many times the file's ΔW a plain patch is, at strength and scale 1; None for other kinds and no change."""
+    """The factor between a plain patch, at strength and scale 1, and the file's ΔW; None for other kinds and for ΔW = 0."""
     if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys() or change.scale == 0.0:
         return None
     if _are_the_factors(change, patch):
@@ -709,7 +703,7 @@ def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
 
 
 def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
-    """By ΔW, so that a host may divide, scale and re-factor as it likes; zero changes by their factors."""
+    """Compare ΔW, so that the host may scale and re-factor it; zero changes are compared by their factors."""
     if _are_the_factors(change, patch):
         return True
     up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
@@ -728,18 +722,18 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
 
 
 def _clearly_differ(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
-    """Whether what they make of a few inputs already shows that two ΔW are no multiples of each other."""
+    """Whether a few random inputs already show that two ΔW are not multiples of each other."""
     probe = torch.randn(down.shape[1], _PROBE_COUNT, generator=torch.Generator().manual_seed(0))
-    one, two = (
-        (first.detach().cpu().float() @ (second.detach().cpu().float() @ probe)).flatten()
-        for first, second in ((change.up, change.down), (up, down))
+    from_file, from_patch = (
+        (up_factor.detach().cpu().float() @ (down_factor.detach().cpu().float() @ probe)).flatten()
+        for up_factor, down_factor in ((change.up, change.down), (up, down))
     )
-    lengths = float(torch.linalg.vector_norm(one)) * float(torch.linalg.vector_norm(two))
-    return lengths > 0.0 and float(one @ two) < _MIN_PROBE_COSINE * lengths
+    lengths = float(torch.linalg.vector_norm(from_file)) * float(torch.linalg.vector_norm(from_patch))
+    return lengths > 0.0 and float(from_file @ from_patch) < _MIN_PROBE_COSINE * lengths
 
 
 def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
-    """Whether they are the very numbers, but for the rounding to the narrower of the two dtypes."""
+    """Whether the factors are equal after rounding to the narrower of the two dtypes."""
     up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
     return _are_equal(change.up, up) and _are_equal(change.down, down)
 
@@ -751,8 +745,8 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.detach().to(second.device, narrow), second.detach().to(narrow))
 
 
-def _same_numbers(one: Tensor, other: Tensor) -> bool:
-    first, second = as_float64(one).cpu().flatten(), as_float64(other).cpu().flatten()
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    first, second = as_float64(a).cpu().flatten(), as_float64(b).cpu().flatten()
     if len(first) != len(second):
         return False
     lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
@@ -773,7 +767,7 @@ def _patch_name(part: str) -> str:
 
 
 def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
-    """Findings for the modules of one file, the worst first."""
+    """The findings for one file's modules, the worst first."""
     return (*_missing(modules), *_idle(modules), *_twice(modules))
 
 
@@ -792,13 +786,9 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         "first": missing[0].name,
         "detail": missing[0].detail,
     }
-    advice = (
-        "Judge the file by the model (sigmascope lora inspect FILE --model MODEL): it says why, name by name."
-    )
+    advice = "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module."
     if len(missing) == len(modules):
-        message = (
-            f"None of the file's {len(modules)} modules is on the model, although it was to be loaded: {why}."
-        )
+        message = f"None of the file's {len(modules)} modules is on the model: {why}."
         yield Finding("lora_not_loaded", "critical", message, evidence, advice)
     else:
         message = (
@@ -836,7 +826,7 @@ def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
                 "times": max(module.times for module in twice),
                 "strength": twice[0].strength,
             },
-            "Remove one, unless the doubled strength is meant.",
+            "Remove one, unless the doubled strength is intended.",
         )
 
 

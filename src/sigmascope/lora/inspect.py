@@ -1,10 +1,9 @@
-"""What is in a LoRA file: ranks, strength, spectra, damage, and what its header says.
+"""What is in a LoRA file: ranks, strength, spectra, damage, and its header.
 
-`inspect_lora` measures how strong each module is and in how many directions (`ModuleStrength`), and puts the modules
-of a block together (`BlockStrength`). Plain factors are measured from r×r matrices; other kinds of change are formed.
+`inspect_lora` measures how strong each module is and in how many directions (`ModuleStrength`), and sums it up by block
+(`BlockStrength`). Plain factors are measured from r×r matrices; other kinds of change are formed.
 
-`relative_strengths` measures how much of a model's weights a LoRA changes, ‖ΔW‖ / ‖W‖, from files: one weight in
-memory at a time.
+`relative_strengths` measures ‖ΔW‖ / ‖W‖ for each weight of a model file, with one weight in memory at a time.
 """
 
 from collections import Counter
@@ -36,8 +35,8 @@ from sigmascope.progress import Progress, no_progress
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
 _NEAR_ZERO_RATIO: Final = 1e-3
-"""A module whose values are this much smaller than those of the middle module does nothing that shows."""
-_MAX_SPECTRUM_RANK: Final = 512  # rank
+"""A module whose values are this small beside the median module's has no visible effect."""
+_MAX_SPECTRUM_RANK: Final = 512
 Problem = Literal["not_finite", "needs_base"]
 
 
@@ -46,18 +45,18 @@ class ModuleStrength:
     """How strong one module of a LoRA is, and in how many directions.
 
     Attributes:
-        name: As the file names it.
+        name: Its name in the file.
         kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff` or `set`.
-        shape: Of the weight that it changes.
-        rank: Of its factors; None where it has none.
+        shape: Of the changed weight.
+        rank: Of its factors; None if it has none.
         parameters: Number of stored values.
         alpha: As stored; None unless the factors are plain.
-        scale: What up·down is multiplied with, alpha / rank; None unless the factors are plain.
+        scale: The factor on up·down, alpha / rank; None unless the factors are plain.
         dtype: Of plain factors, such as `float16`.
-        norm: ‖ΔW‖ at strength 1; None where there is a problem.
-        singular_values: All min(rank, out, in) of ΔW, falling; empty unless the factors are plain, and where
-            they were not asked for.
-        dead_columns: Columns of up (with their rows of down) that change nothing, since one of the two is zero.
+        norm: ‖ΔW‖ at strength 1; None if there is a problem.
+        singular_values: All min(rank, out, in) of ΔW, falling; empty unless the factors are plain and the spectrum
+            was calculated.
+        dead_columns: How many columns of up change nothing, because they or their rows of down are zero.
         problem: `not_finite`: it holds NaN or Inf. `needs_base`: what it changes depends on the base weight.
     """
 
@@ -76,12 +75,12 @@ class ModuleStrength:
 
     @property
     def block(self) -> str:
-        """The block that the module is in, the same in every format."""
+        """The module's block, named the same in every format."""
         return block_of_module(self.name)
 
     @property
     def size(self) -> float | None:
-        """The root mean square of ΔW's values, ‖ΔW‖ / √(out·in): comparable between layers of any shape."""
+        """The root mean square of ΔW's values, ‖ΔW‖ / √(out·in), comparable between layers of any shape."""
         return None if self.norm is None else self.norm / sqrt(max(prod(self.shape), 1))
 
     @property
@@ -123,10 +122,10 @@ class BlockStrength:
     Attributes:
         name: Such as `up_blocks.1`.
         modules: How many there are.
-        norm: ‖ΔW‖ of all that could be measured; None where none could.
-        share: Of the whole LoRA's ‖ΔW‖², 0 to 1; None where the norm is.
-        ranks: Lowest and highest rank; None where none has one.
-        effective_rank: Mean over the modules whose spectrum is known; None without any.
+        norm: ‖ΔW‖ of all modules that could be measured; None if none could.
+        share: Its share of the whole LoRA's ‖ΔW‖², 0 to 1; None if the norm is None.
+        ranks: Lowest and highest rank; None if no module has one.
+        effective_rank: Mean over the modules whose spectrum is known; None if there are none.
     """
 
     name: str
@@ -169,7 +168,7 @@ class LoraInspection:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many modules are of each kind, plain factors (`lora`) first."""
+        """How many modules each kind has, plain factors (`lora`) first."""
         counts = Counter(module.kind for module in self.modules)
         return dict(sorted(counts.items(), key=lambda item: (item[0] != "lora", item[0])))
 
@@ -185,12 +184,12 @@ class LoraInspection:
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """How many plain modules are stored in each dtype, the most frequent first."""
+        """How many plain modules have each dtype, the most frequent first."""
         return dict(Counter(m.dtype for m in self.modules if m.dtype is not None).most_common())
 
     @property
     def norm(self) -> float | None:
-        """‖ΔW‖ of all modules that could be measured; None where none could."""
+        """‖ΔW‖ of all modules that could be measured; None if none could."""
         return norm_of(self.modules)
 
     @property
@@ -200,14 +199,14 @@ class LoraInspection:
 
     @property
     def near_zero(self) -> tuple[str, ...]:
-        """Modules whose values are a thousand times smaller than those of the middle module, or zero."""
+        """Modules whose values are zero, or a thousand times smaller than the median module's."""
         sizes = {module.name: module.size for module in self.modules if module.size is not None}
         middle = median(size for size in sizes.values() if size > 0.0) if any(sizes.values()) else 0.0
         return tuple(name for name, size in sizes.items() if size <= _NEAR_ZERO_RATIO * middle)
 
     @property
     def dead_columns(self) -> dict[str, int]:
-        """Modules with columns that change nothing, and how many."""
+        """How many columns change nothing, for each module that has such columns."""
         return {module.name: module.dead_columns for module in self.modules if module.dead_columns}
 
     @property
@@ -292,7 +291,7 @@ def _measured(lora: LoraFile, name: str, full_spectrum: bool) -> ModuleStrength:
 
 
 def _with_spectrum(module: ModuleStrength, factors: LoraFactors, full: bool) -> ModuleStrength:
-    """From r×r matrices, without forming ΔW; at a rank above a thousand the spectrum takes a second."""
+    """Measure plain factors from r×r matrices. Above rank 512 the spectrum is slow, and left out unless `full`."""
     full = full or min(factors.rank, max_rank(factors.weight_shape)) <= _MAX_SPECTRUM_RANK
     values = factors.singular_values().tolist() if full else []
     return replace(
@@ -313,7 +312,7 @@ def _dead_columns(factors: LoraFactors) -> int:
 
 
 def _block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
-    """Put the modules of one block together; `total` is the whole LoRA's norm."""
+    """Sum up the modules of one block; `total` is the whole LoRA's norm."""
     norm = norm_of(modules)
     ranks = [module.rank for module in modules if module.rank is not None]
     effective = [rank for module in modules if (rank := module.effective_rank) is not None]
@@ -328,7 +327,7 @@ def _block_strength(name: str, modules: list[ModuleStrength], total: float | Non
 
 
 def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
-    """‖ΔW‖ of all modules that could be measured; None where none could, 0 without any."""
+    """‖ΔW‖ of all modules that could be measured; None if none could, 0 if there are no modules."""
     measured = [module.norm for module in modules if module.norm is not None]
     return root_sum_square(measured) if measured or not modules else None
 
@@ -336,16 +335,16 @@ def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
 def relative_strengths(
     lora: str | PathLike[str], verdict: LoraVerdict, model: Checkpoint, *, progress: Progress = no_progress
 ) -> Mapping[str, Effect]:
-    """Measure every module that matches beside the weights that it changes, at LoRA strength 1.
+    """Measure ‖ΔW‖ / ‖W‖ for every matching module, at LoRA strength 1.
 
     Args:
         lora: The file.
-        verdict: Of this file and model, with values.
-        model: The open checkpoint, of which only the weights that the LoRA changes are read.
-        progress: Told after each module.
+        verdict: The verdict on this file and model, with values.
+        model: The open checkpoint; only the weights that the LoRA changes are read.
+        progress: Called after each module.
 
     Returns:
-        The effects by the file's module names. A fused module's weight is all that it changes together.
+        The effects by the file's module names. For a fused module, ‖W‖ is that of all its weights together.
     """
     effects: dict[str, Effect] = {}
     with open_any_kind(Path(lora)) as file:
@@ -369,10 +368,10 @@ def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
 
 
 def _norm_beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
-    """‖ΔW‖ of a change that depends on the weight."""
+    """‖ΔW‖ of a change that depends on the base weight."""
     if module.finite is False:
         raise LoraFormatError("the module holds NaN or Inf.")
     if len(module.layers) != 1:
-        raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
+        raise LoraFormatError(f"a {module.kind} change of several weights cannot be measured.")
     base = model.tensor(module.layers[0]).to(torch.float64)
     return finite(lora.changes[module.name].frobenius_norm(base))

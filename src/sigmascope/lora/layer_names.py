@@ -1,9 +1,9 @@
-"""The layers of a model by name: which tensors they are, the block each is in, and its names in diffusers and elsewhere.
+"""What a model's layers are called: which tensors are layers, the block of each, and its name in another naming.
 
-Paths with dots (native, PEFT, ComfyUI) and names flattened by underscores (kohya) are understood alike, in the
-naming of any family, so that a block has one name in every format (`block_of_module`).
+Dotted paths (native, PEFT, ComfyUI) and names flattened with underscores (kohya) are both understood, in any family's
+naming, so a block has one name in every format (`block_of_module`).
 
-A layer has two names, diffusers' and the original model's:
+A layer has two names, diffusers' and the original model's (`renamed` translates):
 
     down_blocks.1.resnets.0.conv1          input_blocks.4.0.in_layers.2          U-Net
     mid_block.attentions.0.proj_in         middle_block.1.proj_in
@@ -13,12 +13,12 @@ A layer has two names, diffusers' and the original model's:
     blocks.3.attn1.to_q                    blocks.3.self_attn.q                  WAN
 
 The U-Nets of SD 1, SD 2, SDXL and LBM are translated by rule (`to_sgm`, `to_diffusers`). CompVis' naming, `sgm`,
-counts the blocks through, so a translation needs to know how many layers a block has, and which of the upper blocks
+numbers all blocks in one sequence, so the translation needs to know how many layers a block has and which upper blocks
 have attention (`UnetBlocks`).
 
-Diffusion transformers and text encoders are looked up in their families' records. Original files keep the query, key and value
-matrices of a block as one fused matrix where diffusers has one for each: then several of diffusers' layers are rows
-of one original layer, and the look-up gives the line of the table (`Row`).
+Diffusion transformers and text encoders are looked up in their families' records. Many original files fuse a block's
+query, key and value matrices into one, where diffusers has three. Several of diffusers' layers are then rows of one
+original layer, and the look-up returns that row of the family's table (`Row`).
 """
 
 import re
@@ -49,7 +49,7 @@ from sigmascope.lora.families.known import AROUND_ATTENTION, ATTENTION, BLOCK_LI
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 
 Coverage = Literal["full", "attention", "extended"]
-"""Which layers of a model are extracted; see `ExtractOptions.target_coverage`."""
+"""Which layers are extracted; see `ExtractOptions.target_coverage`."""
 _ATTENTION: Final = re.compile(
     "|".join((r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_", *ATTENTION))
 )
@@ -82,7 +82,7 @@ _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A pattern of any of these names, with dots or flat; the longest first, as one may begin like another."""
+    """A pattern that matches any of these names, dotted or flat; longest first, because one may be a prefix of another."""
     return "|".join(re.escape(name).replace(r"\.", "[._]") for name in sorted(names, key=len, reverse=True))
 
 
@@ -108,9 +108,9 @@ _EMBEDDINGS: Final = frozenset(
 )
 
 _WORDS: Final = re.compile(r"[^._]+")
-_NEAREST_COUNT: Final = 3  # layers that are named where a pattern matches none
+_NEAREST_COUNT: Final = 3
 
-# How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
+# Prefixes of CLIP's and a U-Net's layers, and the namings that are diffusers'.
 _CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
 _DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
 _UNET_STARTS: Final = (
@@ -171,7 +171,7 @@ def _is_embedding(module: str) -> bool:
 
 
 def in_coverage(module: str, coverage: Coverage) -> bool:
-    """Whether a layer is among those that a coverage names, in any family's names.
+    """Whether a coverage includes a layer, in any family's naming.
 
     Args:
         module: Path of the layer, such as `denoiser.mid_block.attentions.0.proj_in`.
@@ -230,7 +230,7 @@ def _block_in(name: str) -> str:
 
 
 def _numbered_block(kind: str, number: int) -> str:
-    """Sgm counts the layers of all levels through, from its `conv_in` on."""
+    """Sgm numbers the layers of all levels in one sequence, beginning with `conv_in`."""
     if kind == "input_blocks":
         level = (number - 1) // _SGM_LAYERS_PER_LEVEL
         return f"down_blocks.{level}" if number > 0 else "conv_in"
@@ -240,7 +240,7 @@ def _numbered_block(kind: str, number: int) -> str:
 
 
 def block_position(block: str) -> tuple[int, str, int]:
-    """Sorting key: the order in which a latent passes the blocks, text encoders first, unknown ones last."""
+    """Sorting key: the order in which a latent passes the blocks; text encoders first, unknown blocks last."""
     first, _, number = block.partition(".")
     position = _BLOCK_ORDER.get(first, len(_BLOCK_ORDER))
     return position, first if position == len(_BLOCK_ORDER) else "", int(number) if number.isdigit() else -1
@@ -253,13 +253,13 @@ def layer_order(module: str) -> tuple[tuple[int, str, int], list[tuple[int, str]
 
 
 def write_layer_names(path: str | PathLike[str], names: Iterable[str]) -> Sequence[str]:
-    """Write `lora_layer_names.txt`: the LoRA's layers, one a line, in the model's order.
+    """Write `lora_layer_names.txt`: the LoRA's layers, one per line, in the model's order.
 
-    Each line, or any part of one (`attn1`, `ff.net`, `up_blocks.1`), can go into a training
-    configuration's `trainable_lora_modules`, which takes partial names.
+    A line, or any part of it (`attn1`, `ff.net`, `up_blocks.1`), can be used in a training configuration's
+    `trainable_lora_modules`, which takes partial names.
 
     Args:
-        path: The text file; replaced as a whole.
+        path: The text file; an existing one is replaced.
         names: Module paths in native naming.
 
     Returns:
@@ -275,47 +275,47 @@ def write_layer_names(path: str | PathLike[str], names: Iterable[str]) -> Sequen
 
 
 def require_pattern(pattern: str, flag: str) -> None:
-    """Refuse what is no regular expression, or an empty one, which would pick every layer.
+    """Refuse an invalid regular expression, and an empty one, which would match every layer.
 
     Raises:
-        ConfigError: With the flag, the pattern and what is wrong with it.
+        ConfigError: Names the flag, the pattern and what is wrong with it.
     """
     if not pattern:
-        raise ConfigError(f"{flag} has no pattern.", hint="Write one such as 'up_blocks.*attn1'.")
+        raise ConfigError(f"{flag} has no pattern.", hint="Use one such as 'up_blocks.*attn1'.")
     try:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"{flag} {pattern!r} is no regular expression: {error}.",
-            hint="Put a backslash before a sign that is meant as it stands, such as \\( or \\[.",
+            f"{flag} {pattern!r} is not a valid regular expression: {error}.",
+            hint="Put a backslash before a character that is meant literally, such as \\( or \\[.",
         ) from error
 
 
 def require_matches(pattern: str, layers: Sequence[str], flag: str) -> None:
-    """Refuse a pattern that is found in no layer: it is a typing error, not a wish.
+    """Refuse a pattern that matches no layer: it is a typing error.
 
     Raises:
-        ConfigError: With the layers whose names come nearest.
+        ConfigError: Names the nearest layers.
     """
     if any(matches(pattern, layer) for layer in layers):
         return
     nearest = nearest_layers(pattern, layers)
     raise ConfigError(
         f"{flag} {pattern!r} matches none of the {len(layers)} layers.",
-        hint=f"The nearest are {', '.join(nearest)}." if nearest else "The model has no layers.",
+        hint=f"The nearest layers are {', '.join(nearest)}." if nearest else "The model has no layers.",
     )
 
 
 def matches(pattern: str, layer: str) -> bool:
-    """Whether a pattern is found anywhere in a layer's path."""
+    """Whether a pattern matches anywhere in a layer's path."""
     return re.search(pattern, layer) is not None
 
 
 class NearestNames:
-    """Names compared by their words, dots and underscores alike, rare words counting for more.
+    """Finds the names that share the most words with a given one; rare words count for more.
 
     Args:
-        names: Of the model's layers.
+        names: Names of the model's layers, with dots or underscores.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -325,24 +325,24 @@ class NearestNames:
         for index, words in enumerate(counts):
             for word, times in words.items():
                 self._times.setdefault(word, np.zeros(len(self._names)))[index] = times
-        # Of two names that share as much the shorter is nearer.
+        # If two names share as much, the shorter one is nearer.
         self._lengths = np.array([sum(words.values()) or 1 for words in counts], dtype=np.float64) ** 0.25
 
-    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
-        """Up to `count` names, the nearest first; none that shares no word."""
+    def nearest(self, name: str) -> tuple[str, ...]:
+        """Up to three names, the nearest first; each shares at least one word."""
         scores = np.zeros(len(self._names))
         for word, times in Counter(_WORDS.findall(name)).items():
-            having = self._times.get(word)
-            if having is not None:
-                rarity = log(1.0 + len(self._names) / np.count_nonzero(having))
-                scores += rarity * np.minimum(having, times)
+            times_by_name = self._times.get(word)
+            if times_by_name is not None:
+                rarity = log(1.0 + len(self._names) / np.count_nonzero(times_by_name))
+                scores += rarity * np.minimum(times_by_name, times)
         scores /= self._lengths
-        best = np.argsort(-scores, kind="stable")[:count]
+        best = np.argsort(-scores, kind="stable")[:_NEAREST_COUNT]
         return tuple(self._names[index] for index in best if scores[index] > 0.0)
 
 
 def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:
-    """The few layers whose names have the pieces most like the pattern's, nearest first."""
+    """The three layers whose words are most similar to the pattern's, typing errors allowed; the nearest first."""
     wanted = _pieces(pattern)
     likeness: dict[tuple[str, str], float] = {}
 
@@ -365,20 +365,20 @@ def _pieces(text: str) -> list[str]:
 def renamed(
     path: str, part: Part, layout: ModelLayout, wanted: Naming, blocks: UnetBlocks | None = None
 ) -> str | Row:
-    """A layer's path in the naming that a format wants.
+    """A layer's path in another naming.
 
     Args:
-        path: Inside its part of the model, in the layout's naming.
+        path: The layer's path inside its part of the model, in the layout's naming.
         part: That part.
-        layout: Of the checkpoint that the path is of.
-        wanted: `original` is the naming of the family's single files, sgm's for U-Nets.
-        blocks: The U-Net's; the family's own when left out.
+        layout: The layout of the path's checkpoint.
+        wanted: The naming to translate to; `original` is that of the family's single files, sgm's for U-Nets.
+        blocks: The U-Net's blocks; the family's usual ones by default.
 
     Returns:
-        The path, or the line of the table where the layer is a part of another one or its rows lie otherwise.
+        The path; or the table's row if the layer is fused with others there, or has its rows in another order.
 
     Raises:
-        LoraFormatError: The layer has no name there that is known.
+        LoraFormatError: No name of the layer is known there.
     """
     if part not in {"denoiser", "denoiser_2"}:
         return _in_other_part(path, part)
@@ -396,20 +396,20 @@ def renamed(
         new_name = None if row is None else row.parts[0] if wanted == "diffusers" else row.original
     if new_name is None:
         raise LoraFormatError(
-            f"{path} of a model of family {layout.family} has no {wanted} name that is known.",
-            hint="Write the format that keeps the model's own names: native.",
+            f"no {wanted} name is known for {path} of a {layout.family} model.",
+            hint="Write the native format, which keeps the model's own names.",
         )
     return new_name
 
 
 def is_unet_layer(path: str, layout: ModelLayout) -> bool:
-    """Whether a denoiser's layer is one of a Stable Diffusion U-Net, in either naming."""
+    """Whether a denoiser's layer belongs to a Stable Diffusion U-Net, in either naming."""
     unknown = layout.family == "unknown"
     return layout.family in UNET_FAMILIES or (unknown and path.startswith(_UNET_STARTS))
 
 
 def unet_kernel(path: str, layout: ModelLayout) -> int | None:
-    """Side of the kernel of such a U-Net's convolution, by its name in diffusers' naming; None of another layer."""
+    """Kernel side of a U-Net's convolution, told by its diffusers name; None for any other layer."""
     if not is_unet_layer(path, layout):
         return None
     if path.endswith(".conv_shortcut") or (
@@ -420,15 +420,15 @@ def unet_kernel(path: str, layout: ModelLayout) -> int | None:
 
 
 def usual_blocks(family: str) -> UnetBlocks:
-    """The blocks of a family's published U-Net."""
+    """The blocks of the family's published U-Net."""
     return family_named(family).unet_blocks
 
 
 def _in_other_part(path: str, part: Part) -> str | Row:
-    """Text encoders are named as in transformers in every LoRA format; other parts keep their paths."""
+    """Every LoRA format names text encoders as transformers does; other parts keep their paths."""
     if not part.startswith("text_encoder"):
         return path
-    if path.startswith(_CLIP_STARTS):  # as of version 5, CLIPTextModel's own keys begin here
+    if path.startswith(_CLIP_STARTS):  # since transformers 5, CLIPTextModel's keys lack `text_model.`
         return f"text_model.{path}"
     row = row_of_original("open_clip", path)
     if row is None:
@@ -438,12 +438,12 @@ def _in_other_part(path: str, part: Part) -> str | Row:
 
 
 def blocks_of(paths: Iterable[str], usual: UnetBlocks | None = None, *, complete: bool = True) -> UnetBlocks:
-    """Read a U-Net's blocks off the paths of its layers, in either naming.
+    """Tell a U-Net's blocks from the paths of its layers, in either naming.
 
     Args:
-        paths: Inside the U-Net, without `.weight`.
-        usual: What to take where the paths prove nothing else; SDXL's when left out.
-        complete: Whether they are all of its layers, and not only some, as a LoRA has them.
+        paths: Paths inside the U-Net, without `.weight`.
+        usual: What to assume if the paths prove nothing else; SDXL's blocks by default.
+        complete: Whether these are all layers of the U-Net; a LoRA has only some.
     """
     known, usual = list(paths), usual or SDXL_BLOCKS
     sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
@@ -454,7 +454,7 @@ def blocks_of(paths: Iterable[str], usual: UnetBlocks | None = None, *, complete
     )
     ends = sorted(int(match[2]) for match in sgm_sides if match[4] == "op")
     layers = usual.layers_per_block
-    if lower and (complete or max(upper, default=0) == max(lower) + 1):  # an upper block has one layer more
+    if lower and (complete or max(upper, default=0) == max(lower) + 1):  # an upper block has one more layer
         layers = 1 + max(lower)
     elif ends and complete:  # the first block's downsampler comes after its layers and the input convolution
         layers = ends[0] - 1
@@ -468,15 +468,15 @@ def blocks_of(paths: Iterable[str], usual: UnetBlocks | None = None, *, complete
 
 
 def blocks_of_model(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
-    """The same from the paths of all layers of a model; those of its other parts do not count."""
+    """The U-Net's blocks, told from the paths of all layers of a model."""
     return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
 
 
 def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
-    """The sgm name of a layer, by diffusers' path inside the U-Net.
+    """The sgm path of a layer, given its diffusers path inside the U-Net.
 
     Returns:
-        Its path; None for one that is not of such a U-Net.
+        The path; None if the layer does not belong to such a U-Net.
     """
     if path in TOP:
         return TOP[path]
@@ -501,10 +501,10 @@ def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
 
 
 def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
-    """Diffusers' name of a layer, by its sgm path inside the U-Net.
+    """The diffusers path of a layer, given its sgm path inside the U-Net.
 
     Returns:
-        Its path; None for one that is not of such a U-Net.
+        The path; None if the layer does not belong to such a U-Net.
     """
     if path in TOP_OF_SGM:
         return TOP_OF_SGM[path]
@@ -526,7 +526,7 @@ def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
 
 
 def _renamed(rest: str, kind: str, resnet: dict[str, str]) -> str | None:
-    """The name inside a residual or attention layer; an attention's own names are the same in both."""
+    """The name inside a residual or attention layer; attention layers are named alike in both."""
     return resnet.get(rest) if kind == "resnets" else rest
 
 

@@ -1,8 +1,8 @@
-"""Two checkpoints of one architecture, tensor by tensor: matched, compared, and what does not fit.
+"""Open a base and a tuned checkpoint as one pair (`open_pair`), with their tensors matched.
 
-One tensor has one place in both, a part of the model and the key inside it, whatever stands before their names.
-Every tensor is compared, left out by choice, or refused. The findings name whatever is left out, and what differs
-that no LoRA of Linear and convolution layers can hold.
+Tensors are matched by their place, which is the part of the model and the key inside it; prefixes do not matter. Every
+tensor is compared, skipped by choice, or refused. The findings name what is skipped, and what differs although a LoRA of
+Linear and convolution layers cannot hold it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ from sigmascope.lora.families import ModelLayout, Part, layout_of
 from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
 from sigmascope.records.run import Finding, JsonScalar
+from sigmascope.units import first_few
 
 __all__ = [
     "CheckpointPair",
@@ -39,36 +40,38 @@ Decision = Literal["error", "skip"]
 DtypeDecision = Literal["compare", "error", "skip"]
 
 Place = tuple[Part, str]
-"""A part and the key inside it: the same for one tensor in any naming with the same inner keys."""
+"""A part and the key inside it, whatever prefix the part has in a file."""
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
-"""Every part of a model, in the order in which they are written about."""
+"""Every part of a model, in the order in which messages name them."""
 
-_MIN_COMMON_SHARE = 0.5  # of the smaller side's keys: far below any two of one architecture, far above chance
+_MIN_COMMON_SHARE = (
+    0.5  # of the smaller side's keys; files of one architecture share far more, others far less
+)
 _LORA_KEY_PARTS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
 _ONE_ARCHITECTURE = "Both must be complete checkpoints of the same architecture"
 
-_IGNORED_KEYS = ("num_iterations",)  # a training counter: it differs between any two checkpoints
+_IGNORED_KEYS = ("num_iterations",)  # a training counter, which differs in any two checkpoints
 _CPU = torch.device("cpu")
-_SAMPLED_BYTES = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
+_SAMPLED_BYTES = 1 << 30  # holds a whole VAE; of larger text encoders, a sample of the tensors is compared
 
-_NAMED = 3  # names in a message
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """The choices of `open_pair`. Whatever is skipped is named in the pair's findings.
+    """Options of `open_pair`. The pair's findings name everything that is skipped.
 
     Attributes:
         parts: Which parts of the models are compared.
-        on_missing: Keys that one side lacks: `error`, or `skip` to compare the others.
-        on_shape_change: Tensors whose shapes differ: `error`, or `skip` to compare the others.
-        on_integer: Integer and boolean tensors that differ, and weights that are integers: `error` or `skip`.
-            Those that are equal on both sides are no obstacle to anything.
-        on_mixed_dtypes: Tensors stored in two dtypes: `compare` in the wider precision, `error` or `skip`.
-        variant: Which files of a diffusers folder are read where it has several: `fp16` for `*.fp16.safetensors`.
+        on_missing: For keys that one side lacks: `error`, or `skip` to compare the others.
+        on_shape_change: For tensors whose shapes differ: `error`, or `skip` to compare the others.
+        on_integer: For integer and boolean tensors that differ, and for integer weights: `error` or `skip`. Equal
+            integer tensors are always accepted.
+        on_mixed_dtypes: For tensors stored in two dtypes: `compare` in the wider precision, `error` or `skip`.
+        variant: Which files of a diffusers folder are read if it has several: `fp16` for `*.fp16.safetensors`.
 
     Raises:
-        ConfigError: A value is not known; the message names the flag.
+        ConfigError: An unknown value; the message names the flag.
     """
 
     parts: tuple[Part, ...] = ("denoiser",)
@@ -87,10 +90,10 @@ class PairOptions:
 
 
 def require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuse a value that is not known.
+    """Refuse an unknown value.
 
     Raises:
-        ConfigError: With the flag and the known values.
+        ConfigError: Names the flag and the known values.
     """
     if value not in known:
         raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
@@ -110,15 +113,15 @@ class CheckpointPair:
     """A base and a tuned checkpoint, with the tensors of the chosen parts matched.
 
     Attributes:
-        base: The model that the LoRA will be put on.
-        tuned: The fine-tuned model, under the base's names where its own prefixes are others.
+        base: The model that the LoRA will be applied to.
+        tuned: The fine-tuned model, under the base's names.
         layers: Paths of the Linear and convolution layers (weights of two to five axes), without `.weight`, in
             the base file's order.
-        others: Keys of the other tensors that are compared: biases, norms, embeddings, parameters.
-        outside: Keys of the parts that are not compared, as far as both files have them.
-        skipped: Why a tensor of the chosen parts is not compared, by key; all are in the findings too.
+        others: Keys of the other compared tensors: biases, norms, embeddings, parameters.
+        outside: Keys that both files have in parts that are not compared.
+        skipped: Why a tensor of the chosen parts is not compared, by key. The findings name all of them.
         layout: How the base names its weights.
-        findings: What does not fit between the two, and what was quantised.
+        findings: What does not match between the two, and what was quantised.
     """
 
     base: Checkpoint
@@ -135,7 +138,7 @@ class CheckpointPair:
         return self.base.info(layer + WEIGHT).shape
 
     def precision_of(self, key: str) -> torch.dtype:
-        """The dtype in which a tensor's change is formed: float64 when either file holds it in that, else float32."""
+        """The dtype in which a tensor's change is formed: float64 if either file stores float64, else float32."""
         return at_least_float32(self.base.info(key).dtype, self.tuned.info(key).dtype)
 
     def change(self, key: str, device: torch.device) -> LayerChange:
@@ -150,12 +153,12 @@ class CheckpointPair:
             CheckpointError: The tensor cannot be read.
         """
         precision = self.precision_of(key)
-        # The narrow numbers travel to the device and are widened there.
+        # Widened on the device, so that fewer bytes travel.
         base = self.base.tensor(key).to(device).to(precision)
         tuned = self.tuned.tensor(key).to(device).to(precision)
         base_norm = frobenius_norm(base)
         delta = tuned - base
-        norm = frobenius_norm(delta)  # NaN or Inf in either file reaches the norm: one pass serves both
+        norm = frobenius_norm(delta)  # NaN or Inf in either file shows in the norm
         if not norm < float("inf"):
             _refuse_non_finite(self, key, base, tuned)
         return LayerChange(delta, norm, base_norm)
@@ -169,12 +172,12 @@ def _refuse_non_finite(
         if nans or infs:
             raise NonFiniteError(
                 f"{checkpoint.path}: {key} holds {nans} NaN and {infs} Inf in {weight.numel()} values.",
-                hint="Use an earlier checkpoint of the training; this one is damaged.",
+                hint="This checkpoint is damaged: use an earlier one of the training.",
             )
     raise NonFiniteError(
         f"{key}: the difference between {pair.tuned.path} and {pair.base.path} overflows "
         f"{pair.precision_of(key)}.",
-        hint="Check that both files hold weights of one model.",
+        hint="Check that both files hold weights of the same model.",
     )
 
 
@@ -182,22 +185,22 @@ def _refuse_non_finite(
 def open_pair(
     base: str | PathLike[str], tuned: str | PathLike[str], options: PairOptions | None = None
 ) -> Iterator[CheckpointPair]:
-    """Open two checkpoints and match their parts, reading headers only (and integer tensors, which are few).
+    """Open two checkpoints and match their parts. Only headers are read, and the few integer tensors.
 
     Args:
         base: A file, index, component folder or diffusers folder; see `open_checkpoint`.
         tuned: The fine-tuned model, in the same form as the base; only prefixes may differ.
-        options: What is compared and what may be left out; the defaults compare whole denoisers.
+        options: What is compared and what may be skipped; the defaults compare whole denoisers.
 
     Raises:
-        ModelMismatchError: The same file twice, a part that is not there, another naming, and unless they may be
-            skipped a key missing on one side, or other shapes.
-        CheckpointError: A file that cannot be read, or weights that are not floating-point numbers.
+        ModelMismatchError: Both are the same file, a part is missing, or the namings differ; also a key missing on one
+            side or a changed shape, unless `options` skips it.
+        CheckpointError: A file cannot be read, or its weights are not floating-point numbers.
     """
     options = options or PairOptions()
     if is_same_file(Path(base), Path(tuned)):
         raise ModelMismatchError(
-            f"{base} is given as base and as tuned model: nothing differs.",
+            f"{base} was given as both the base and the tuned model: nothing differs.",
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
     with ExitStack() as stack:
@@ -208,7 +211,7 @@ def open_pair(
 
 
 def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = None) -> CheckpointPair:
-    """Pair the parts of two open checkpoints; see `open_pair` for what is raised."""
+    """Pair the parts of two open checkpoints; raises what `open_pair` does."""
     options = options or PairOptions()
     first, second = sides_of(base, tuned, options.parts)
     lost = [key for place, key in first.keys.items() if place not in second.keys]
@@ -246,7 +249,7 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
 
 @dataclass(frozen=True, slots=True)
 class PairSide:
-    """One checkpoint: how it is laid out, and where each place's tensor is.
+    """One checkpoint of a pair, with its keys by place.
 
     Attributes:
         checkpoint: The opened file.
@@ -265,29 +268,29 @@ class PairSide:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Read names of parts with commas between them, such as `denoiser, vae`.
+    """Read names of parts separated by commas, such as `denoiser, vae`.
 
     Raises:
-        ConfigError: There is none, or one that is not known.
+        ConfigError: There is none, or an unknown one.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("--parts names nothing to compare.", hint=f"Name some of {', '.join(PARTS)}.")
+        raise ConfigError("--parts names no part.", hint=f"Name one or more of {', '.join(PARTS)}.")
     for name in names:
         require_one_of("--parts", name, PARTS)
     return tuple(part for part in PARTS if part in names)
 
 
 def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tuple[PairSide, PairSide]:
-    """Lay out two checkpoints such that one tensor has one place in both.
+    """Find each tensor's place in two checkpoints.
 
     Args:
-        base: The one model.
-        tuned: The other.
-        parts: What is compared. Where both are a VAE or text encoder alone, the denoiser means that.
+        base: The base model.
+        tuned: The tuned model.
+        parts: What is compared. If both files are only a VAE or text encoder, "denoiser" means that part.
 
     Raises:
-        ModelMismatchError: A side is a LoRA, lacks a part, or names its weights unlike the other.
+        ModelMismatchError: A side is a LoRA, lacks a part, or names its weights differently.
     """
     layouts = _common_layouts(base, tuned)
     alone = all("denoiser" not in side.prefixes and [*side.prefixes.values()] == [""] for side in layouts)
@@ -302,7 +305,7 @@ def _common_layouts(base: Checkpoint, tuned: Checkpoint) -> tuple[ModelLayout, M
     first, second = (layout_of({key: side.info(key).shape for key in side}) for side in (base, tuned))
     same = (first.family, first.naming) == (second.family, second.naming)
     if not same and _common_share(set(base), set(tuned)) >= _MIN_COMMON_SHARE:
-        # The same names mean the same things: a file of a few layers is read as the whole model's names are.
+        # Equal names mean equal layers, so a file of a few layers gets the whole model's layout.
         known = second if first.family == "unknown" else first
         return known, known
     return first, second
@@ -317,7 +320,7 @@ def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) 
     if any(mark in key for key in checkpoint for mark in _LORA_KEY_PARTS):
         raise ModelMismatchError(
             f"{checkpoint.path} is a LoRA, not a model.",
-            hint="Give a whole checkpoint, or merge the LoRA first.",
+            hint="Give a complete checkpoint, or merge the LoRA into its base first.",
         )
     keys: dict[Place, str] = {}
     outside: dict[Place, str] = {}
@@ -336,7 +339,7 @@ def _no_such_part(checkpoint: Checkpoint, layout: ModelLayout, part: Part) -> Mo
     there = sorted({layout.split(key)[0] for key in checkpoint})
     return ModelMismatchError(
         f"{checkpoint.path} holds no weights{prefix} of the part {part} ({described(layout)}: {held}, …).",
-        hint=f"It has the parts {', '.join(there) or 'none'}: choose with --parts, or give a whole checkpoint.",
+        hint=f"It has the parts {', '.join(there) or 'none'}: choose with --parts, or give a complete checkpoint.",
     )
 
 
@@ -351,20 +354,20 @@ def _refuse_other_naming(base: PairSide, tuned: PairSide) -> None:
     common = _common_share(set(base.keys), set(tuned.keys))
     if common == 0 or (not same and common < _MIN_COMMON_SHARE):
         raise ModelMismatchError(
-            f"{base} and {tuned} name their weights differently, so no layer of one is found in the other.",
-            hint="Give both in one form: two diffusers folders, or two single files of the same family.",
+            f"{base} and {tuned} name their weights differently, so their layers cannot be matched.",
+            hint="Give both in the same form: two diffusers folders, or two single files of the same family.",
         )
 
 
 @dataclass
 class MatchedTensors:
-    """The shared tensors of two checkpoints, by what is done with them.
+    """Keys that both checkpoints have, by what is done with them.
 
     Attributes:
-        compared: Keys whose change has a meaning, in the base's order.
+        compared: Keys that are compared, in the base's order.
         reshaped: Keys whose shapes differ.
-        integers: Keys of integers and booleans that are equal on both sides.
-        changed_integers: Those that differ.
+        integers: Integer and boolean tensors that are equal on both sides.
+        changed_integers: Integer and boolean tensors that differ.
         mixed: Keys stored in two dtypes.
     """
 
@@ -375,7 +378,7 @@ class MatchedTensors:
     mixed: list[str] = field(default_factory=list)
 
     def skipped(self, options: PairOptions) -> dict[str, str]:
-        """Reason by key, of the shared tensors that are not compared."""
+        """Why shared tensors are not compared, by key."""
         reasons = dict.fromkeys(self.reshaped, "its shape differs")
         reasons |= dict.fromkeys(self.integers, "it holds integers, equal in both")
         reasons |= dict.fromkeys(self.changed_integers, "it holds integers")
@@ -384,14 +387,12 @@ class MatchedTensors:
         return reasons
 
     def findings(self, base: Checkpoint, tuned: Checkpoint, options: PairOptions) -> list[Finding]:
-        """What a user should know of the tensors that are not simply compared."""
+        """Findings for tensors that are skipped, mixed in dtype or dequantised."""
         findings: list[Finding] = []
         if self.reshaped:
             findings.append(changed_shapes(base, tuned, self.reshaped))
         if self.integers:
-            message = (
-                f"{counted(len(self.integers), 'integer tensor')} equal in both: {named(self.integers)}."
-            )
+            message = f"{counted(len(self.integers), 'integer tensor')} equal in both: {first_few(self.integers, _MAX_NAMED)}."
             evidence: dict[str, JsonScalar] = {
                 "tensors": len(self.integers),
                 "keys": " ".join(self.integers),
@@ -402,7 +403,7 @@ class MatchedTensors:
             findings.append(
                 _finding(
                     "lora.integer_tensors_changed",
-                    f"{number} changed; left out: {named(self.changed_integers)}.",
+                    f"{number} changed; left out: {first_few(self.changed_integers, _MAX_NAMED)}.",
                     self.changed_integers,
                     "A LoRA holds no integers: take these tensors from the tuned model.",
                 )
@@ -420,17 +421,17 @@ class MatchedTensors:
 def sort_tensors(
     base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], options: PairOptions
 ) -> MatchedTensors:
-    """Look at each shared tensor's shape and dtype; integers, which are few and small, are read.
+    """Sort shared tensors by shape and dtype; integer tensors, few and small, are read.
 
     Args:
-        base: The one model.
-        tuned: The other, under the base's names.
-        keys: The shared ones.
-        options: What is refused.
+        base: The base model.
+        tuned: The tuned model, under the base's names.
+        keys: The shared keys.
+        options: What is refused and what is skipped.
 
     Raises:
-        ModelMismatchError: Shapes, integers or dtypes that differ, unless they may be skipped.
-        CheckpointError: Weights that are not floating-point numbers.
+        ModelMismatchError: Shapes, integers or dtypes differ, and `options` does not skip them.
+        CheckpointError: Weights are not floating-point numbers.
     """
     result = MatchedTensors()
     for key in keys:
@@ -457,7 +458,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _is_equal_integer(base: Checkpoint, tuned: Checkpoint, key: str, options: PairOptions) -> bool:
-    """Whether an integer tensor is equal on both sides; refuses it if it is not and may not be skipped."""
+    """Whether an integer tensor is equal on both sides; if not, it is refused unless `options` skips it."""
     infos = base.info(key), tuned.info(key)
     if is_layer(key, infos[0].shape):
         if options.on_integer == "error":
@@ -467,16 +468,16 @@ def _is_equal_integer(base: Checkpoint, tuned: Checkpoint, key: str, options: Pa
     same = infos[0].dtype == infos[1].dtype and torch.equal(base.tensor(key), tuned.tensor(key))
     if not same and options.on_integer == "error":
         raise ModelMismatchError(
-            f"{key} holds integers, and other ones in {tuned.path} than in {base.path}.",
+            f"{key} holds integers that differ between {base.path} and {tuned.path}.",
             hint="A LoRA cannot hold their change: use --on_integer skip to leave them out.",
         )
     return same
 
 
 def _not_numbers(checkpoint: Checkpoint, info: TensorInfo) -> CheckpointError:
-    hint = "Dequantise the checkpoint first; a difference of quantised codes means nothing."
+    hint = "Dequantise the checkpoint first: a difference of quantised codes means nothing."
     if info.dtype.is_complex:
-        hint = "Take it out of both checkpoints: a LoRA holds no complex numbers."
+        hint = "Remove it from both checkpoints: a LoRA cannot hold complex numbers."
     return CheckpointError(
         checkpoint.path,
         f"{info.name} is {str(info.dtype).removeprefix('torch.')}, not plain floating-point numbers.",
@@ -505,20 +506,20 @@ def _sort_real(
 def _shape_error(key: str, base: Checkpoint, tuned: Checkpoint) -> ModelMismatchError:
     return ModelMismatchError(
         f"{key} is {base.info(key).shape} in {base.path} and {tuned.info(key).shape} in {tuned.path}.",
-        hint="Both must have the same architecture: create the base from the tuned model's configuration, or "
-        "leave such tensors out with --on_shape_change skip.",
+        hint="Both must have the same architecture. Create the base from the tuned model's configuration, or leave such "
+        "tensors out with --on_shape_change skip.",
     )
 
 
 def refuse_missing(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -> None:
-    """Refuse keys that one side lacks, if there are any.
+    """Refuse keys that one side lacks.
 
     Raises:
-        ModelMismatchError: With the first of them and both files.
+        ModelMismatchError: Names the first few and both files.
     """
     if keys:
         raise ModelMismatchError(
-            f"{lacking.path} lacks {named(keys)}, which {having.path} has.",
+            f"{lacking.path} lacks {first_few(keys, _MAX_NAMED)}, which {having.path} has.",
             hint=f"{_ONE_ARCHITECTURE}; --on_missing skip compares what both have.",
         )
 
@@ -526,12 +527,12 @@ def refuse_missing(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str])
 def pair_findings(
     pair: CheckpointPair, uncovered: dict[str, float], layer_norms: Iterable[float]
 ) -> list[Finding]:
-    """What a user should know about two checkpoints before trusting a LoRA between them.
+    """What to know about two checkpoints before trusting a LoRA made from them.
 
     Args:
         pair: The two checkpoints.
-        uncovered: As given by `uncovered_changes`.
-        layer_norms: ‖ΔW‖ of the Linear and Conv2d layers, to set the uncovered change beside.
+        uncovered: From `uncovered_changes`.
+        layer_norms: ‖ΔW‖ of the Linear and convolution layers, to compare the uncovered change with.
     """
     findings = [_uncovered_finding(uncovered, root_sum_square(list(layer_norms)))] if uncovered else []
     return [*findings, *pair.findings, *_outside_findings(pair)]
@@ -543,19 +544,19 @@ def _uncovered_finding(uncovered: dict[str, float], layers_norm: float) -> Findi
     return Finding(
         id="lora.biases_and_norms_changed",
         severity="info",
-        message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}); they carry "
-        f"{100 * share:.2g} % of the change, and the LoRA does not hold them.",
+        message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}): {100 * share:.2g} % of the "
+        "change, which the LoRA does not hold.",
         evidence={"tensors": len(uncovered), "delta_norm": norm, "share": share},
         advice="Expect base + LoRA to differ from the tuned model by at least this much.",
     )
 
 
 def _outside_findings(pair: CheckpointPair) -> list[Finding]:
-    """Whether the VAE or anything else that is not compared differs, where both files hold it."""
+    """A finding if the VAE or another part that is not compared differs."""
     keys = [key for key in pair.outside if key not in _IGNORED_KEYS]
     step = -(-sum(pair.base.info(key).nbytes for key in keys) // _SAMPLED_BYTES) or 1
     looked_at = keys[::step]
-    memory: list[Tensor] = []  # room for the largest tensor of either side, to read all of them into
+    memory: list[Tensor] = []  # one buffer a side, as large as its largest tensor
     for side in (pair.base, pair.tuned):
         size = max((side.info(key).nbytes for key in looked_at), default=0)
         memory.append(torch.empty(size, dtype=torch.uint8))
@@ -567,8 +568,8 @@ def _outside_findings(pair: CheckpointPair) -> list[Finding]:
         Finding(
             id="lora.other_parts_changed",
             severity="warning",
-            message=f"The models differ in parts that are not compared ({number}, first {changed[0]}); "
-            "the LoRA does not hold that.",
+            message=f"The models also differ in parts that are not compared ({number}, first {changed[0]}); "
+            "the LoRA does not hold that change.",
             evidence={"tensors": len(changed), "looked_at": len(looked_at), "key": changed[0]},
             advice="Use the tuned model's other parts (its VAE) with the LoRA, or compare them too with --parts.",
         )
@@ -579,18 +580,18 @@ def _differs(pair: CheckpointPair, key: str, memory: Sequence[Tensor]) -> bool:
     if pair.base.info(key).shape != pair.tuned.info(key).shape:
         return True
     base, tuned = pair.base.tensor_into(key, memory[0]), pair.tuned.tensor_into(key, memory[1])
-    if base.dtype == tuned.dtype:  # bits decide: 0.0 and -0.0 differ, and a NaN is equal to itself
+    if base.dtype == tuned.dtype:  # bits are compared: 0.0 and -0.0 differ, and a NaN equals itself
         return not torch.equal(base.reshape(-1).view(torch.uint8), tuned.reshape(-1).view(torch.uint8))
     if not all(is_real(tensor.dtype) or _is_integer(tensor.dtype) for tensor in (base, tuned)):
-        return True  # complex or packed beside another dtype: nothing says that they are equal
+        return True  # complex or packed numbers cannot be compared with another dtype
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
 
 
 def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
-    """The compared parts' tensors outside Linear and convolution weights (biases, norms) that differ.
+    """Changed tensors of the compared parts that are no Linear or convolution weights, such as biases and norms.
 
     Returns:
-        ‖Δ‖ by key, for the changed ones.
+        ‖Δ‖ by key.
 
     Raises:
         NonFiniteError: NaN or Inf among them.
@@ -600,10 +601,10 @@ def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
 
 
 def missing_keys(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -> Finding:
-    """Keys of one side that the other lacks, left out."""
+    """The finding for keys that one side lacks."""
     return _finding(
         "lora.missing_keys",
-        f"{lacking.path} lacks {counted(len(keys), 'tensor')} that {having.path} has; left out: {named(keys)}.",
+        f"{lacking.path} lacks {counted(len(keys), 'tensor')} that {having.path} has; left out: {first_few(keys, _MAX_NAMED)}.",
         keys,
         "Check that both are complete checkpoints of the same architecture.",
         lacking=str(lacking.path),
@@ -611,14 +612,14 @@ def missing_keys(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -
 
 
 def unread_keys(checkpoint: Checkpoint) -> list[Finding]:
-    """Keys that a file holds and that cannot be compared: types that PyTorch lacks, keys that no index names."""
+    """The finding for a file's keys that cannot be compared: types that PyTorch lacks, keys missing in an index."""
     keys = [key for key, reason in checkpoint.skipped.items() if reason != LEFT_OUT_REASON]
     if not keys:
         return []
     return [
         _finding(
             "lora.unread_keys",
-            f"{checkpoint.path} holds {counted(len(keys), 'tensor')} that are not compared: {named(keys)} "
+            f"{checkpoint.path} holds {counted(len(keys), 'tensor')} that are not compared: {first_few(keys, _MAX_NAMED)} "
             f"({checkpoint.skipped[keys[0]]}).",
             keys,
             "Convert them to a common type, or repair the index, if they belong to the model.",
@@ -628,27 +629,31 @@ def unread_keys(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def changed_shapes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str]) -> Finding:
-    """Tensors whose shapes differ, left out."""
+    """The finding for tensors whose shapes differ."""
     first = f"{keys[0]} is {base.info(keys[0]).shape} in the base and {tuned.info(keys[0]).shape} in the tuned model"
     return _finding(
         "lora.shapes_changed",
-        f"{counted(len(keys), 'tensor')} changed shape ({first}); left out: {named(keys)}.",
+        f"{counted(len(keys), 'tensor')} changed shape ({first}); left out: {first_few(keys, _MAX_NAMED)}.",
         keys,
         "A LoRA cannot change a shape: take these tensors from the tuned model.",
     )
 
 
 def mixed_dtypes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], *, skipped: bool) -> Finding:
-    """Tensors that the two store in different dtypes."""
+    """The finding for tensors that the two files store in different dtypes."""
     first = keys[0]
     dtypes = [str(side.info(first).dtype).removeprefix("torch.") for side in (base, tuned)]
-    effect = f"left out: {named(keys)}" if skipped else "the change holds the rounding of the narrower one"
+    effect = (
+        f"left out: {first_few(keys, _MAX_NAMED)}"
+        if skipped
+        else "the change includes the rounding of the narrower one"
+    )
     return _finding(
         "lora.mixed_dtypes",
         f"The models store {counted(len(keys), 'tensor')} in different dtypes ({first}: {dtypes[0]} in "
         f"the base, {dtypes[1]} in the tuned model): {effect}.",
         keys,
-        "Extract from two checkpoints of one dtype when you have them.",
+        "Use two checkpoints of one dtype if you have them.",
         key=first,
         base_dtype=dtypes[0],
         tuned_dtype=dtypes[1],
@@ -656,30 +661,23 @@ def mixed_dtypes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], *, sk
 
 
 def dequantised(side: Checkpoint, role: str, keys: Sequence[str]) -> Finding:
-    """Tensors that were quantised in the file and are compared as the numbers that they stand for."""
+    """The finding for tensors that are quantised in the file and compared dequantised."""
     how = ", ".join(dict.fromkeys(side.dequantised[key] for key in keys))
     return _finding(
         "lora.dequantised",
         f"{counted(len(keys), 'tensor')} of the {role} {'is' if len(keys) == 1 else 'are'} quantised "
-        f"({how}) and dequantised here, so the change holds the quantisation's rounding.",
+        f"({how}) and dequantised here, so the change includes the quantisation's rounding.",
         keys,
-        "Use the checkpoint that it was quantised from when you have it.",
+        "Use the checkpoint that it was quantised from if you have it.",
         side=role,
         how=how,
     )
 
 
 def _finding(id: str, message: str, keys: Sequence[str], advice: str, **evidence: str) -> Finding:
-    """A warning about some tensors."""
     return Finding(id, "warning", message, {"tensors": len(keys), **evidence, "keys": " ".join(keys)}, advice)
 
 
 def counted(number: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def named(keys: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return ", ".join(keys[:_NAMED]) + more

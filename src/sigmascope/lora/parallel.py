@@ -1,10 +1,10 @@
-"""Process many layers or tensors in threads of one core each, with a few of them in memory.
+"""Process many layers in threads of one core each, with only a few layers in memory (`run_layers`, `map_in_order`).
 
-Each worker thread computes with one thread of its own: small factorisations do not parallelise, layers do, and
-the results then do not depend on the number of cores. PyTorch lets go of the interpreter while it computes.
+Each worker computes on one core, because small factorisations do not parallelise and layers do. So results do not depend
+on the number of cores. PyTorch releases the interpreter lock while it computes.
 
-`map_in_order` also gives each piece of work memory that is used again. Fresh memory costs a fault for each page: for
-a model of 5 GB that is most of the time of copying it.
+`map_in_order` also reuses memory between items. Fresh memory costs a page fault every 4 KiB, which is most of the time of
+copying a 5 GB model.
 """
 
 import os
@@ -24,22 +24,22 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 _MAX_WORKERS: Final = 8
-_LARGEST_LAYERS_IN_MEMORY: Final = 2  # layers under way hold as much as this many of the largest
-_MAX_DISK_WORKERS: Final = 3  # of `map_in_order`: more would wait for the disk
+_LARGEST_LAYERS_IN_MEMORY: Final = 2
+_MAX_DISK_WORKERS: Final = 3  # more would wait for the disk
 
 
 def run_layers(
     sizes: Mapping[str, int], work: Callable[[str], Result], *, workers: int | None = None
 ) -> Iterator[tuple[str, Result]]:
-    """Call `work` for every layer, in threads, and yield each result when it is there.
+    """Call `work` for every layer in threads, and yield each result as it finishes.
 
-    Layers are begun in the order given. As much is under way at once as two of the largest layers hold. An
-    exception of `work`, or one thrown into the iterator (Ctrl-C), stops the rest and waits for what has begun.
+    Layers start in the order given. The layers in work together hold no more than two of the largest. An exception from
+    `work`, or one thrown into the iterator (Ctrl-C), starts no more layers and waits for those in work.
 
     Args:
-        sizes: Elements by layer.
+        sizes: Number of elements by layer.
         work: Safe to call from several threads.
-        workers: Threads; as many as cores when left out.
+        workers: How many threads; as many as cores by default.
 
     Yields:
         (layer, result), in the order in which they finish.
@@ -50,7 +50,7 @@ def run_layers(
 
     def guarded(layer: str) -> Result:
         with gate.room_for(sizes[layer]):
-            if failures:  # the caller hears of it later than the threads do
+            if failures:  # the threads learn of a failure before the caller does
                 raise failures[0]
             try:
                 return work(layer)
@@ -65,7 +65,7 @@ def run_layers(
 
 
 class _Gate:
-    """Lets work in while the elements under way stay below a limit; a single one is always let in."""
+    """Admits work while the elements inside stay below a limit; an empty gate admits work of any size."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -87,10 +87,10 @@ class _Gate:
 
 @contextmanager
 def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that compute with one core each, in full float32; the caller's settings are as before afterwards."""
+    """Threads that compute on one core each, in full float32; the caller's settings are restored afterwards."""
     before = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # a host may have traded digits of float32 for speed
+    torch.set_float32_matmul_precision("highest")  # the host may have chosen speed over precision
     pool = ThreadPoolExecutor(
         workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
     )
@@ -99,18 +99,17 @@ def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(before)  # threads begun later take the process's last setting
+        torch.set_num_threads(before)  # later threads inherit the process's last setting
 
 
 def run_layers_in_order(
-    sizes: Mapping[str, int], work: Callable[[str], Result], *, workers: int | None = None
+    sizes: Mapping[str, int], work: Callable[[str], Result]
 ) -> Iterator[tuple[str, Result]]:
-    """As `run_layers`, but results that are there early wait for those of the layers before them.
+    """Like `run_layers`, but an early result waits for those of the layers before it.
 
     Args:
-        sizes: As there.
-        work: As there.
-        workers: As there.
+        sizes: As for `run_layers`.
+        work: As for `run_layers`.
 
     Yields:
         (layer, result), in the order of `sizes`.
@@ -118,7 +117,7 @@ def run_layers_in_order(
     waiting: dict[str, Result] = {}
     upcoming = iter(sizes)
     following = next(upcoming, None)
-    for layer, result in run_layers(sizes, work, workers=workers):
+    for layer, result in run_layers(sizes, work):
         waiting[layer] = result
         while following is not None and following in waiting:
             yield following, waiting.pop(following)
@@ -126,25 +125,25 @@ def run_layers_in_order(
 
 
 def worker_count() -> int:
-    """The cores that this process may use, and no more than eight."""
+    """How many cores this process may use, at most eight."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min(cores, _MAX_WORKERS))
 
 
 class Scratch:
-    """Memory for one item at a time."""
+    """Buffers for one item at a time, reused for the next."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
     def scratch(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory of one axis, with whatever is in it: the same for the same name.
+        """A buffer of one axis with arbitrary contents; the same name gives the same memory.
 
         Args:
             name: What it is for.
-            elements: How many are needed.
-            dtype: Of the elements.
+            elements: Its length.
+            dtype: Its dtype.
         """
         size = elements * dtype.itemsize
         buffer = self._memory.get(name)
@@ -154,7 +153,7 @@ class Scratch:
 
 
 class ThreadScratch(threading.local):
-    """Memory of its own for each thread that asks."""
+    """A `Scratch` for each thread."""
 
     def __init__(self) -> None:
         self.memory = Scratch()
@@ -163,15 +162,15 @@ class ThreadScratch(threading.local):
 def map_in_order(
     items: Sequence[Item], work: Callable[[Scratch, Item], Result]
 ) -> Iterator[tuple[Item, Result]]:
-    """Do the same work on each item, a few at a time, each thread computing on one core.
+    """Call `work` for each item in threads, a few at a time, and yield the results in order.
 
     Args:
-        items: In the order of the results.
-        work: Called in a thread with a slot of its own. What its result refers to in the slot stays until the
+        items: The items.
+        work: Called with a thread's buffers and an item. Its result may lie in the buffers: they are not reused until the
             next result is taken.
 
     Yields:
-        (item, result). Leaving the loop early, or an error in it, begins no more.
+        (item, result). After leaving the loop early, or an error, no more items start.
     """
     workers = min(worker_count(), _MAX_DISK_WORKERS)
     slots: SimpleQueue[Scratch] = SimpleQueue()
@@ -194,7 +193,7 @@ def map_in_order(
         finally:
             for _, future in waiting:
                 future.cancel()
-                slots.put(Scratch())  # a thread that waits for a slot must end too
+                slots.put(Scratch())  # lets a thread that waits for a slot end
 
 
 def _taken(

@@ -1,20 +1,16 @@
-"""Read a LoRA file of any format, whole or one module at a time.
+"""Read a LoRA file of any format.
 
-`open_lora` tells names, shapes and ranks from the file's header and reads a module when it is asked for
-(`EntryReader`); `load_lora` reads the whole file into memory.
+`open_lora` reads names, shapes and ranks from the header, and a module's tensors when it is asked for; `load_lora` reads
+the whole file into memory. `open_any_kind` also opens OFT, BOFT and GLoRA files, which ComfyUI applies: their modules
+can be named and judged, but not formed (`OpaqueChange`).
 
-`open_any_kind` also opens files of kinds that ComfyUI applies and this package does not form from a file: OFT, BOFT and
-GLoRA. Their modules can be named and judged, as changes that are not read (`OpaqueChange`).
+A module's own alpha overrides PEFT's configuration; without either, the scale is 1. diffusers writes the configuration
+of each component as JSON into the header (`lora_adapter_metadata`: `unet.r`, `unet.lora_alpha`, …), PEFT writes
+`adapter_config.json` beside `adapter_model.safetensors` (`_read_configs`).
 
-A module's own alpha goes before PEFT's configuration, and without either the scale is 1.
-
-Some tools store alpha = the rank asked for next to r = min(rank, out, in·kh·kw) factors: rank 16 for an output
-convolution of 4 channels gives r = 4 and alpha 16. Those factors are the whole ΔW, so alpha / r = 4 would be
-four times too much. `true_alpha` tells such an alpha by the rank that the header says was asked for.
-
-diffusers writes the configuration of each component as JSON into the header (`lora_adapter_metadata`:
-`unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`
-(`_read_configs`).
+Some tools store the requested rank as alpha although the layer allows only r = min(rank, out, in·kh·kw): rank 16 for an
+output convolution of 4 channels gives r = 4 and alpha 16. The factors already are the whole ΔW, and alpha / r = 4 would
+make it four times too strong. `true_alpha` recognises such an alpha by the rank in the header.
 """
 
 import re
@@ -83,7 +79,7 @@ _GLORA_KEYS: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
 _OPAQUE_PARTS: Final = dict.fromkeys(_ROTATION_KEYS, "blocks") | {
     end: end.removesuffix(".weight") for end in _GLORA_KEYS
 }
-_BOFT_AXES: Final = 4  # axes of BOFT's blocks, where OFT's have three
+_BOFT_AXES: Final = 4  # of BOFT's blocks; OFT's have three
 
 
 @contextmanager
@@ -96,18 +92,18 @@ def open_lora(
 
     Args:
         path: A safetensors file, a `.pt`/`.ckpt` of tensors only, or a folder that holds one.
-        check_finite: Whether a module that holds NaN or Inf is refused when it is read.
-        keep_float8: Whether float8 factors stay so. PyTorch does not calculate in float8, so they come as
-            float32 else, which loses nothing.
+        check_finite: Whether reading a module that holds NaN or Inf is an error.
+        keep_float8: Whether float8 factors stay float8. By default they become float32, without loss, because PyTorch
+            does not calculate in float8.
 
     Yields:
-        The LoRA; its modules can be read inside the block only.
+        The LoRA. Its modules can only be read inside the block.
 
     Raises:
-        CheckpointError: The file is missing, damaged, or no file of tensors.
-        LoraFormatError: Its keys follow no known format, it holds changes of a kind that is not read (OFT,
-            BOFT, GLoRA, IA³, …), or its tensors do not fit together.
-        NonFiniteError: When a module is read: a tensor holds NaN or Inf.
+        CheckpointError: The file is missing, damaged, or not a file of tensors.
+        LoraFormatError: Its keys follow no known format, it holds an unsupported kind of change (OFT, BOFT, GLoRA,
+            IA³, …), or its tensors do not fit together.
+        NonFiniteError: On reading a module: a tensor holds NaN or Inf.
     """
     with open_checkpoint(path) as checkpoint:
         yield _lazy_file(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
@@ -148,49 +144,49 @@ def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.name in seen:
             raise LoraFormatError(
-                f"{path}: two tensors change {entry.name}.",
-                hint="Which of them is meant cannot be told: make the file again.",
+                f"{path}: two tensors change {entry.name}, and nothing tells which one is right.",
+                hint="Make the file again.",
             )
         seen.add(entry.name)
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks and alphas of one component's adapter, or none.
+    """PEFT's configuration of one component.
 
     Attributes:
         source: Where it is written, for messages.
-        values: The configuration's own fields.
+        values: Its fields.
     """
 
     source: str
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def scale_of(self, module: str, rank: int | None) -> float | None:
-        """The scale of a module's product; None when nothing is said.
+        """The scale of a module's product; None if the configuration does not give it.
 
         Args:
-            module: Its path inside the component.
-            rank: Of the stored factors; None takes the configuration's.
+            module: The module's path inside the component.
+            rank: The rank of the stored factors; if None, the configuration's.
 
         Raises:
-            LoraFormatError: alpha or r is no number above 0.
+            LoraFormatError: alpha or r is not a number above 0.
         """
         alpha = self._number("alpha", module, "alpha_pattern", "lora_alpha", "alpha")
         divisor = rank or self._number("r", module, "rank_pattern", "r")
         if alpha is None or divisor is None:
             return None
         if divisor < 1:
-            raise LoraFormatError(f"{self.source}: r is {divisor:g}.", hint="Expected a rank of 1 or more.")
+            raise LoraFormatError(f"{self.source}: r is {divisor:g}.", hint="Expected a rank of at least 1.")
         return scale_of(alpha, int(divisor), rank_stabilised=self.values.get("use_rslora") is True)
 
-    def _number(self, what: str, module: str, patterns: str, *fields: str) -> float | None:
-        given = [self._pattern(patterns, module), *map(self.values.get, fields)]
-        value = next((value for value in given if value is not None), None)
+    def _number(self, name: str, module: str, patterns: str, *fields: str) -> float | None:
+        values = [self._pattern(patterns, module), *map(self.values.get, fields)]
+        value = next((value for value in values if value is not None), None)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LoraFormatError(f"{self.source}: {what} is {str(value)[:80]!r}, not a number.")
+            raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
         return float(value)
 
     def _pattern(self, name: str, module: str) -> Any:
@@ -200,15 +196,15 @@ class PeftConfig:
             raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
         if len(patterns) > _MAX_PATTERNS:
             raise LoraFormatError(
-                f"{self.source}: {name} has {len(patterns)} patterns, more than any model has layers."
+                f"{self.source}: {name} has {len(patterns)} patterns; {_MAX_PATTERNS} is the limit."
             )
         for pattern, value in patterns.items():
             try:
                 expression = _compiled(pattern)
             except ValueError as error:
                 raise LoraFormatError(
-                    f"{self.source}: the pattern {pattern[:80]!r} is not read ({error}).",
-                    hint="Write the modules' names out.",
+                    f"{self.source}: the pattern {pattern[:80]!r} is refused ({error}).",
+                    hint="List the modules' full names instead.",
                 ) from error
             if expression.match(module):
                 return value
@@ -217,27 +213,25 @@ class PeftConfig:
 
 @dataclass(frozen=True, slots=True)
 class EntryReader:
-    """Reads what the entries of one file say.
-
-    A module's own alpha goes before PEFT's configuration, and without either its scale is 1.
+    """Reads the modules of one file.
 
     Attributes:
         checkpoint: The open file.
-        configs: PEFT's configurations that belong to it, by component; "" is that of a file with one unnamed.
+        configs: PEFT's configurations of it by component; the key is "" if the file does not name its one component.
         check_finite: Whether NaN and Inf are refused.
-        keep_float8: Whether float8 stays float8; else it comes as float32.
+        keep_float8: Whether float8 stays float8; otherwise it becomes float32.
     """
 
     checkpoint: Checkpoint
     configs: Mapping[str, PeftConfig]
-    check_finite: bool = True
-    keep_float8: bool = False
+    check_finite: bool
+    keep_float8: bool
 
     def facts(self, entry: Entry) -> ModuleFacts:
-        """What the header tells of an entry.
+        """Kind, shape, rank and size of an entry, from the header.
 
         Raises:
-            LoraFormatError: Tensors that do not fit together or hold no floating-point numbers.
+            LoraFormatError: Its tensors do not fit together, or are not floating-point numbers.
         """
         infos = {role: self.checkpoint.info(key) for role, key in entry.roles.items()}
         for info in infos.values():
@@ -255,12 +249,12 @@ class EntryReader:
         """Read a plain entry.
 
         Raises:
-            LoraFormatError: An alpha that is no number.
+            LoraFormatError: Its alpha is not a number.
             NonFiniteError: A factor or alpha holds NaN or Inf.
         """
         shape, rank = self._shape_and_rank(entry)
         assert rank is not None
-        if entry.kind == "embedding":  # its weight is (entries, width), transposed to what B·A gives
+        if entry.kind == "embedding":  # its weight is (entries, width), the transpose of B·A
             up, down = (
                 self._tensor(entry.roles[EMBEDDING_DOWN]).mT,
                 self._tensor(entry.roles[EMBEDDING_UP]).mT,
@@ -287,14 +281,14 @@ class EntryReader:
             return _ADAPTERS[entry.kind](parts, self._scale(entry, rank))
 
     def _alpha(self, entry: Entry, rank: int, weight_shape: tuple[int, ...]) -> float:
-        """Alpha such that alpha / rank is the scale of plain factors; raises LoraFormatError for one that is no number."""
+        """The alpha of plain factors, such that alpha / rank is their scale; raises what `factors` does."""
         if entry.alpha is not None:
             return true_alpha(self._number(entry.alpha), rank, weight_shape, self.checkpoint.metadata)
         scale = self._stated_scale(entry.module, rank)
         return float(rank) if scale is None else scale * rank
 
     def _scale(self, entry: Entry, rank: int | None) -> float:
-        """The scale of any other change; raises what `_alpha` does. `rank` is None where its factors have none."""
+        """The scale of any other change; raises what `factors` does. `rank` is None if it has none."""
         if entry.kind in {"diff", "set"}:
             return 1.0
         if entry.alpha is not None:  # LyCORIS stores an alpha beside whole LoKr factors too, and ignores it
@@ -303,7 +297,7 @@ class EntryReader:
         return 1.0 if scale is None else scale
 
     def _stated_scale(self, name: str, rank: int | None) -> float | None:
-        """What PEFT's configurations say of a module; None where they say nothing."""
+        """The scale in PEFT's configurations; None if they do not give it."""
         component, _, path = name.partition(".")
         if component in self.configs:
             return self.configs[component].scale_of(path, rank)
@@ -366,23 +360,23 @@ class EntryReader:
 
     @contextmanager
     def _named(self, entry: Entry) -> Iterator[None]:
-        """Errors with the file and the module before them."""
+        """Put the file and the module before the message of an error."""
         where = f"{self.checkpoint.path}: {entry.module}"
         try:
             yield
         except SigmascopeError as error:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except IndexError as error:
-            raise LoraFormatError(f"{where}: a tensor of it has too few axes.") from error
+            raise LoraFormatError(f"{where}: one of its tensors has too few axes.") from error
 
 
 def _is_value(entry: Entry, role: str) -> bool:
-    """Whether a tensor is part of the change, and not only looked at for its rank."""
+    """Whether a tensor is part of the change, and not only there to show its rank."""
     return not (entry.kind == "up_bias" and role == DOWN)
 
 
 def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
-    """(out, in[, kh, kw]) from the factors: the kernel is down's, and up is 1×1."""
+    """The weight's shape, (out, in[, kh, kw]): `down` has the kernel, and `up` is 1×1."""
     pointwise = len(up) == 2 or set(up[2:]) <= {1}
     fits = len(down) >= 2 and len(up) in (2, len(down)) and pointwise
     if not fits or up[1] != down[0] or min(*up, *down) < 1:
@@ -395,7 +389,7 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
-    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA and nothing else; raises what that does."""
+    """Open a LoRA file as `open_lora` does, or one that holds only OFT, BOFT and GLoRA; raises what `open_lora` does."""
     with open_checkpoint(path) as checkpoint:
         lora = _opaque_file(checkpoint)
         if lora is None:
@@ -404,7 +398,7 @@ def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile
 
 
 def _opaque_file(checkpoint: Checkpoint) -> LoraFile | None:
-    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else; None for any other file."""
+    """The modules of a file that holds only OFT, BOFT or GLoRA; None for any other file."""
     groups: dict[str, dict[str, str]] = {}
     for key in checkpoint:
         match = _OPAQUE_KEY.fullmatch(key)
@@ -434,7 +428,7 @@ def _opaque_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFact
     shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
     parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
     blocks = next((shapes[end] for end in _ROTATION_KEYS if end in shapes), None)
-    if blocks is not None:  # of the weight only the number of rows is known
+    if blocks is not None:  # they tell the weight's number of rows, but not its shape
         return ModuleFacts("boft" if len(blocks) == _BOFT_AXES else "oft", (), None, parameters)
     if not all(end in shapes for end in _GLORA_KEYS):
         return None
@@ -457,13 +451,13 @@ def _opaque_change(checkpoint: Checkpoint, facts: ModuleFacts, ends: Mapping[str
 
 @dataclass(frozen=True, eq=False)
 class OpaqueChange:
-    """A change of OFT, BOFT or GLoRA by its tensors; what it does to a weight is not formed from its file.
+    """The tensors of an OFT, BOFT or GLoRA change, which is not formed from its file.
 
     Attributes:
         kind: `oft`, `boft` or `glora`.
-        weight_shape: Of the weight; () where its tensors do not tell.
+        weight_shape: Of the weight; () if its tensors do not tell.
         parameters: Number of stored values.
-        parts: Its tensors, by the names that `AppliedPatch.tensors` has for them.
+        parts: Its tensors, named as in `AppliedPatch.tensors`.
     """
 
     kind: str
@@ -474,32 +468,31 @@ class OpaqueChange:
     needs_base: ClassVar[bool] = True
 
     def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Not to be had.
+        """Not supported.
 
         Raises:
             LoraFormatError: Always.
         """
-        raise LoraFormatError(f"a change of kind {self.kind} is not formed from its file.")
+        raise LoraFormatError(f"{self.kind} changes cannot be formed from their file.")
 
     def frobenius_norm(self, base: Tensor | None = None) -> float:
-        """Not to be had; raises what `delta` does."""
+        """Not supported; raises what `delta` does."""
         return float(self.delta(base).norm())
 
 
 _CONFIG_NAME: Final = "adapter_config.json"
-_MAX_CONFIG_BYTES: Final = 4 * 2**20  # of a configuration beside a file
-_MAX_PATTERNS: Final = 10_000  # each is tried on each module
+_MAX_CONFIG_BYTES: Final = 4 * 2**20
+_MAX_PATTERNS: Final = 10_000  # each is tried on each module; no model has as many layers
 _CONFIG_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-# What makes a pattern of a file too involved to be tried.
+# A file's own patterns could take for ever, so repeated groups and many quantifiers are refused.
 _QUANTIFIER: Final = re.compile(r"[*+{]")
 _QUANTIFIED_GROUP: Final = re.compile(r"\)\s*[*+?{]")
 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # A file's own patterns could take for ever, so repeated groups and many stars are refused.
     if len(pattern) > 500 or _QUANTIFIED_GROUP.search(pattern) or len(_QUANTIFIER.findall(pattern)) > 2:
-        raise ValueError("too involved")
+        raise ValueError("too complex")
     try:
         return re.compile(rf"(?:.*\.)?(?:{pattern})$")
     except re.error as error:
@@ -507,15 +500,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def true_alpha(alpha: float, rank: int, weight_shape: Sequence[int], metadata: Mapping[str, str]) -> float:
-    """Give `rank` (scale 1) for an alpha that only repeats the rank asked for, else `alpha` itself.
+    """`rank` (scale 1) for an alpha that only repeats the requested rank, otherwise `alpha` itself.
 
-    It does so when the factors have all the rank that the weight can have, and alpha is above it and equal to
-    the header's rank for that kind of layer. An alpha that was chosen is left alone: there the header's rank is
-    that of the factors.
+    Such an alpha is above the rank, the rank is the highest that the weight can have, and alpha equals the header's rank
+    for that kind of layer. A chosen alpha is left alone: there the header's rank is that of the factors.
 
     Args:
         alpha: As stored.
-        rank: Of the stored factors.
+        rank: The rank of the stored factors.
         weight_shape: (out, in) or (out, in, kh, kw).
         metadata: The header's `ss_network_dim` and `conv_dim` in `ss_network_args`.
     """
@@ -525,7 +517,7 @@ def true_alpha(alpha: float, rank: int, weight_shape: Sequence[int], metadata: M
 
 
 def _ranks_asked_for(weight_shape: Sequence[int], metadata: Mapping[str, str]) -> list[float]:
-    """What may have been asked for: tools differ on whether a 1×1 convolution counts as Linear."""
+    """The ranks that may have been requested; tools differ on whether a 1×1 convolution counts as Linear."""
     linear, convolution = metadata.get("ss_network_dim"), _conv_dim(metadata)
     pointwise = all(size == 1 for size in weight_shape[2:])
     asked: list[object] = [linear] if pointwise or convolution is None else []
@@ -550,15 +542,14 @@ def _number(value: object) -> float | None:
 
 
 def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
-    """The configurations that belong to a file.
+    """PEFT's configurations of a file, by component.
 
     Args:
-        path: The file. A configuration beside it counts only where the file is named `adapter_model.*`, as
-            PEFT names the two.
-        metadata: Its header.
+        path: The file. A configuration beside it counts only if the file is named `adapter_model.*`, as PEFT names it.
+        metadata: The file's header.
 
     Raises:
-        LoraFormatError: A configuration that is no JSON object.
+        LoraFormatError: A configuration is not a JSON object.
     """
     if PEFT_CONFIGS in metadata:
         values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
@@ -568,7 +559,7 @@ def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConf
         return {}
     try:
         if beside.stat().st_size > _MAX_CONFIG_BYTES:
-            raise LoraFormatError(f"{beside} is too large for a configuration.")
+            raise LoraFormatError(f"{beside} is too large to be a configuration.")
         values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoraFormatError(f"{beside} cannot be read ({error}).") from error
@@ -586,7 +577,7 @@ def _parsed(source: str, text: str) -> dict[str, Any]:
 
 
 def _by_component(source: str, values: Mapping[str, Any]) -> dict[str, PeftConfig]:
-    """Fields come as `unet.r` where the file has several components, else as `r`."""
+    """Fields are named `unet.r` if the file has several components, and `r` otherwise."""
     components: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         component, _, name = key.rpartition(".")

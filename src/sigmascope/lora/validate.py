@@ -1,18 +1,15 @@
-"""Validate a LoRA: how far base + LoRA is from the tuned model, on the factors as stored, by layer, by block and as a whole.
+"""Validate a LoRA (`validate_lora`): how far base + LoRA is from the tuned model, by layer, by block and overall.
 
-Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them. ΔW
-and B·A are never formed as a whole.
+A few layers are in memory at a time, and neither ΔW nor B·A is formed as a whole.
 
-‖ΔW‖ and ‖ΔW − s·B·A‖ are summed over blocks of rows that stay in a core's cache: a block is read from both
-files' tensors, subtracted, summed, reduced by its rows of s·B·A and summed again. That costs the products of
-the trace formula ‖ΔW‖² − 2·tr(Bᵀ(ΔW·Aᵀ)) + tr((BᵀB)(A·Aᵀ)), and nothing cancels: the square of a small error is
-not the difference of two large numbers.
+‖ΔW‖ and ‖ΔW − s·B·A‖ are summed over blocks of rows that fit a core's cache. The trace formula
+‖ΔW‖² − 2·tr(Bᵀ(ΔW·Aᵀ)) + tr((BᵀB)(A·Aᵀ)) would cost the same products, but a small error would be the difference of two
+large numbers there.
 
-Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an
-error of the LoRA only where little error is left: there, by a stated bound, the tensor is measured again in float64.
+Products run in float32, and short runs are summed up in float64. If the remaining error is close to the bound of float32
+rounding (`Subtraction.rounding_bound`), the tensor is measured again in float64.
 
-The picture (`validation_svg`) shows the error of every layer along the model, and of every block. It is an SVG, which
-any browser shows, and in which each point names its layer under the mouse.
+`save_validation_picture` draws the error of every layer and block. In the SVG, each point names its layer.
 """
 
 import math
@@ -42,7 +39,6 @@ from sigmascope.lora.layer_names import (
     block_of_module,
     block_position,
     layer_order,
-    write_layer_names,
 )
 from sigmascope.lora.linalg import blocked_energy, root_sum_square
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
@@ -51,7 +47,7 @@ from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
-__all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
+__all__ = ["ModuleError", "ValidationReport", "validate_lora"]
 
 Band = Literal["excellent", "good", "poor", "noise"]
 _MIN_FITTING_SHARE: Final = 0.5
@@ -64,12 +60,12 @@ BANDS: Final[dict[Band, str]] = {
     "poor": "50-100 %",
     "noise": "> 100 %",
 }
-"""The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
+"""The bands of relative error. In `noise`, the layer would be closer to the tuned model without the LoRA."""
 
 _VAE_PREFIXES: Final = ("vae.", "first_stage_model.")
-_WORST_COUNT = 10  # modules that `ValidationReport.worst` gives
+_WORST_COUNT = 10
 
-# The picture: its colours, and its places and sizes in pixels.
+# The picture: its colours, and its positions and sizes in pixels.
 _BAND_COLOURS: Final[dict[Band, str]] = {
     "excellent": "#2e7d32",
     "good": "#0277bd",
@@ -81,27 +77,26 @@ _GRID_COLOUR: Final = "#e0e0e0"
 _WIDTH: Final = 960
 _LEFT: Final = 200
 _RIGHT: Final = 930
-_LAYERS_TOP: Final = 118  # of the layers' panel
+_LAYERS_TOP: Final = 118
 _BOTTOM: Final = 400
 _BLOCKS_TOP: Final = 460
 _ROW_HEIGHT: Final = 20
 _BARS_END: Final = 420
-_STRIP_LEFT: Final = 490  # where a block's layers begin
-_NUMBER_WIDTH: Final = 16  # that a block's number takes
-_MAX_NAME_LENGTH: Final = 24  # characters of a block's name that fit before its bar
-_AXIS_LIMIT_RATIO: Final = 4.0  # times what nine of ten layers stay below
+_STRIP_LEFT: Final = 490
+_NUMBER_WIDTH: Final = 16
+_MAX_NAME_LENGTH: Final = 24
+_AXIS_LIMIT_RATIO: Final = 4.0  # of the error that nine of ten layers stay below
 _HEAT_COLOURS: Final = ((0.0, "#f7f2ea"), (0.5, "#f0b452"), (1.0, "#c62828"), (2.0, "#5c0a0a"))
 _HEAT_LEGEND: Final = ((0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %"), (None, "not applied"))
 
 Change = LoraFactors | WeightChange
 
-_BLOCK_ELEMENTS: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
+_BLOCK_ELEMENTS: Final = 1 << 18  # 1 MiB in float32
 _MIN_ERROR_TO_ROUNDING: Final = 1e3
-"""How many times the bound of its rounding an error must be to count as measured in float32."""
-_EFFICIENT_ROWS: Final = 256  # from which a product of a block is efficient, whatever the rank
+"""How many times its rounding bound an error must be to be trusted in float32."""
+_EFFICIENT_ROWS: Final = 256  # a block of as many rows is multiplied efficiently at any rank
 _UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
-# Unit roundoffs of its size that a change of another kind than factors may be off by, and more.
-_FORMED_CHANGE_ROUNDINGS: Final = 100.0
+_FORMED_CHANGE_ROUNDINGS: Final = 100.0  # a generous bound, in unit roundoffs of the change's norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +105,14 @@ class ModuleError:
 
     Attributes:
         name: Path of the layer.
-        shape: Shape of the model's weight; of the LoRA's own where the model has none.
-        status: `applied`: the LoRA's factors fit the layer. `missing`: the layer changed and the LoRA has no
-            module for it. `unmatched`: the model has no such layer. `wrong_shape`: it has, with other sizes.
-        rank: Rank of the LoRA's factors; None where there are none.
+        shape: Shape of the model's weight; of the LoRA's module if the model has no such layer.
+        status: `applied`: the LoRA's factors fit the layer. `missing`: the layer changed, but the LoRA has no module for
+            it. `unmatched`: the model has no such layer. `wrong_shape`: the layer has another shape.
+        rank: Rank of the LoRA's factors; None if there are none.
         delta_norm: ‖ΔW‖ of the model; 0 for an unmatched module.
-        error_norm: ‖ΔW − s·BA‖ of the stored factors. Without fitting factors it is ‖ΔW‖; where the layer
-            did not change it is ‖s·BA‖, what the LoRA adds to it.
-        relative_error: `error_norm` / `delta_norm`; None where ΔW = 0, which leaves only the absolute error.
+        error_norm: ‖ΔW − s·BA‖ of the stored factors. It is ‖ΔW‖ without fitting factors, and ‖s·BA‖ if the layer did
+            not change.
+        relative_error: `error_norm` / `delta_norm`; None if ΔW = 0.
         detail: What does not fit, in words.
         kind: What the LoRA holds for it: `lora` for factors, `loha`, `lokr`, `dora`, `diff`, …
     """
@@ -138,17 +133,17 @@ class ModuleError:
 
     @property
     def band(self) -> Band | None:
-        """The band of the relative error; None where there is none."""
+        """The band of the relative error; None if there is none."""
         return None if self.relative_error is None else band_of(self.relative_error)
 
     @property
     def block(self) -> str:
-        """The block that the layer is in; the VAE is one."""
+        """The layer's block; the VAE is one block."""
         return "vae" if self.name.startswith(_VAE_PREFIXES) else block_of_module(self.name)
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorting key: by block in the order in which a latent passes them, then by name, 2 before 10."""
+        """Sorting key: by block, in the order in which a latent passes them, then by name, 2 before 10."""
         return block_position(self.block), layer_order(self.name)[1]
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,12 +158,12 @@ class BlockError:
     Attributes:
         name: Such as `up_blocks.1`.
         modules: How many should be applied.
-        applied: How many are.
-        ranks: Lowest and highest rank among them; None where none has factors.
-        delta_norm: ‖ΔW‖ of all.
-        relative_error: Of all together, None where nothing changed.
-        average_error: Mean over the applied ones whose layer changed.
-        largest_error: Largest among those.
+        applied: How many are applied.
+        ranks: Lowest and highest rank; None if no module has factors.
+        delta_norm: ‖ΔW‖ of all modules.
+        relative_error: Of all modules together; None if nothing changed.
+        average_error: Mean over the applied modules whose layer changed.
+        largest_error: The largest among those.
     """
 
     name: str
@@ -193,9 +188,9 @@ class ValidationReport:
     Attributes:
         base, tuned, lora: The files, as given.
         modules: Every layer that changed and every module of the LoRA, in the model's order.
-        unchanged_layers: Layers with ΔW = 0 and without a module: nothing to do for them.
+        unchanged_layers: How many layers have ΔW = 0 and no module.
         findings: What else to know.
-        seconds: Time of the validation.
+        seconds: How long the validation took.
     """
 
     base: Path
@@ -218,17 +213,17 @@ class ValidationReport:
 
     @property
     def success_rate(self) -> float:
-        """Applied modules in per cent of all that should be: changed layers and the LoRA's modules together."""
+        """Percentage of modules that are applied, of all changed layers and all modules of the LoRA."""
         return 100.0 * self.applied / len(self.modules)
 
     @property
     def relative_error(self) -> float | None:
-        """‖ΔW − s·BA‖ / ‖ΔW‖ of all layers together; None when a LoRA is measured against no change at all."""
+        """‖ΔW − s·BA‖ / ‖ΔW‖ of all layers together; None if nothing changed."""
         return overall_error(self.modules)
 
     @property
     def fidelity(self) -> float | None:
-        """How much of the change the LoRA reproduces, 0-100: 100·(1 − relative error), and 0 from an error of 100 % on."""
+        """How much of the change the LoRA reproduces, 0-100: 100·(1 − relative error), at least 0."""
         return None if self.relative_error is None else 100.0 * max(0.0, 1.0 - self.relative_error)
 
     @property
@@ -243,18 +238,18 @@ class ValidationReport:
 
     @property
     def bands(self) -> dict[Band, int]:
-        """How many applied modules fall into each band."""
+        """How many applied modules are in each band."""
         bands = [module.band for module in self.modules if module.status == "applied"]
         return {band: bands.count(band) for band in BANDS}
 
     @property
     def blocks(self) -> tuple[BlockError, ...]:
-        """One summary a block, in the model's order."""
+        """A summary of each block, in the model's order."""
         return summarise_blocks(self.modules)
 
     @property
     def worst(self) -> tuple[ModuleError, ...]:
-        """The ten applied modules with the largest relative errors, largest first."""
+        """The ten applied modules with the largest relative errors, the largest first."""
         measured = [module for module in self.modules if module.status == "applied" and module.delta_norm > 0]
         return tuple(
             sorted(measured, key=lambda module: -module.error_norm / module.delta_norm)[:_WORST_COUNT]
@@ -262,7 +257,7 @@ class ValidationReport:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers that the LoRA changes, without biases and norms: what `lora_layer_names.txt` lists."""
+        """The layers that the LoRA changes, without biases and norms, as `lora_layer_names.txt` lists them."""
         applied = [module for module in self.modules if module.status == "applied"]
         return tuple(module.name for module in applied if len(module.shape) > 1)
 
@@ -294,7 +289,7 @@ class Residual(NamedTuple):
 
     Attributes:
         delta_norm: ‖ΔW‖.
-        error_norm: ‖ΔW − s·B·A‖; ‖ΔW‖ where there is nothing to subtract.
+        error_norm: ‖ΔW − s·B·A‖; ‖ΔW‖ if there is nothing to subtract.
     """
 
     delta_norm: float
@@ -312,26 +307,26 @@ def validate_lora(
 ) -> ValidationReport:
     """Compare base + LoRA with the tuned model in every layer, and in whatever else the LoRA changes.
 
-    The error of a layer is ‖ΔW − s·BA‖ / ‖ΔW‖ with ΔW = tuned − base, sums in float64. It does not come
-    from the LoRA's metadata, so it holds for LoRAs of any origin.
+    The error of a layer is ‖ΔW − s·BA‖ / ‖ΔW‖ with ΔW = tuned − base, summed in float64. Nothing is taken from the
+    LoRA's metadata, so LoRAs of any origin can be validated.
 
     Args:
-        base: Checkpoint that the LoRA is put on.
-        tuned: Checkpoint that it should reproduce.
-        lora: LoRA file of any format that `open_lora` reads.
-        options: What is compared and what may be left out of it; the defaults compare the denoisers. Parts that
-            the LoRA changes and both models have are compared in any case.
-        workers: Threads; as many as cores when left out.
-        progress: Told after each tensor.
+        base: The checkpoint that the LoRA is applied to.
+        tuned: The checkpoint that base + LoRA should reproduce.
+        lora: A LoRA file of any format that `open_lora` reads.
+        options: What is compared and what may be skipped; the defaults compare the denoisers. Parts that the LoRA changes
+            and both models have are compared in any case.
+        workers: How many threads; as many as cores by default.
+        progress: Called after each tensor.
 
     Returns:
         The errors, the success rate, and what does not fit.
 
     Raises:
-        ModelMismatchError: The checkpoints do not belong together, or nothing differs between them.
+        ModelMismatchError: The checkpoints do not belong together, or do not differ.
         CheckpointError: A file cannot be read.
         LoraFormatError: The LoRA's keys or shapes are not understood.
-        NonFiniteError: NaN or Inf in one of the three.
+        NonFiniteError: One of the three files holds NaN or Inf.
     """
     started = time.perf_counter()
     with (
@@ -345,7 +340,7 @@ def validate_lora(
         measured = [errors[key] for key in (*changed, *(key for key in pair.others if key in targets.names))]
         if all(module.delta_norm == 0 for module in measured):
             raise ModelMismatchError(
-                f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
+                f"{pair.base.path} and {pair.tuned.path} have the same weights in all {len(layers)} Linear and "
                 "convolution layers: there is no change to compare the LoRA with.",
                 hint="Give the fine-tuned checkpoint as --tuned_model_path.",
             )
@@ -373,7 +368,7 @@ def validate_lora(
 def _open_with_changed_parts(
     base: str | PathLike[str], tuned: str | PathLike[str], lora: LoraFile, options: PairOptions
 ) -> Iterator[CheckpointPair]:
-    """The pair of the parts asked for, and of those that the LoRA changes beside them."""
+    """The pair with the requested parts, and with the other parts that the LoRA changes."""
     with open_pair(base, tuned, options) as pair:
         outside = {key: pair.layout.split(key)[0] for key in pair.outside}
         changed = changed_keys(lora, pair.base, pair.layout).names if outside else {}
@@ -426,8 +421,8 @@ class Subtraction:
     """How ΔW becomes ΔW − s·B·A.
 
     Attributes:
-        take_off: Changes a block of rows in place; called with which rows they are, and the block.
-        rows: The least number of rows at which the product is efficient.
+        take_off: Subtracts from a block of rows in place; called with the slice of rows, and the block.
+        rows: The smallest number of rows for which the product is efficient.
         magnitude: m of `rounding_bound`.
         roundings: k of `rounding_bound`.
     """
@@ -438,17 +433,17 @@ class Subtraction:
     roundings: float
 
     def rounding_bound(self, delta_norm: float) -> float:
-        """Norm that the rounding of float32 products may reach: k·u·(‖ΔW‖ + m), with u = 2⁻²⁴.
+        """A bound of the norm of the float32 products' rounding: k·u·(‖ΔW‖ + m), with u = 2⁻²⁴.
 
-        For factors of rank r, m = |s|·Σᵢ‖bᵢ‖‖aᵢ‖ and k = √(r + 1): rounding errors of r summands behave as a
-        random walk (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
-        Comput. 41, 2019), and the sum bounds ‖|B||A|‖.
+        For factors of rank r, m = |s|·Σᵢ‖bᵢ‖‖aᵢ‖, which bounds ‖|B||A|‖, and k = √(r + 1): the rounding errors of r
+        summands behave like a random walk (Higham and Mary, "A new approach to probabilistic rounding error analysis",
+        SIAM J. Sci. Comput. 41, 2019).
         """
         return self.roundings * _UNIT_ROUNDOFF * (delta_norm + self.magnitude)
 
 
 class ResidualMeter:
-    """Measures the tensors of a pair, from any thread, in memory that each thread uses again.
+    """Measures the tensors of a pair. Safe to use from several threads; each reuses its own buffers.
 
     Args:
         pair: The two checkpoints, open.
@@ -468,7 +463,7 @@ class ResidualMeter:
         Raises:
             NonFiniteError: Either file holds NaN or Inf there, or the change overflows.
             CheckpointError: The tensor cannot be read.
-            ModelMismatchError: The change is none of such a tensor.
+            ModelMismatchError: The change does not fit the tensor.
             LoraFormatError: The change cannot be formed.
         """
         if 0 in self._pair.base.info(key).shape:
@@ -482,18 +477,18 @@ class ResidualMeter:
         if dtype == torch.float32 and not _MIN_ERROR_TO_ROUNDING * rounding <= residual.error_norm < math.inf:
             residual, _ = self._in(torch.float64, base, tuned, change)
         if not math.isfinite(residual.delta_norm):
-            self._pair.change(key, torch.device("cpu"))  # says which file holds what
+            self._pair.change(key, torch.device("cpu"))  # its error names the file
         if not math.isfinite(residual.error_norm):
             raise NonFiniteError(
-                f"{key}: the LoRA's change of it is too large for float64.",
-                hint="Make the LoRA again: no weight changes by so much.",
+                f"{key}: the LoRA's change is too large for float64.",
+                hint="The LoRA is damaged: make it again.",
             )
         return residual
 
     def _in(
         self, dtype: torch.dtype, base: Tensor, tuned: Tensor, change: Change | None
     ) -> tuple[Residual, float]:
-        """The residual in a dtype, and the bound of that dtype's rounding for float32."""
+        """The residual calculated in a dtype, and the rounding bound for float32."""
         taken = None if change is None else subtraction(change, base, dtype)
         rows = base.shape[0] if base.ndim > 1 else 1
         before, after = (tensor.reshape(rows, -1) for tensor in (base, tuned))
@@ -526,21 +521,21 @@ class ResidualMeter:
 
 
 def _energy(block: Tensor) -> float:
-    """‖block‖², summed in float64 across short runs."""
+    """‖block‖²; short runs are summed up in float64."""
     values = block.view(-1)
     return float(torch.dot(values, values) if values.dtype == torch.float64 else blocked_energy(values))
 
 
 def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction:
-    """Prepare a change for a calculation in `dtype`.
+    """Prepare the subtraction of a change in `dtype`.
 
     Args:
-        change: Factors, or any other kind, which is formed as a whole here.
-        base: The weight that is changed, in any floating-point dtype; only some kinds look at its values.
+        change: Factors; or another kind, which is formed as a whole here.
+        base: The changed weight, in any floating-point dtype; only some kinds need its values.
         dtype: float32 or float64.
 
     Raises:
-        ModelMismatchError: The change is none of such a weight.
+        ModelMismatchError: The change does not fit the weight.
         LoraFormatError: The change cannot be formed.
     """
     if isinstance(change, LoraFactors):
@@ -567,40 +562,40 @@ def _factors_subtraction(factors: LoraFactors, dtype: torch.dtype) -> Subtractio
 
 
 def _scaled_identity(matrix: Tensor) -> float | None:
-    """The number c of a matrix that is c times the identity."""
+    """The number c if a matrix is c times the identity, otherwise None."""
     size = matrix.shape[0]
     if matrix.shape[1] != size:
         return None
     diagonal = matrix.diagonal()
     gain = diagonal[0]
-    is_one = bool((diagonal == gain).all()) and int(matrix.count_nonzero()) == size
-    return float(gain) if is_one else None
+    is_identity = bool((diagonal == gain).all()) and int(matrix.count_nonzero()) == size
+    return float(gain) if is_identity else None
 
 
 def _matrix_subtraction(matrix: Tensor, gain: float) -> Subtraction:
-    """A LoRA of full rank is often ΔW itself beside a scaled identity: no product is needed, and none rounds."""
+    """A full-rank LoRA is often ΔW times a scaled identity: no product is needed, and nothing is rounded."""
     magnitude = abs(gain) * float(torch.linalg.vector_norm(matrix))
     return Subtraction(lambda rows, block: block.sub_(matrix[rows], alpha=gain), 1, magnitude, 2.0)
 
 
 def require_shape(change: Change, shape: tuple[int, ...]) -> None:
-    """Refuse factors of another weight; other kinds know what they fit only when they are formed.
+    """Refuse factors for a weight of another shape; other kinds are checked when they are formed.
 
     Raises:
-        ModelMismatchError: With both shapes.
+        ModelMismatchError: Names both shapes.
     """
     if isinstance(change, LoraFactors) and change.weight_shape != shape:
         raise ModelMismatchError(
-            f"the weight is {shape}, the LoRA's module is for {change.weight_shape}",
+            f"the weight is {shape}, but the LoRA's module is for {change.weight_shape}",
             hint="Use the LoRA with the model it was made for.",
         )
 
 
 def formed(change: Change, weight: Tensor) -> Tensor:
-    """ΔW in the shape of the weight that it changes, float32.
+    """ΔW in float32, in the shape of its weight.
 
     Raises:
-        ModelMismatchError: The change is none of such a weight.
+        ModelMismatchError: The change does not fit the weight.
     """
     if not isinstance(change, LoraFactors):
         return change.delta(weight)
@@ -617,9 +612,9 @@ def _other_base(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
         Finding(
             id="lora.other_base",
             severity="warning",
-            message=f"The LoRA was made from another base ({name}) than {pair.base.path}.",
+            message=f"The LoRA was made from another base ({name}), not from {pair.base.path}.",
             evidence={"made_from": name, "base": str(pair.base.path)},
-            advice="Validate and use it with the base that it was made from.",
+            advice="Use and validate it with the base that it was made from.",
         )
     ]
 
@@ -632,21 +627,21 @@ def _unused_keys(lora: LoraFile) -> list[Finding]:
         Finding(
             id="lora.unused_keys",
             severity="warning",
-            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} of no module, first {first}.",
+            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} that belong to no module, first {first}.",
             evidence={"tensors": len(lora.unused_keys), "key": first},
         )
     ]
 
 
 def _unmatched_modules(pair: CheckpointPair, lora: LoraFile, targets: ChangedKeys) -> list[ModuleError]:
-    """The LoRA's modules for which there is no layer to compare. They reach nothing, so their error is 0."""
-    lost = [_unmatched_module(lora, name, "the model has no such layer") for name in targets.unmatched]
+    """The LoRA's modules without a compared layer. They change nothing, so their error is 0."""
+    unmatched = [_unmatched_module(lora, name, "the model has no such layer") for name in targets.unmatched]
     compared = {*(layer + WEIGHT for layer in pair.layers), *pair.others}
     for key, name in targets.names.items():
         if key not in compared:
-            reason = pair.skipped.get(key, "its part of the models is not")
-            lost.append(_unmatched_module(targets.lora, name, f"it is not compared: {reason}"))
-    return lost
+            reason = pair.skipped.get(key, "its part of the model is not compared")
+            unmatched.append(_unmatched_module(targets.lora, name, f"it is not compared: {reason}"))
+    return unmatched
 
 
 def _unmatched_module(lora: LoraFile, name: str, detail: str) -> ModuleError:
@@ -655,9 +650,9 @@ def _unmatched_module(lora: LoraFile, name: str, detail: str) -> ModuleError:
 
 
 def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
-    """One finding where the LoRA is for another model: most of it fits no layer, or makes nearly every layer worse.
+    """A finding if the LoRA is for another model: most of it fits no layer, or nearly every layer gets worse.
 
-    No rank is so low that a LoRA makes a layer worse than no LoRA would.
+    Even a LoRA of very low rank does not make a layer worse than no LoRA.
     """
     own = [module for module in modules if module.status != "missing"]
     fitting = [module for module in own if module.status == "applied"]
@@ -665,9 +660,7 @@ def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
     if len(fitting) < _MIN_FITTING_SHARE * len(own):
         message = f"{len(own) - len(fitting)} of its {len(own)} modules fit no layer of this one."
     elif fitting and len(worse) > _MAX_WORSENED_SHARE * len(fitting):
-        message = (
-            f"it takes {len(worse)} of {len(fitting)} layers farther from the tuned model than they were."
-        )
+        message = f"it moves {len(worse)} of {len(fitting)} layers away from the tuned model."
     else:
         return []
     return [
@@ -676,13 +669,13 @@ def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
             severity="error",
             message=f"The LoRA is for another model: {message}",
             evidence={"modules": len(own), "fitting": len(fitting), "worse": len(worse)},
-            advice="Check that base, tuned model and LoRA belong together, and the LoRA's alpha.",
+            advice="Check that base, tuned model and LoRA belong together, and check the LoRA's alpha.",
         )
     ]
 
 
 def summarise_blocks(modules: Sequence[ModuleError]) -> tuple[BlockError, ...]:
-    """One summary a block, in the order in which a latent passes them."""
+    """A summary of each block, in the order in which a latent passes them."""
     ordered = sorted(modules, key=lambda module: block_position(module.block))
     return tuple(_summarise(name, list(group)) for name, group in groupby(ordered, lambda m: m.block))
 
@@ -703,7 +696,7 @@ def _summarise(name: str, modules: Sequence[ModuleError]) -> BlockError:
 
 
 def overall_error(modules: Sequence[ModuleError]) -> float | None:
-    """‖error‖ / ‖ΔW‖ of several layers together; None when none of them changed."""
+    """‖error‖ / ‖ΔW‖ of several layers together; None if none of them changed."""
     change = root_sum_square([module.delta_norm for module in modules])
     return root_sum_square([module.error_norm for module in modules]) / change if change > 0 else None
 
@@ -715,12 +708,12 @@ def applied_errors(modules: Sequence[ModuleError]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean, None of nothing."""
+    """The mean; None without values."""
     return fsum(values) / len(values) if values else None
 
 
 def band_of(relative_error: float) -> Band:
-    """The band of a relative error given as a fraction (0.05 is 5 %)."""
+    """The band of a relative error, given as a fraction (0.05 is 5 %)."""
     if relative_error < 0.05:
         return "excellent"
     if relative_error < 0.5:
@@ -729,28 +722,20 @@ def band_of(relative_error: float) -> Band:
 
 
 def save_validation_picture(path: str | PathLike[str], report: ValidationReport) -> None:
-    """Write the picture whole or not at all.
+    """Draw a report as a picture of 960 pixels in width; the file appears complete or not at all.
 
     Args:
-        path: An `.svg` or `.png` file, replaced if it is there.
+        path: An `.svg` or `.png` file; an existing one is replaced.
         report: What to draw.
 
     Raises:
         WriteError: The file cannot be written.
-        ConfigError: A PNG is wanted and Pillow is not installed.
+        ConfigError: The picture is a PNG and Pillow is not installed.
     """
-    content = svg.drawn(Path(path).suffix, _size_of(report), list(_shapes(report)))
+    size = _WIDTH, _BLOCKS_TOP + _ROW_HEIGHT * len(report.blocks) + 24
+    content = svg.drawn(Path(path).suffix, size, list(_shapes(report)))
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
-
-
-def validation_svg(report: ValidationReport) -> str:
-    """Draw a report as an SVG document, 960 pixels in width."""
-    return svg.drawn(".svg", _size_of(report), list(_shapes(report))).decode()
-
-
-def _size_of(report: ValidationReport) -> tuple[int, int]:
-    return _WIDTH, _BLOCKS_TOP + _ROW_HEIGHT * len(report.blocks) + 24
 
 
 def _shapes(report: ValidationReport) -> Iterator[svg.Shape]:
@@ -762,7 +747,7 @@ def _shapes(report: ValidationReport) -> Iterator[svg.Shape]:
 def _heading(report: ValidationReport) -> Iterator[svg.Shape]:
     yield svg.Label(16, 30, f"LoRA validation: {report.lora.name}", size=18)
     caption = (
-        f"Lower is better: at 0 % a layer is the tuned model's, at 100 % no better than without the LoRA. "
+        f"Lower is better: at 0 % a layer equals the tuned model's, at 100 % the LoRA does not help. "
         f"Overall {_percent(report.relative_error)}, average {_percent(report.average_error)}."
     )
     yield svg.Label(16, 52, caption, size=13, colour=svg.FAINT)
@@ -780,9 +765,9 @@ def _percent(fraction: float | None) -> str:
 
 
 def _layers(modules: Sequence[ModuleError]) -> Iterator[svg.Shape]:
-    """One point a layer, in the order in which a latent passes them; what is not applied is a cross.
+    """A point for each layer, in the order in which a latent passes them; a cross if its module is not applied.
 
-    Few layers far above the others, as those of noise, would press these together: they lie on the upper edge.
+    A few layers far above the others, as in the band `noise`, would squeeze these, so they are drawn at the upper edge.
     """
     errors = sorted(module.relative_error or 0.0 for module in modules if module.status == "applied")
     usual = errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else 1.0
@@ -827,7 +812,7 @@ def _tip(module: ModuleError) -> str:
 
 
 def _block_rows(report: ValidationReport) -> Iterator[svg.Shape]:
-    """A row a block, numbered as above: a bar for the error of its layers together, and a cell for each layer."""
+    """A row for each block, numbered as above: a bar for its error, and a cell for each layer."""
     largest = max((block.relative_error or 0.0 for block in report.blocks), default=0.0) or 1.0
     yield svg.Label(16, _BLOCKS_TOP - 10, "Error by block", size=13)
     yield svg.Label(_STRIP_LEFT, _BLOCKS_TOP - 10, "Its layers")

@@ -1,14 +1,13 @@
-"""Write a LoRA file module by module: in any format, or under the names it has already.
+"""Write a LoRA file in any format.
 
 - `save_lora` writes a LoRA that is in memory.
-- `LoraWriter` writes any format, one module in memory at a time.
-- `writer_of_aligned` is the writer of a resize or merge: under the LoRAs' own names where those agree, else under the
-  format's.
+- `LoraWriter` writes module by module, one in memory at a time. The file is renamed into place when it is complete
+  (`sigmascope.files.atomic_path`).
+- `writer_of_aligned` is the writer of a resize or merge: it keeps the LoRAs' own names if they agree.
 
-Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`);
-where some reader would mix the alphas up, all get one.
-Changes that are more than that are named as kohya's and LyCORIS' tools name them (`_change_tensors`). A `Tally` counts
-what has been written, for the header.
+Plain factors are stored with their scale in `up` and alpha = rank, so that a reader which ignores alpha gets the same ΔW
+(`stored_factors`). If a loader would mix different alphas up, all modules get one alpha (`_write_alphas`). Other changes
+are named as kohya's and LyCORIS' tools name them (`_change_tensors`).
 """
 
 from collections import Counter
@@ -45,12 +44,12 @@ from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, matrix_shape, max_rank
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
-"""What is taken for granted where no layout is given."""
+"""The layout if none is given."""
 
 _ALPHA: Final = ".alpha"
 _KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
-_METADATA_ROOM_BYTES: Final = 2048  # of the header, that are known at the end
-_MAX_ENTRY_BYTES: Final = 200  # bytes of a header entry beside the layer's name, at most
+_METADATA_ROOM_BYTES: Final = 2048  # for header fields that are known only at the end
+_MAX_ENTRY_BYTES: Final = 200  # of a header entry, without the layer's name
 _BIAS: Final = ".bias"
 
 _LYCORIS_KINDS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
@@ -73,10 +72,9 @@ def save_lora(
     model_layers: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a LoRA; the target appears whole or not at all.
+    """Write a LoRA; the target appears complete or not at all.
 
-    The header holds `lora.metadata`, over it what the format says of these modules (ranks, alpha, naming),
-    and over that `metadata`.
+    The header has `lora.metadata`, the format's own fields (ranks, alpha, naming) and `metadata`; later ones win.
 
     Args:
         path: A `.safetensors` file to write or replace.
@@ -84,17 +82,17 @@ def save_lora(
             file, use `convert_lora`. A scale other than 1 is multiplied into the up factor.
         metadata: More strings for the header.
         format: "native", "kohya", "peft" or "comfyui".
-        layout: Of the checkpoint that the names are of; LBM's own when left out.
-        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
-        dtype: Dtype to store the factors in; their own when left out, or float32 where a scale would round them.
+        layout: The layout of the checkpoint that the names come from; LBM's by default.
+        model_layers: Paths of all layers of the model, needed to number the blocks of a U-Net of unusual size.
+        dtype: Stored dtype of the factors; by default their own, or float32 if a scale would round them.
 
     Raises:
         LoraFormatError: The LoRA has no modules, or the format cannot hold one of them.
-        NonFiniteError: A factor holds NaN or Inf, or does so in `dtype`.
+        NonFiniteError: A factor holds NaN or Inf, or overflows `dtype`.
         WriteError: The target cannot be written.
     """
     if not lora.names:
-        raise LoraFormatError("a LoRA without modules is not written.", hint="Check what it was made from.")
+        raise _no_modules()
     with LoraWriter(
         path,
         format=format,
@@ -118,31 +116,31 @@ class LoraWriter:
             for layer in layers:
                 writer.write(layer, factors_of(layer))
 
-    Names are the checkpoint's own; the format makes its own of them. Leaving the block without an exception
-    completes the file and puts it in place; with one, the target stays as it was. The header gets the fields
-    that tools look for (ranks, kind, architecture), and over them `metadata`.
+    Layers are named by their paths in the checkpoint; the format makes its own names of them. Leaving the block
+    without an exception completes the file and renames it into place; otherwise the target stays unchanged. The header
+    gets the fields that tools look for (ranks, kind, architecture); `metadata` overrides them.
 
     Args:
         path: A `.safetensors` file to write or replace.
         format: "native", "kohya", "peft" or "comfyui".
-        layout: Of the checkpoint whose layers are named; LBM's own when left out.
+        layout: The layout of the checkpoint that the layers come from; LBM's by default.
         metadata: Texts for the header.
-        inherited: Texts for the header that go before none of the above.
-        expected: Paths of the layers that may come, so that room is left for the header.
-        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
-        blocks: The U-Net's, where they are known already.
-        dtype: To store factors in; their own when left out, or float32 where a scale would round them.
-        prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
-        own_names: By layer, names to write in place of the format's.
-        compact: Leave no room in the header, at the cost of moving the data once.
-        writes: What the tensors go to: `SizeWriter` finds the size of the file and writes none.
+        inherited: Texts for the header that all of the above override.
+        expected: Paths of the layers that may come, to reserve room for the header.
+        model_layers: Paths of all layers of the model, needed to number the blocks of a U-Net of unusual size.
+        blocks: The U-Net's blocks, if they are known already.
+        dtype: Stored dtype of the factors; by default their own, or float32 if a scale would round them.
+        prefix: Prefix of the denoiser's names in PEFT's format: `unet` or `transformer` by default, "" for none.
+        own_names: Names to write instead of the format's, by layer.
+        compact: Reserve no spare room for the header, at the cost of moving the data once.
+        writes: What the tensors go to; `SizeWriter` only finds the file's size.
 
     Attributes:
         tally: Kinds and ranks of what is written so far.
         widened: Layers whose up factor became float32, because their scale would have rounded it.
 
     Raises:
-        LoraFormatError: There is no such format; on leaving, nothing was written.
+        LoraFormatError: There is no such format; on leaving: nothing was written.
         WriteError: On entering: the target cannot be written.
     """
 
@@ -195,7 +193,7 @@ class LoraWriter:
             self._file.__exit__(kind, error, trace)
             return
         with ExitStack() as stack:
-            stack.push(self._file)  # puts it in place, or takes it away if this fails
+            stack.push(self._file)  # renames the file into place, or removes it if `_finish` fails
             self._finish()
 
     @property
@@ -206,8 +204,8 @@ class LoraWriter:
     def write(self, layer: str, factors: LoraFactors) -> None:
         """Write the factors of one layer.
 
-        Layers that the format's naming fuses into one matrix are kept until all of them are there, or all is
-        written; a fused layer is divided where the naming has its parts.
+        Layers that the format fuses into one matrix are kept until all of them have come, or the block ends. A fused
+        layer is divided if the format has its parts.
 
         Args:
             layer: The layer's path in the checkpoint, without `.weight`.
@@ -215,7 +213,7 @@ class LoraWriter:
 
         Raises:
             LoraFormatError: The format has no name for the layer.
-            NonFiniteError: A factor holds NaN or Inf, or does so in the dtype of storage.
+            NonFiniteError: A factor holds NaN or Inf, or overflows the stored dtype.
         """
         if self._own_names is not None:
             self._write(layer, self._own_names[layer], factors)
@@ -238,11 +236,11 @@ class LoraWriter:
 
         Args:
             key: The tensor's key in the checkpoint.
-            tensor: Its change, of its shape.
+            tensor: Its change, of the same shape.
 
         Raises:
-            LoraFormatError: The format holds no whole changes, or has no name for the tensor.
-            NonFiniteError: It holds NaN or Inf, or does so in the dtype of storage.
+            LoraFormatError: The format cannot hold whole changes, or has no name for the tensor.
+            NonFiniteError: It holds NaN or Inf, or overflows the stored dtype.
         """
         self.write_change(key.removesuffix(".weight"), DiffChange({"diff": tensor}))
 
@@ -250,7 +248,7 @@ class LoraWriter:
         """Write a change that is more than plain factors, as it is stored.
 
         Args:
-            name: As in `LoraFile.changes`, with the layer's path in the checkpoint.
+            name: Its name, as in `LoraFile.changes`, with the layer's path in the checkpoint.
             change: One of `sigmascope.lora.adapters`.
 
         Raises:
@@ -277,15 +275,15 @@ class LoraWriter:
         self.tally.add_change(change.kind)
 
     def estimated_storage(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> StorageCost:
-        """What modules of factors take in this file, without what the format's own fields of the header do.
+        """How many bytes plain factors take in this file, without the format's own header fields.
 
-        The format may make one matrix of several layers, or several of one (see `sigmascope.lora.alignment`). Joined, a
-        layer's column of `up` is as long as all layers of the fused matrix together; divided, each part has a `down`
-        of its own.
+        The format may join several layers into one matrix, or divide one into several (see `sigmascope.lora.alignment`).
+        Joined, a column of a layer's `up` is as long as all layers of the fused matrix together. Divided, each part has
+        its own `down`.
 
         Args:
-            dtype: Of the factors.
-            shapes: Of the changed weights, by layer.
+            dtype: The factors' dtype.
+            shapes: Shapes of the changed weights, by layer.
         """
         rows = {} if self._own_names is not None else self._fused(shapes)
         divides = self._divides
@@ -311,7 +309,7 @@ class LoraWriter:
         )
 
     def _fused(self, layers: Iterable[str]) -> dict[str, Row]:
-        """Layers that are divided, or joined with others, in this format."""
+        """Layers that this format divides, or joins with others."""
         placed = {layer: self.format.placement(layer, self.layout, blocks=self._blocks) for layer in layers}
         return {layer: row for layer, row in placed.items() if isinstance(row, Row) and len(row.parts) > 1}
 
@@ -348,9 +346,7 @@ class LoraWriter:
         for original in list(self._parts):
             self._write_joined(original)
         if not self.tally.kinds:
-            raise LoraFormatError(
-                "a LoRA without modules is not written.", hint="Check what it was made from."
-            )
+            raise _no_modules()
         family = self.layout.family
         if self._own_names is not None:
             family = family_in(self._inherited) or "unknown"
@@ -360,7 +356,7 @@ class LoraWriter:
         self._file.update_metadata(header | self._metadata)
 
     def _write_tensors(self, module: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one module, by key; the alphas of plain factors wait until all ranks are known."""
+        """Write one module's tensors, by key. Alphas of plain factors wait until all ranks are known."""
         keys = self.format.keys
         down, alpha = f"{module}.{keys.down}", f"{module}.{keys.alpha}"
         is_plain = down in tensors and f"{module}.{MID}" not in tensors
@@ -372,13 +368,16 @@ class LoraWriter:
                 self._file.write(key, tensor)
 
     def _write_alphas(self) -> int | None:
-        """Write of each module its rank, or one alpha for all where that would mislead; then give that one.
+        """Write each module's rank as its alpha; or one alpha for all, where a loader would mix them up.
 
-        One for all is the smallest rank, and factors of more rank are scaled up for it. So alpha is above no
-        module's rank: such an alpha could be taken for a rank that was asked for and cannot be (`true_alpha`).
+        The common alpha is the smallest rank, and `up` is scaled to match it. So no alpha exceeds its module's rank,
+        which `true_alpha` could mistake for the rank asked for.
+
+        Returns:
+            The common alpha; None if each module has its own.
 
         Raises:
-            NonFiniteError: A factor does not fit its dtype any more.
+            NonFiniteError: A scaled factor overflows its dtype.
         """
         keys = self.format.keys
         if keys.alpha is None:
@@ -402,16 +401,16 @@ def writer_of_aligned(
     compact: bool = False,
     writes: type[StreamingWriter] = StreamingWriter,
 ) -> LoraWriter:
-    """The writer of what is made of aligned LoRAs: under their own names where those agree, else the format's.
+    """A writer for the result of aligned LoRAs, under the LoRAs' own names if they agree, else under the format's.
 
     Args:
         target: The `.safetensors` file to write or replace.
         aligned: The LoRAs under common names.
-        originals: The same under their own names.
-        format: To write; the first LoRA's own when left out.
-        metadata: Texts for the header, over those in which all LoRAs agree.
-        compact: Leave no room in the header where that can be avoided.
-        writes: What the tensors go to, as of `LoraWriter`.
+        originals: The same LoRAs under their own names.
+        format: The format to write; the first LoRA's by default.
+        metadata: Texts for the header; they override those that all LoRAs share.
+        compact: As for `LoraWriter`.
+        writes: As for `LoraWriter`.
 
     Raises:
         LoraFormatError: There is no such format.
@@ -437,13 +436,13 @@ def measured_storage(
     shapes: Mapping[str, tuple[int, ...]],
     carried: Mapping[str, WeightChange],
 ) -> StorageCost:
-    """What factors take in a file, as a writer of no file measures it.
+    """How many bytes factors take in a file, measured by writing to a `SizeWriter`.
 
     Args:
-        new_writer: Makes the file's writer anew; takes `writes`.
-        dtype: Of the factors.
-        shapes: Of the changed weights, by layer, in the order in which they are written.
-        carried: Changes that are written as they are.
+        new_writer: Makes a new writer for the file; it takes `writes`.
+        dtype: The factors' dtype.
+        shapes: Shapes of the changed weights, by layer, in the order of writing.
+        carried: Changes that are written unchanged.
     """
     storage = new_writer(writes=SizeWriter).estimated_storage(dtype, shapes)
     return replace(
@@ -459,14 +458,14 @@ def measured_bytes(
     ranks: Mapping[str, int],
     carried: Mapping[str, WeightChange],
 ) -> int:
-    """The size of a file of these ranks; nothing is written.
+    """The size that a file with these ranks would have.
 
     Args:
-        sizing: A new writer that writes to a `SizeWriter`.
-        dtype: Of the factors.
-        shapes: Of the changed weights, by layer, in the order in which they are written.
-        ranks: By layer; 0, or not here, is not in the file.
-        carried: Changes that are written as they are.
+        sizing: A new writer to a `SizeWriter`.
+        dtype: The factors' dtype.
+        shapes: Shapes of the changed weights, by layer, in the order of writing.
+        ranks: Rank by layer; a layer of rank 0, or without one, is not in the file.
+        carried: Changes that are written unchanged.
     """
     with sizing:
         for layer, shape in shapes.items():
@@ -479,6 +478,10 @@ def measured_bytes(
     return sizing.file_bytes
 
 
+def _no_modules() -> LoraFormatError:
+    return LoraFormatError("a LoRA without modules is not written.", hint="Check what it was made from.")
+
+
 def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
     scaled = factor.to(torch.float64).mul(scale).to(factor.dtype)
     require_finite(module, scaled)
@@ -486,7 +489,7 @@ def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
 
 
 def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
-    """The name of each layer in all files that have it; None where the files differ in format or in a name."""
+    """Each layer's name in the files; None if the files differ in format or in a name."""
     if len({lora.format for lora in originals}) > 1:
         return None
     names: dict[str, str] = {}
@@ -500,7 +503,7 @@ def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str
 
 
 def _agreed_metadata(loras: Sequence[LoraFile]) -> dict[str, str]:
-    """The header fields that all LoRAs have alike, as far as they are still true."""
+    """The header fields that are equal in all LoRAs and still true."""
     first, *others = (kept_metadata(dict(lora.metadata)) for lora in loras)
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
@@ -508,12 +511,12 @@ def _agreed_metadata(loras: Sequence[LoraFile]) -> dict[str, str]:
 def _change_tensors(
     change: Adapter | DoraChange, keys: FactorKeys, *, is_bias: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of a change by the end of their key, with an alpha where they have a scale.
+    """The tensors of a change by the end of their key, with an alpha if the change has a scale.
 
     Args:
-        change: What to store. A scale that no alpha can carry goes into one of the factors.
+        change: What to store. A scale that no alpha can express goes into a factor.
         keys: How the format names plain factors and magnitudes.
-        is_bias: Whether a difference is one of a bias, and so named `diff_b`.
+        is_bias: Whether it is a bias's difference, which is named `diff_b`.
     """
     if isinstance(change, DoraChange):
         return _direction_tensors(change, keys) | _magnitude_tensors(change, keys)
@@ -532,7 +535,7 @@ def _direction_tensors(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor
 
 
 def _magnitude_tensors(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
-    """LyCORIS keeps them in a column or row of the weight's axes; PEFT in a vector, or a row for a convolution."""
+    """LyCORIS stores magnitudes with the weight's axes, as a column or row; PEFT as a vector, or a row for convolutions."""
     ones = (1,) * (len(change.weight_shape) - 1)
     row = (1, -1, *ones[1:])
     values = change.magnitude.detach()
@@ -547,7 +550,7 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     if rank is not None:
         tensors["alpha"] = torch.tensor(change.scale * rank, dtype=torch.float32)
     elif change.scale != 1.0 and isinstance(change, LokrChange):
-        # Two whole factors have no rank, and readers take no alpha for them.
+        # Two whole factors have no rank, and readers ignore an alpha beside them.
         tensors["lokr_w1"] = tensors["lokr_w1"].float().mul(change.scale)
     return tensors
 
@@ -564,7 +567,7 @@ def require_finite(module: str, tensor: Tensor) -> None:
     """Refuse a tensor that holds NaN or Inf.
 
     Raises:
-        NonFiniteError: With the module and the dtype.
+        NonFiniteError: Names the module and the dtype.
     """
     if not bool(torch.isfinite(tensor.to(at_least_float32(tensor.dtype))).all()):
         raise NonFiniteError(
@@ -574,12 +577,12 @@ def require_finite(module: str, tensor: Tensor) -> None:
 
 
 def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> LoraFactors:
-    """The same ΔW with its scale in the up factor.
+    """The same ΔW with its scale in the up factor and alpha = rank.
 
     Args:
-        factors: Of any scale.
-        dtype: To store them in. When left out they keep their own, but an up factor that would lose digits by
-            the multiplication becomes float32: a scale of 1/2 loses none, one of 5/8 may.
+        factors: With any scale.
+        dtype: The stored dtype. By default the factors keep theirs, but an up factor that the multiplication would round
+            becomes float32: a scale of 1/2 rounds nothing, one of 5/8 may.
     """
     rank = float(factors.rank)
     if factors.scale == 1.0:
@@ -599,12 +602,12 @@ def _without_loss(product: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Tally:
-    """Kinds and ranks of the modules that are written so far.
+    """Counts of the modules written so far, for the header.
 
     Attributes:
-        kinds: `lora` for plain factors, else as `WeightChange.kind`.
-        linear: How many Linear layers have each rank, and whether it is all that such a layer can have.
-        convolution: The same of convolutions.
+        kinds: `lora` for plain factors, else `WeightChange.kind`.
+        linear: How many Linear layers have each rank, and whether it is the highest that the layer can have.
+        convolution: The same for convolutions.
         changes: How many changes of other kinds there are.
     """
 
@@ -638,23 +641,23 @@ class Tally:
 
 
 def _varies(counts: Counter[tuple[int, bool]]) -> bool:
-    """Whether ranks were chosen layer by layer: a layer that cannot have the others' rank proves nothing."""
+    """Whether ranks were chosen layer by layer. A layer that cannot have the others' rank proves nothing."""
     chosen = {rank for rank, full in counts if not full}
     return len(chosen) > 1 or any(full and rank > min(chosen, default=rank) for rank, full in counts)
 
 
 def _common_rank(counts: Counter[tuple[int, bool]]) -> int | None:
-    """The rank that most layers have, of several the smallest; among those that were free to have another."""
+    """The most frequent rank, the smallest of equally frequent ones; layers at their highest rank count only if all are."""
     free = {rank: number for (rank, full), number in counts.items() if not full}
     ranks = free or {rank: number for (rank, _), number in counts.items()}
     return max(ranks, key=lambda rank: (ranks[rank], -rank)) if ranks else None
 
 
 def storage_dtype(*files: Checkpoint) -> torch.dtype:
-    """The dtype in which to store what comes of these files: their own where they share one.
+    """The dtype in which to store factors made from these files: the widest that they have.
 
-    8-bit floats are no dtype to round factors to, and count as float16. Of several dtypes the widest wins, and
-    float16 before bfloat16, since it rounds eight times finer.
+    Factors are not rounded to 8-bit floats, which count as float16. float16 goes before bfloat16, because it rounds eight
+    times finer.
 
     Args:
         files: Opened LoRA files.
@@ -670,5 +673,5 @@ def storage_dtype(*files: Checkpoint) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `bfloat16`."""
+    """The dtype's name, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -72,7 +72,7 @@ def test_overrides_and_exclusions_stand_beside_any_way() -> None:
         (RankFlags(max_error="0%"), "--max_error 0 is no share"),
         (RankFlags(rank=0), "rank 0 keeps nothing"),
         (RankFlags(rank_for=["attn1"]), "--rank_for attn1 has no value"),
-        (RankFlags(exclude=["("]), r"--exclude '\(' is no regular expression"),
+        (RankFlags(exclude=["("]), r"--exclude '\(' is not a valid regular expression"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_by_name(flags: RankFlags, named: str) -> None:

@@ -137,7 +137,7 @@ def test_complex_weights_are_refused(make_model_pair: "MakePair") -> None:
 
     files = make_model_pair(edit=edit)
     with (
-        pytest.raises(CheckpointError, match=r"conv_in\.weight is complex64.* out of both checkpoints"),
+        pytest.raises(CheckpointError, match=r"conv_in\.weight is complex64.*from both checkpoints"),
         open_pair(files.base, files.tuned),
     ):
         pass

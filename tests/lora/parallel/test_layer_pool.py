@@ -29,7 +29,7 @@ def test_what_is_done_early_waits_for_the_layers_before_it() -> None:
 
     sizes = {"first": 1, "second": 1, "third": 1}
     in_order = [("first", "FIRST"), ("second", "SECOND"), ("third", "THIRD")]
-    assert list(run_layers_in_order(sizes, work, workers=2)) == in_order
+    assert list(run_layers_in_order(sizes, work)) == in_order
 
 
 def test_work_runs_on_one_thread_of_torch_and_the_callers_setting_stays() -> None:

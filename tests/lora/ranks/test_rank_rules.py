@@ -60,7 +60,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_layer(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{flag} .* matches none of the 5 layers") as refused:
         rules.check(LAYERS)
-    assert (refused.value.hint or "").startswith(f"The nearest are {UP_ATTN2}")
+    assert (refused.value.hint or "").startswith(f"The nearest layers are {UP_ATTN2}")
 
 
 def test_the_nearest_layers_have_the_pieces_most_like_the_pattern() -> None:

@@ -1,16 +1,11 @@
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import pytest
 
-from sigmascope.lora.validate import (
-    ModuleError,
-    Status,
-    ValidationReport,
-    save_validation_picture,
-    validation_svg,
-)
+from sigmascope.lora.validate import ModuleError, Status, ValidationReport, save_validation_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,7 +19,9 @@ def report(*modules: ModuleError, lora: str = "lora.safetensors") -> ValidationR
 
 
 def drawn(*modules: ModuleError, lora: str = "lora.safetensors") -> ElementTree.Element:
-    return ElementTree.fromstring(validation_svg(report(*modules, lora=lora)))
+    with TemporaryDirectory() as folder:
+        save_validation_picture(f"{folder}/p.svg", report(*modules, lora=lora))
+        return ElementTree.parse(f"{folder}/p.svg").getroot()
 
 
 def tips(picture: ElementTree.Element, shape: str) -> dict[str, ElementTree.Element]:

@@ -442,7 +442,7 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
     Raises:
         WriteError: The place was asked for and cannot be written.
     """
-    from sigmascope.lora.validate import write_layer_names
+    from sigmascope.lora.layer_names import write_layer_names
 
     try:
         write_layer_names(path, names)

@@ -24,9 +24,10 @@ from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lora.apply import attach_lora, merge_into_model
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import write_layer_names
 from sigmascope.lora.linalg import FULL_RANK
 from sigmascope.lora.reader import load_lora
-from sigmascope.lora.validate import ValidationReport, validate_lora, write_layer_names
+from sigmascope.lora.validate import ValidationReport, validate_lora
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.progress import Progress, no_progress
