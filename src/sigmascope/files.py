@@ -1,16 +1,13 @@
-"""Files that appear whole or not at all.
+"""Write files completely or not at all (`atomic_path`), and other help with paths and untrusted text.
 
-A temporary file is written beside the target, flushed to the disk and renamed over it. Whatever goes
-wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes; that
-of a process that was killed goes when the same target is written next. Its name says which process on
-which machine is writing, and the writer holds a lock on it, so that the next writer can tell a leftover from
-a file that is being written right now: two containers that share a folder do not see each other's processes.
+`atomic_path` writes a temporary file beside the target, flushes it to the disk and renames it over the target. If
+anything fails before that (an error, Ctrl-C), the target stays unchanged and the temporary file is removed. The leftover
+of a killed process is removed when the same target is written again. Its name says which process on which machine wrote
+it, and a writer holds a lock on its file, because containers that share a folder do not see each other's processes.
 
-What the operating system refuses becomes a reason and a next step for the user: `reason_of`,
-`reading_hint` and `writing_hint`.
-
-Records name files without saying whose machine they lie on: `short_path` and `without_home`. `parse_json` reads JSON
-that may be anybody's: of each `[],` in a text, `json.loads` makes 70 bytes.
+`reason_of`, `reading_hint` and `writing_hint` turn what the operating system refuses into a reason and a next step.
+`short_path` and `without_home` name files without revealing the user or machine. `parse_json` reads untrusted JSON:
+`json.loads` would need 70 bytes for each `[],` of a text.
 """
 
 import errno
@@ -43,39 +40,37 @@ from sigmascope.errors import WriteError
 _log = logging.getLogger(__name__)
 _PERMISSION_BITS = 0o777
 _OWNERS_ONLY, _BY_UMASK = 0o600, 0o666
-_A_DAY = 24 * 3600.0  # seconds
-
-# How much of the target's name a temporary file's name repeats.
+_DAY_SECONDS = 24 * 3600.0
+# A temporary file's name repeats this much of the target's name.
 _STEM_LENGTH = 24
 _SUFFIX_LENGTH = 16
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean there is no room left, on the disk or in the quota."""
 MOST_JSON_VALUES = 2_000_000
-"""In one text of JSON: a safetensors header takes 8 for each tensor, a run 5 for each step."""
+"""The limit for one text; a safetensors header has 8 values a tensor, a run 5 a step."""
 _NO_PERMISSION = (errno.EACCES, errno.EPERM)
 _WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str], *, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well, it becomes `path`.
+    """Yield a temporary path beside `path`; if the block succeeds, it is renamed to `path`.
 
-    The temporary file exists already, is hidden and locked, and keeps the target's suffix, so that writers which
-    choose a format by suffix work. A link is followed. The result has the permission bits of the file
-    that it replaces, or those that the umask gives to a new one. Folders that are missing are made.
+    The temporary file already exists, is hidden and locked, and keeps the target's suffix for writers that choose a
+    format by suffix. Links are followed. The result gets the permission bits of the file that it replaces, or those
+    that the umask gives a new file. Missing folders are created.
 
     Args:
         path: The file to write.
-        private: Whether the result is for its owner alone (mode 0600, where there are modes), also where it replaces a
-            file that others may read. One that was stricter stays so.
+        private: Whether only the owner may read the result (mode 0600), even if others could read the replaced file.
 
     Yields:
         The path to write to. The writer may also replace the file there.
 
     Raises:
-        WriteError: The target or its folder cannot be written, or the disk refused the data. An
-            `OSError` of the block that is about another file passes through unchanged.
+        WriteError: The target or its folder cannot be written, or the disk refused the data. The block's `OSError`
+            about another file passes through unchanged.
     """
     target = _checked_target(Path(path))
     remove_leftovers(target)
@@ -98,7 +93,7 @@ def atomic_path(path: str | os.PathLike[str], *, private: bool = False) -> Itera
 
 
 def _checked_target(path: Path) -> Path:
-    """The file behind `path`, refused here rather than after minutes of work that could not be kept. Its folder is made."""
+    """The file behind `path`, checked before minutes of work for it. Its folder is created."""
     try:
         target = path.resolve()
         mode = _mode(target)
@@ -149,7 +144,7 @@ def _create(temporary: Path, target: Path, lock: ExitStack, *, private: bool) ->
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if target.exists():
-        # A file system without modes gives what it gives, and refuses to be asked for another.
+        # A file system without modes refuses to change them.
         mode = stat.S_IMODE(target.stat().st_mode) & (mode if private else _PERMISSION_BITS)
         temporary.chmod(mode)
     return mode
@@ -161,18 +156,18 @@ def _flush_to_disk(temporary: Path, mode: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    temporary.chmod(mode)  # a writer that replaced the file chose bits of its own
+    temporary.chmod(mode)  # a writer may have replaced the file, with bits of its own
 
 
 def _is_about(error: OSError, *paths: Path) -> bool:
-    """Whether a system call on one of `paths` failed; a failed `write` names no file at all."""
+    """Whether a system call on one of `paths` failed; a failed `write` names no file."""
     if error.errno is None:
         return False
     return error.filename is None or Path(os.fsdecode(error.filename)) in paths
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the rename itself durable. The data is in place by now, so a refusal is not an error."""
+    """Make the rename itself durable. A refusal is no error, because the data is in place already."""
     if os.name == "nt":
         return
     try:
@@ -186,19 +181,19 @@ def flush_folder(folder: Path) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there; make its folder.
+    """Refuse a target that `atomic_path` would refuse, before the work for it begins; create its folder.
 
     Args:
-        path: The file that is to be written.
+        path: The file to write later.
 
     Raises:
-        WriteError: It is a folder, no regular file or write-protected, or its folder cannot be made.
+        WriteError: It is a folder, not a regular file or write-protected, or its folder cannot be created.
     """
     _checked_target(Path(path))
 
 
 def temporary_name(target: Path) -> str:
-    """A new hidden name for a file that will become `target`; it keeps the target's suffix."""
+    """A new hidden name for the temporary file of `target`, with the target's suffix."""
     token = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return f"{_prefix(target)}{token}.tmp{_suffix(target)}"
 
@@ -216,13 +211,13 @@ def _suffix(target: Path) -> str:
 
 
 def remove_leftovers(target: Path) -> list[Path]:
-    """Remove temporary files for `target` that processes of this machine left when they were killed.
+    """Remove temporary files of `target` that killed processes of this machine have left.
 
     Args:
-        target: The file about to be written.
+        target: The file that is going to be written.
 
     Returns:
-        The files removed. One that cannot be removed stays, which is logged.
+        The removed files. A file that cannot be removed stays and is logged.
     """
     removed = []
     for file in _leftovers(target):
@@ -251,9 +246,9 @@ def _leftovers(target: Path) -> list[Path]:
 
 
 def _is_abandoned(file: Path) -> bool:
-    """Whether nobody holds the file's lock; where there are no locks, whether a day went by without a change.
+    """Whether nobody holds the file's lock; without locks, whether it has not changed for a day.
 
-    That no such process is here says little: its writer may live in another container.
+    That its process is not visible proves little: it may run in another container.
     """
     try:
         descriptor = os.open(file, os.O_RDWR)  # a lock over NFS asks for it
@@ -267,7 +262,7 @@ def _is_abandoned(file: Path) -> bool:
             _log.debug("%s cannot be locked: %s", file, error)
         finally:
             os.close(descriptor)
-        return time.time() - file.stat().st_mtime > _A_DAY
+        return time.time() - file.stat().st_mtime > _DAY_SECONDS
     except OSError as error:
         _log.debug("%s cannot be looked at: %s", file, error)
         return False
@@ -279,15 +274,15 @@ def parse_json(
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     strict: bool = False,
 ) -> Any:
-    """`json.loads` of what may be anybody's text, in memory of a few times its size.
+    """`json.loads` for untrusted text, with memory limited to a few times the text's size.
 
     Args:
-        text: In UTF-8 where it is bytes.
-        object_pairs_hook: As there.
-        strict: Refuse NaN and Infinity, which `json` reads and JSON does not know.
+        text: A string, or bytes in UTF-8.
+        object_pairs_hook: As for `json.loads`.
+        strict: Refuse NaN and Infinity, which `json` accepts although JSON has no such numbers.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply, or of more values than `MOST_JSON_VALUES`.
+        ValueError: It is not JSON, is nested too deeply, or has more than `MOST_JSON_VALUES` values.
     """
     if len(text) > MOST_JSON_VALUES:
         if isinstance(text, bytes):
@@ -309,7 +304,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What is free on a folder's disk; None where the system does not say."""
+    """Free bytes on a folder's disk; None if the system does not say."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -317,15 +312,15 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Why the system refused, in its own words. A ValueError is a path with a NUL or without an encoding."""
+    """Why the system refused, in its own words. A ValueError comes from a path with a NUL or without an encoding."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def reading_hint(error: OSError | ValueError) -> str:
-    """What to do about a path that cannot be looked at or read."""
+    """What to do about a path that cannot be read."""
     number = error.errno if isinstance(error, OSError) else errno.ENOENT
     if number in _NO_PERMISSION:
-        return "Check the permissions of it and of the folders above it."
+        return "Check the permissions of this path and of the folders above it."
     if number == errno.ENAMETOOLONG:
         return "Check the path: no file can have a name that long."
     return "Check the path." if number in _WRONG_PATH else "Check the disk, and try again."
@@ -341,21 +336,23 @@ def writing_hint(error: OSError | ValueError) -> str:
     return "Check the path." if number in _WRONG_PATH else "Choose a folder that you can write to."
 
 
-_LEFT_OUT = re.compile(r".*[/\\](?:(?:site|dist)-packages[/\\]|(?=models--[^/\\]+[/\\]snapshots[/\\]))")
-"""What comes before an installed package, or before a model in the cache of the hub."""
+_MACHINE_FOLDERS = re.compile(
+    r".*[/\\](?:(?:site|dist)-packages[/\\]|(?=models--[^/\\]+[/\\]snapshots[/\\]))"
+)
+"""The path up to an installed package, or up to a model in the hub's cache."""
 
 
 def short_path(path: str | os.PathLike[str]) -> str:
-    """A path as records name it, without the folders that tell of a user or a machine.
+    """A path as records name it, without folders that reveal the user or the machine.
 
-    `diffusers/…` for a file of an installed package, `models--…` for one in the hub's cache; else from the working folder;
-    else `~/…`; else the last two parts.
-    What is not absolute, such as a name on the hub or `<stdin>`, is given as it is.
+    A file of an installed package becomes `diffusers/…`, one in the hub's cache `models--…`. Other files are named relative
+    to the working folder or as `~/…`; failing that, only the last two parts remain. A path that is not absolute, such as a
+    name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)
     if not os.path.isabs(text):  # noqa: PTH117 - text is what paths are compared as
         return text
-    before = _LEFT_OUT.match(text)
+    before = _MACHINE_FOLDERS.match(text)
     if before is not None:
         return text[before.end() :]
     for folder, name in _known_folders():
@@ -365,16 +362,15 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def _known_folders() -> list[tuple[str, str]]:
-    """The working folder and the user's, the deeper one first, with what stands for each."""
-    found = []
+    """The working folder and the user's, the deeper one first, each with its replacement."""
+    folders = [(os.path.expanduser("~"), "~/")]  # noqa: PTH111 - as above; raises nothing without a home
     with suppress(OSError):  # the folder was removed
-        found.append((os.getcwd(), ""))  # noqa: PTH109 - as above
-    found.append((os.path.expanduser("~"), "~/"))  # noqa: PTH111 - as above; raises nothing without a home
-    return sorted((one for one in found if len(one[0]) > 1), key=lambda one: len(one[0]), reverse=True)
+        folders.insert(0, (os.getcwd(), ""))  # noqa: PTH109 - as above
+    return sorted((pair for pair in folders if len(pair[0]) > 1), key=lambda pair: len(pair[0]), reverse=True)
 
 
 def without_home(text: str) -> str:
-    """A text in which the user's folder is `~` wherever it is named."""
+    """The text with `~` in place of the user's folder."""
     home = os.path.expanduser("~")  # noqa: PTH111 - raises nothing without a home
     if len(home) < 2 or home not in text:
         return text

@@ -1,4 +1,4 @@
-"""Open weights, whatever file or folder they are in, and undo their quantisation.
+"""Open a checkpoint file or folder (`open_checkpoint`), and undo its quantisation (`dequantised`).
 
 A folder is searched for the names that diffusers and transformers use: `model.safetensors`,
 `diffusion_pytorch_model.safetensors`, their indexes (`….safetensors.index.json`), and with a variant in the name
@@ -9,10 +9,10 @@ A diffusers folder has a `model_index.json` and a folder for each component. It 
 (`PipelineCheckpoint`) with keys `<component>.<key>`, such as `unet.conv_in.weight` and
 `text_encoder.text_model.….weight`.
 
-Which tensors are quantised, and how, is told by keys, types and shapes. Dequantised are ComfyUI's `scale_weight` (with
-its mark `scaled_fp8`) and `weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or per
-channel, and the blocks of 128×128 of `weight_scale_inv`. An 8-bit float without a scale is its own value. All else is
-refused by name.
+Keys, types and shapes tell which tensors are quantised, and how. ComfyUI's `scale_weight` (with its mark `scaled_fp8`)
+and `weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or channel, and `weight_scale_inv`
+for blocks of 128×128 are dequantised. An 8-bit float without a scale is its own value. Any other quantisation is refused
+by name.
 """
 
 import difflib
@@ -47,16 +47,17 @@ from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PickleCheckpoint
 from sigmascope.errors import CheckpointError
 from sigmascope.files import parse_json
+from sigmascope.units import first_few
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 
 
-_MAX_NAMED: Final = 5  # files in a message
+_MAX_NAMED: Final = 5
 _USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
 _SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
-"""Of several variants without a plain file: the one that has lost least."""
+"""Variants to read if there is no plain file, the most precise first."""
 
 
 _MAX_SHARD_INDEX_BYTES = 100_000_000
@@ -140,9 +141,8 @@ def what_is_there(missing: Path) -> str:
         return ""
     near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
     weights = sorted(name for name in siblings if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES)))
-    more = f" and {len(weights) - _MAX_NAMED} more" if len(weights) > _MAX_NAMED else ""
     parts = [f"Did you mean {near[0]}?"] if near else []
-    parts += [f"Checkpoints there: {', '.join(weights[:_MAX_NAMED])}{more}."] if weights else []
+    parts += [f"Checkpoints there: {first_few(weights, _MAX_NAMED)}."] if weights else []
     return " ".join(parts)
 
 

@@ -1,22 +1,21 @@
-"""PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
+"""Read and write PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
 
-They are read with `weights_only=True`. What that refuses is refused here too, with the names of what the file asks
-for; these are found without running any of it. The state dict may lie bare, under `model_state_dict`, or (Lightning)
+A file that asks to run code is refused with an `UnsafeCheckpointError` that names the code; none of it is run
+(`_refused`). Files are read with `weights_only=True`. The state dict may lie bare, under `model_state_dict`, or (Lightning)
 under `state_dict` with a `model.` prefix: all three give the same bare keys.
 
-Storages stay on the disk, mapped, until a tensor is read; files older than PyTorch 1.6 can only be read whole. Pages
-that are touched through a mapping count as the process's memory until the system takes them back. So copying a model
-out of a mapped file seems to take it twice, and a file that is cut short meanwhile kills the process. Where the system
-tells which file an address belongs to (Linux), the bytes are therefore read with `pread`; elsewhere they are copied
-from the mapping.
+`weights_only=True` runs no code but still allocates whatever a pickle asks for: a file of a kilobyte may ask for a
+storage of terabytes, or for a key that takes years to hash. So the archive's list is checked before any member is read,
+and the pickle is first run with stand-ins for everything that it would make (`_Rehearsal`).
 
-`weights_only=True` runs no code, and still makes whatever a pickle asks for: a file of a kilobyte may ask for a storage
-of terabytes, or for a key that takes years to hash. So what an archive's list declares is checked before a member is
-read, and a pickle is first run with stand-ins for all that it would make (`_Rehearsal`).
+Storages stay on the disk, mapped, until a tensor is read; files older than PyTorch 1.6 can only be read whole. Copying a
+model out of a mapping seems to take its memory twice, because touched pages count as the process's memory, and kills the
+process if the file is cut short meanwhile. On Linux, which tells the file of an address, bytes are therefore read with
+`pread`; elsewhere they are copied from the mapping.
 
-`torch.save` wants the whole state dict in memory. Its file is a zip, not compressed, with a pickle that describes the
-tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, …). So with names, types and shapes known
-beforehand, `StreamingTorchWriter` writes the description first and the bytes as they come.
+`torch.save` needs the whole state dict in memory. Its file is an uncompressed zip with a pickle that describes the
+tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, …). `StreamingTorchWriter` knows names, types
+and shapes beforehand, so it writes the description first and the bytes as they come.
 """
 
 import io
@@ -51,7 +50,7 @@ from sigmascope.checkpoints.checkpoint import (
 )
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
-from sigmascope.units import format_size
+from sigmascope.units import first_few, format_size
 
 _DAMAGED_HINT = "Download it again or make it anew."
 _MAX_NAMED = 5
@@ -439,10 +438,9 @@ def _refused(path: Path, error: pickle.UnpicklingError, asked: Iterable[str]) ->
     wanted = list(dict.fromkeys([*named, *filter(_is_foreign, asked)]))
     if not wanted:
         return _damaged(path, error)
-    more = f" and {len(wanted) - _MAX_NAMED} more" if len(wanted) > _MAX_NAMED else ""
     return UnsafeCheckpointError(
         path,
-        f"asks to run code that is no part of tensors: {', '.join(wanted[:_MAX_NAMED])}{more}. Nothing was run.",
+        f"asks to run code that is no part of tensors: {first_few(wanted, _MAX_NAMED)}. Nothing was run.",
         hint="Ask its maker for a .safetensors file, or for a checkpoint with the state dict alone.",
     )
 

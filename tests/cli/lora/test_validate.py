@@ -117,7 +117,7 @@ def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair"
     lines = [" ".join(line.split()) for line in outcome.out.splitlines() if line.strip()]
     assert lines[1].startswith("Fidelity 0.0 % of the change")
     assert lines[2].startswith("Applied 100.0 %")
-    assert lines[3].startswith("error: The LoRA is for another model: it takes")
+    assert lines[3].startswith("error: The LoRA is for another model: it moves")
     assert outcome.out.count("another model") == 1
     report = json.loads(call(*arguments(files, "--json")).out)
     assert (report["fidelity"], report["success_rate"]) == (0.0, 100.0)
