@@ -32,7 +32,6 @@ from sigmascope.lbm.images import (
 )
 from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning
 from sigmascope.monitor import stage, step
-from sigmascope.pipeline.grid_cells import told_apart, told_apart_models
 from sigmascope.progress import Progress, no_progress
 
 MINIMUM_TILE = 4
@@ -159,7 +158,7 @@ class PictureRows:
         if asked := self.lbm.config.conditioning_keys:
             raise ConfigError(
                 f"the model takes {', '.join(asked)} beside the source.",
-                hint="Write a class as sigmascope.pipeline.grid_cells.GridSubject is, with your pictures for them.",
+                hint="Write a class as sigmascope.pipeline.lora_grid.GridSubject is, with your pictures for them.",
             )
         bridge_sigmas(self.num_inference_steps)
         check_resolution(self.resolution, self.picture_size)
@@ -176,13 +175,12 @@ class PictureRows:
         return tuple(self.pictures)
 
     def settings(self, row: int) -> dict[str, object]:
-        """The model's weights and config, the picture, and how it is translated."""
+        """The model's config, the picture, and how it is translated."""
         return {
-            "weights": told_apart_models(self.lbm),
             "config": repr(self.lbm.config),
-            "picture": told_apart(self.pictures[self.rows[row]]),
+            "picture": self.pictures[self.rows[row]],
             "steps": self.num_inference_steps,
-            "size": told_apart(self.picture_size),
+            "size": self.picture_size,
             "resolution": self.resolution,
             "tile_size": self.tile_size,
         }

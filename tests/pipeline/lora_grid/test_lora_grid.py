@@ -1,5 +1,6 @@
 """Grids of LoRAs on a small Stable Diffusion: what each cell says, what is kept, and what is refused."""
 
+import copy
 import inspect
 import json
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tests.families.loras import lora_state
 from sigmascope import lora_grid
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError
 from sigmascope.lbm.images import load_image, psnr
-from sigmascope.pipeline.grid_cells import picture_of, told_apart
+from sigmascope.pipeline.lora_grid import picture_of
 
 PROMPTS = ("a red fox", "the lazy dog <b>&")
 SETTINGS: dict[str, Any] = {"num_inference_steps": 1, "size": (32, 32)}
@@ -68,14 +69,13 @@ def test_each_cell_is_as_far_from_no_lora_as_its_pictures_say(
     ]
     for cell in made.cells:
         if cell.lora is None:
-            assert (cell.change, cell.mean_difference, cell.figures) == (None, None, "")
+            assert (cell.psnr_db, cell.mean_difference, cell.figures) == (None, None, "")
             continue
         this, bare = (load_image(one.picture) for one in (cell, made.cell(cell.row)))
         apart = np.asarray(this, np.float64) - np.asarray(bare, np.float64)
         assert apart.any()
         assert cell.mean_difference == pytest.approx(np.abs(apart).mean() / 255)
-        assert cell.change is not None
-        assert cell.change.psnr_db == pytest.approx(psnr(this, bare))
+        assert cell.psnr_db == pytest.approx(psnr(this, bare))
         assert cell.layers_run == made.loras[0].modules > 0
     assert made.idle == ()
 
@@ -315,8 +315,24 @@ def test_latents_are_no_picture() -> None:
         picture_of((torch.zeros(1, 4, 8, 8),))
 
 
-def test_pictures_and_tensors_are_told_apart_by_content() -> None:
-    black, white = (Image.new("RGB", (2, 2), colour) for colour in ("black", "white"))
-    assert told_apart(black) == told_apart(black.copy()) != told_apart(white)
-    assert told_apart(torch.zeros(2)) == told_apart(torch.zeros(2)) != told_apart(torch.ones(2))
-    assert told_apart(np.zeros(2)) != told_apart(np.zeros(2, np.float32))
+@pytest.mark.parametrize(
+    "values",
+    [
+        [Image.new("RGB", (2, 2), colour) for colour in ("black", "white")],
+        [torch.zeros(2), torch.ones(2)],
+        [np.zeros(2), np.zeros(2, np.float32)],
+    ],
+)
+def test_cells_are_told_apart_by_the_content_of_pictures_arrays_and_tensors(
+    pipeline: Any, loras: dict[str, Path], tmp_path: Path, values: list[Any]
+) -> None:
+    def paint(value: Any) -> bool:
+        call = {"cross_attention_kwargs": {"unused": value}}
+        arguments: dict[str, Any] = {"output": tmp_path / "grid.png", "scales": 1.0, "call": call, **SETTINGS}
+        return lora_grid(pipeline, loras["style"], PROMPTS[0], **arguments).cells[0].reused
+
+    assert [paint(value) for value in (values[0], copy.deepcopy(values[0]), values[1])] == [
+        False,
+        True,
+        False,
+    ]
