@@ -24,7 +24,8 @@ from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
 from sigmascope.pipeline import tiles_together
 from sigmascope.pipeline.model_state import Ram
 from sigmascope.pipeline.peak_prediction import Planned, predict_peak
-from sigmascope.pipeline.tiling import TilePlan, in_tiles, plan, tiled_map
+from sigmascope.pipeline.tile_plan import TilePlan, plan
+from sigmascope.pipeline.tiling import in_tiles, tiled_map
 from sigmascope.records.latents import TileFacts
 
 ROUNDING = 2e-5

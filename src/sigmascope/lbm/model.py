@@ -20,7 +20,8 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.config import LbmConfig, VaeConfig, resolve_config
 from sigmascope.monitor import stage
-from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
+from sigmascope.pipeline.tile_plan import TilePlan, plan
+from sigmascope.pipeline.tiling import tiled_map
 from sigmascope.progress import Progress, no_progress
 
 Images = Float[Tensor, "batch 3 height width"]

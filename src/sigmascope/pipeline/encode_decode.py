@@ -63,8 +63,8 @@ from sigmascope.pipeline.strategies import (
     tiled,
     tiles_asked_for,
 )
+from sigmascope.pipeline.tile_plan import TilePlan, plan
 from sigmascope.pipeline.tiles_together import why_apart
-from sigmascope.pipeline.tiling import TilePlan, plan
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Vae, adapted
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import attempt, describe, is_out_of_memory, keeping_words, node_outputs

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from sigmascope.pipeline.model_state import tensors_on
-from sigmascope.pipeline.tiling import TilePlan
+from sigmascope.pipeline.tile_plan import TilePlan
 from sigmascope.pipeline.vae_adapters import decoded, encoded
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.latents import (

@@ -17,7 +17,8 @@ from torch import Tensor
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.pipeline.image_preprocessing import Pictures, folded, unfolded
 from sigmascope.pipeline.model_state import as_before, for_inference, put_in_ram
-from sigmascope.pipeline.tiling import in_tiles, plan
+from sigmascope.pipeline.tile_plan import plan
+from sigmascope.pipeline.tiling import in_tiles
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Encoded, Vae
 from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFacts
 

@@ -22,7 +22,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from fractions import Fraction
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from sigmascope.pipeline.model_state import free_ram, has_diffusers_hooks, tensors_of, why_not_enough
+from sigmascope.pipeline.tile_plan import ApartError, Place, Span, TilePlan
 from sigmascope.probes.reading import describe, is_out_of_memory
-
-if TYPE_CHECKING:
-    from sigmascope.pipeline.tiling import Place, Span, TilePlan
 
 _as_below: Any = torch._C._ExcludeDispatchKeyGuard
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -47,10 +45,6 @@ _EPS = 1e-6
 """What a VAE's norms add to variances."""
 _RAM_MARGIN = 0.25
 """Share of what the tiles take in RAM that shall be free beside it."""
-
-
-class ApartError(Exception):
-    """Why tiles cannot go through their norms together."""
 
 
 def why_no_ram(error: BaseException) -> str | None:
@@ -98,7 +92,7 @@ class _AtNorm:
     bias: Tensor | None = None
     eps: float = 1e-5
 
-    def area(self, place: "Place") -> Tensor:
+    def area(self, place: Place) -> Tensor:
         """The features, with height and width on axes of their own.
 
         Raises:
@@ -148,19 +142,19 @@ class _AtAttention:
 class _Meeting:
     """One layer at which all tiles meet."""
 
-    def __init__(self, first: "Place", sides: Sequence[int]) -> None:
+    def __init__(self, first: Place, sides: Sequence[int]) -> None:
         axes = first.plan.rows, first.plan.columns
         self._scales = [
             Fraction(length, min(axis.tile, axis.length)) for axis, length in zip(axes, sides, strict=True)
         ]
 
-    def spans(self, place: "Place", sides: Sequence[int]) -> "tuple[Span, Span]":
+    def spans(self, place: Place, sides: Sequence[int]) -> tuple[Span, Span]:
         """Of a tile, along height and width."""
         (high, wide), (height, width) = self._scales, sides
         rows, columns = place.plan.rows, place.plan.columns
         return rows.features(place.row, height, high), columns.features(place.column, width, wide)
 
-    def whole_sides(self, plan: "TilePlan") -> Iterator[int]:
+    def whole_sides(self, plan: TilePlan) -> Iterator[int]:
         """Height and width of the whole's features, or a little more where a side is no multiple of the factor."""
         for axis, scale in zip((plan.rows, plan.columns), self._scales, strict=True):
             yield math.ceil((axis.length + (axis.length * axis.factor < axis.pixels)) * scale)
@@ -169,7 +163,7 @@ class _Meeting:
 class _Norm(_Meeting):
     """A group norm over the whole picture, of which every tile sees the part where it is."""
 
-    def __init__(self, first: "Place", asked: _AtNorm) -> None:
+    def __init__(self, first: Place, asked: _AtNorm) -> None:
         area = asked.area(first)
         super().__init__(first, area.shape[-2:])
         shape = (*area.shape[:-2], *self.whole_sides(first.plan))
@@ -180,7 +174,7 @@ class _Norm(_Meeting):
         self._statistics: tuple[Tensor, Tensor] | None = None
         self._differences: list[Tensor] = []
 
-    def take(self, place: "Place", asked: _AtNorm) -> None:
+    def take(self, place: Place, asked: _AtNorm) -> None:
         """Lay down what a tile alone stands for."""
         area = asked.area(place)
         if (*area.shape[:-2], asked.groups) != (*self._whole.shape[:-2], self._groups):
@@ -193,7 +187,7 @@ class _Norm(_Meeting):
         variance, mean = torch.var_mean(grouped, dim=2, correction=0)
         self._seen.append((grouped.shape[2], mean, variance))
 
-    def answer(self, place: "Place", asked: _AtNorm, *, put_back: bool) -> Tensor:
+    def answer(self, place: Place, asked: _AtNorm, *, put_back: bool) -> Tensor:
         """A tile's features, normalised."""
         area = asked.area(place)
         rows, columns = self.spans(place, area.shape[-2:])
@@ -203,7 +197,7 @@ class _Norm(_Meeting):
         there = area.copy_(there) if put_back else there.to(area.device)
         return asked.normalised(there, *self._statistics)
 
-    def _compare(self, area: Tensor, rows: "Span", columns: "Span") -> None:
+    def _compare(self, area: Tensor, rows: Span, columns: Span) -> None:
         """With what the tiles above and to the left have laid down, next to what the tile itself stands for."""
         for above, left in (
             (_next_to(rows), (columns.own, columns.own_place)),
@@ -237,7 +231,7 @@ def _grouped(features: Tensor, groups: int) -> Tensor:
     return torch.unflatten(wide, 1, (groups, -1)).flatten(2)
 
 
-def _next_to(span: "Span") -> tuple[slice, slice]:
+def _next_to(span: Span) -> tuple[slice, slice]:
     """The inner quarter of what lies before a tile's own part, at least one place: in the tile, and in the whole.
 
     What a tile's edge has lost since the last meeting has not come so far.
@@ -256,11 +250,11 @@ def _check_room(nbytes: int) -> None:
 class _Attention(_Meeting):
     """Attention between all places of a picture."""
 
-    def __init__(self, first: "Place", asked: _AtAttention) -> None:
+    def __init__(self, first: Place, asked: _AtAttention) -> None:
         super().__init__(first, asked.sides[-2:])
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, place: "Place", asked: _AtAttention) -> None:
+    def take(self, place: Place, asked: _AtAttention) -> None:
         """Note the keys and values that a tile alone stands for."""
         rows, columns = self.spans(place, asked.sides[-2:])
         key, value = (
@@ -269,7 +263,7 @@ class _Attention(_Meeting):
         )
         self._pairs.append((key, value))
 
-    def answer(self, place: "Place", asked: _AtAttention, *, put_back: bool) -> tuple[Tensor, Tensor]:
+    def answer(self, place: Place, asked: _AtAttention, *, put_back: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of all places, a frame's together. Arguments as of `_Norm.answer`."""
         if len(self._pairs) > 1:
             keys, values = zip(*self._pairs, strict=True)
@@ -486,7 +480,7 @@ class Tile:
 
     def __init__(
         self,
-        place: "Place",
+        place: Place,
         function: Callable[[Tensor], Tensor],
         part: Tensor,
         modules: Sequence[nn.Module],
@@ -649,7 +643,7 @@ class _Norms(TorchFunctionMode):
 
 def go_through(
     tiles: Sequence[Tile], modules: Sequence[nn.Module], differences: list[Tensor]
-) -> Generator[tuple["Place", Tensor], None, None]:
+) -> Generator[tuple[Place, Tensor], None, None]:
     """Each tile with what came of it, in order.
 
     Args:

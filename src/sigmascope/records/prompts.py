@@ -9,14 +9,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
+from sigmascope.records.run import PromptPrivacy as PromptPrivacy
 from sigmascope.records.run import Run, Stage
-
-PromptPrivacy = Literal["full", "hash", "none"]
-"""What is kept of a prompt: its text, its SHA-256, or nothing."""
 
 Prompts = str | Sequence[str] | Mapping[str, str] | None
 """One prompt, one for each item of a batch, or some by name (`positive`, `negative`)."""

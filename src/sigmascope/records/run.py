@@ -17,9 +17,6 @@ from sigmascope.records.memory import MemoryImpact, PeakMemory, highest
 if TYPE_CHECKING:
     import rich.console
 
-    from sigmascope.records.prompts import PromptPrivacy
-
-
 STAGES = (
     "model_loading",
     "lora_application",
@@ -53,6 +50,8 @@ NO_TIME: Final = "which is no time"
 JsonScalar = str | int | float | bool | None
 Role = Literal["denoiser", "text_encoder", "image_encoder", "vae", "tokenizer", "scheduler", "other"]
 Offload = Literal["model", "sequential", "group"]
+PromptPrivacy = Literal["full", "hash", "none"]
+"""What is kept of a prompt: its text, its SHA-256, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +405,7 @@ class Run:
 
         print_run(self, console, full=full)
 
-    def to_html(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
+    def to_html(self, path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash") -> None:
         """Write the run as one HTML file for any browser, as `sigmascope.write_html` does.
 
         Args:
@@ -427,7 +426,7 @@ class Run:
 
         return to_html(self, only_verdict=True)
 
-    def to_trace(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
+    def to_trace(self, path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash") -> None:
         """Write the run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
         Args:

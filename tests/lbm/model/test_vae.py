@@ -8,7 +8,7 @@ from torch import nn
 
 from sigmascope.lbm.config import VaeConfig
 from sigmascope.lbm.model import LbmModel, LbmVae
-from sigmascope.pipeline.tiling import tile_starts
+from sigmascope.pipeline.tile_plan import tile_starts
 
 SEAM = 12
 """Latent elements beside a tile's inner edge that the tiny VAE's convolutions see across it."""

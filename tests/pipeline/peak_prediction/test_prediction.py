@@ -15,7 +15,7 @@ from sigmascope.pipeline.peak_prediction import (
     fits,
     predict_peak,
 )
-from sigmascope.pipeline.tiling import plan
+from sigmascope.pipeline.tile_plan import plan
 from sigmascope.records.latents import Direction
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.peak_prediction import counted
-from sigmascope.pipeline.tiling import TilePlan, plan, tile_starts, tiled_map
+from sigmascope.pipeline.tile_plan import TilePlan, plan, tile_starts
+from sigmascope.pipeline.tiling import tiled_map
 
 FACTOR = 8
 

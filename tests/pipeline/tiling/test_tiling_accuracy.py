@@ -10,7 +10,8 @@ from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 from tests.families.vaes import parameters, pixels_of, relative_error, three_level_vae
 from torch import Tensor, nn
 
-from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
+from sigmascope.pipeline.tile_plan import TilePlan, plan
+from sigmascope.pipeline.tiling import tiled_map
 
 SEEN_BY_TINY = 8
 """Latent elements beside a tile's inner edge that the layers of the tiny VAE below see across it."""
