@@ -11,7 +11,9 @@ call takes. Choices on several pipelines may hold one setting of the process at 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Generic, Literal, TypeVar, get_args
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Final, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -35,23 +37,6 @@ Precision = Literal["bfloat16", "float16"]
 Offloading = Literal["model", "group"]
 Caching = Literal["first_block", "pyramid", "faster", "taylorseer"]
 Quantisation = Literal["int8", "float8"]
-_SWITCHES: Final = (
-    "vae_slicing",
-    "vae_tiling",
-    "layerwise_casting",
-    "fuse_qkv",
-    "channels_last",
-    "compile",
-    "fast_matmul",
-)
-_ALLOWED: Final[dict[str, tuple[object, ...]]] = {
-    "image": IMAGE_EFFECTS,
-    "dtype": ("auto", None, *get_args(Precision)),
-    "offload": ("auto", None, *get_args(Offloading)),
-    "cache": ("auto", None, *get_args(Caching)),
-    "quantisation": ("auto", None, *get_args(Quantisation)),
-    **dict.fromkeys(_SWITCHES, ("auto", True, False)),
-}
 _BFLOAT16: Final = (8, 0)
 _FLOAT8: Final = (8, 9)
 """Compute capabilities from which tensor cores multiply these (CUDA C++ Programming Guide, table of features)."""
@@ -277,7 +262,7 @@ class OptimizationConfig:
     keep_originals: bool = True
 
     def __post_init__(self) -> None:
-        refuse_unknown({name: getattr(self, name) for name in _ALLOWED})
+        refuse_unknown({name: getattr(self, name) for name in _options()})
         if not 0 <= self.headroom < 1:
             raise ConfigError(
                 f"OptimizationConfig.headroom is {self.headroom}.", hint="Give a share from 0 to below 1."
@@ -288,9 +273,31 @@ class OptimizationConfig:
     @classmethod
     def nothing(cls, **asked: JsonScalar) -> "OptimizationConfig":
         """A configuration that leaves all alone but what is asked for."""
-        off: dict[str, object] = dict.fromkeys(_SWITCHES, False)
-        off |= dict.fromkeys(("dtype", "offload", "cache", "quantisation", "attention_backend"))
+        off: dict[str, object] = {"attention_backend": None}
+        for name, allowed in _options().items():
+            if "auto" in allowed:
+                off[name] = False if False in allowed else None
         return cls(**{**off, **asked})  # type: ignore[arg-type]
+
+
+@cache
+def _options() -> dict[str, tuple[object, ...]]:
+    """The values of each option that has a list of them, as its annotation says."""
+    allowed = {name: _values_of(hint) for name, hint in get_type_hints(OptimizationConfig).items()}
+    return {name: values for name, values in allowed.items() if values}
+
+
+def _values_of(hint: Any) -> tuple[object, ...]:
+    """What a union of literals, bool and None allows; nothing where it names another type."""
+    values: list[object] = []
+    for part in get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,):
+        if get_origin(part) is Literal:
+            values += get_args(part)
+        elif part in (bool, NoneType):
+            values += (True, False) if part is bool else (None,)
+        else:
+            return ()
+    return tuple(values)
 
 
 def refuse_unknown(values: Mapping[str, object]) -> None:
@@ -300,7 +307,7 @@ def refuse_unknown(values: Mapping[str, object]) -> None:
         ConfigError: One of them is not known.
     """
     for name, value in values.items():
-        allowed = _ALLOWED[name]
+        allowed = _options()[name]
         if not any(value is option or (isinstance(value, str) and value == option) for option in allowed):
             known = ", ".join(map(repr, allowed))
             raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
