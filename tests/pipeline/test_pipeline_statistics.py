@@ -81,13 +81,13 @@ def test_each_call_by_itself_where_no_gradient_comes_through_the_sampling() -> N
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "flux", "wan", "qwen_image"])
 def test_random_words_are_words_of_the_tokenizer_and_follow_the_seed(family: str) -> None:
     pipeline = make_pipeline(family)
-    texts = noise_prompts(pipeline, 3, words=4, seed=5)
-    assert [len(text.split()) for text in texts] == [4, 4, 4]
+    texts = noise_prompts(pipeline, 3, seed=5)
+    assert [len(text.split()) for text in texts] == [8, 8, 8]
     for word in " ".join(texts).split():
         assert word.isalpha()
         assert len(pipeline.tokenizer(word, add_special_tokens=False).input_ids) == 1
-    assert texts == noise_prompts(pipeline, 3, words=4, seed=5)
-    assert texts != noise_prompts(pipeline, 3, words=4, seed=6)
+    assert texts == noise_prompts(pipeline, 3, seed=5)
+    assert texts != noise_prompts(pipeline, 3, seed=6)
 
 
 def test_no_random_words_without_a_tokenizer_or_a_number() -> None:

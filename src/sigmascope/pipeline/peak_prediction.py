@@ -247,29 +247,27 @@ def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
     return round(max(waiting, default=0.0)) if tile.count > 1 else 0
 
 
-def fits(
-    prediction: Prediction, memory: MemorySnapshot, device: str | None = None, *, margin: float | None = None
-) -> tuple[bool, str]:
+def fits(prediction: Prediction, memory: MemorySnapshot, device: str | None = None) -> tuple[bool, str]:
     """Whether a predicted peak has room, and the numbers behind it as a sentence.
 
-    What is unknown is no reason to skip anything: then it fits as far as is known, and the sentence says so.
+    A quarter of the prediction is to be free beside it in RAM, a tenth elsewhere. What is unknown is no reason to skip
+    anything: then it fits as far as is known, and the sentence says so.
 
     Args:
         prediction: From `predict_peak`.
         memory: Read just before.
         device: An accelerator such as "cuda:0"; None or "cpu" is the machine's RAM.
-        margin: Share of the prediction to be free beside it; None is a quarter in RAM, a tenth elsewhere.
     """
     if prediction.bytes is None:
         why = prediction.unavailable.get("bytes", "no reason is known")
         return True, f"Its peak could not be predicted: {why}."
     if device in (None, "cpu"):
-        where, free, usual_margin = "RAM", memory.ram_available_bytes, MARGIN_IN_RAM
+        where, free, margin = "RAM", memory.ram_available_bytes, MARGIN_IN_RAM
     else:
-        where, free, usual_margin = str(device), _free_on(str(device), memory), MARGIN_ON_ACCELERATOR
+        where, free, margin = str(device), _free_on(str(device), memory), MARGIN_ON_ACCELERATOR
     if free is None:
         return True, f"How much of {where} is free could not be read."
-    needed = int(prediction.bytes * (1 + (usual_margin if margin is None else margin)))
+    needed = int(prediction.bytes * (1 + margin))
     room = needed <= free
     said = f"{prediction.bytes / MIB:,.0f} MB are expected at the peak ({prediction.basis})"
     return room, f"{said}, {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."

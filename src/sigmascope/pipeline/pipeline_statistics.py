@@ -49,6 +49,7 @@ Through = Literal["sampling", "calls"]
 _DENOISERS = ("unet", "transformer", "prior")
 _FEW_STEPS = 3  # of a sampling that gradients pass through; more tell less, even of pictures that take 20
 _LETTERS = 3  # a random word has at least
+_WORDS_OF_A_PROMPT = 8
 _END_OF_WORD = "</w>"  # which some of CLIP's tokenizers leave in the text
 
 
@@ -302,7 +303,7 @@ def _recorded(
     return record_calls(denoiser_of(pipeline), paint, progress=told)
 
 
-def noise_prompts(pipeline: Any, count: int, *, words: int = 8, seed: int = 0) -> list[str]:
+def noise_prompts(pipeline: Any, count: int, *, seed: int = 0) -> list[str]:
     """Prompts of random words of the pipeline's tokenizer, where there are none of the kind that will be used.
 
     Raises:
@@ -320,12 +321,12 @@ def noise_prompts(pipeline: Any, count: int, *, words: int = 8, seed: int = 0) -
         # A word, and not a piece of one: it is read back as the token alone.
         if len(word) >= _LETTERS and word.isalpha() and _ids_of(tokenizer, word) == [index]:
             drawn.append(word)
-        if len(drawn) == count * words:
+        if len(drawn) == count * _WORDS_OF_A_PROMPT:
             break
     if not drawn:
         raise ConfigError(f"{type(tokenizer).__name__} knows no words.", hint="Use --prompts FILE.")
-    while len(drawn) < count * words:  # a small vocabulary
-        drawn += drawn[: count * words - len(drawn)]
+    while len(drawn) < count * _WORDS_OF_A_PROMPT:  # a small vocabulary
+        drawn += drawn[: count * _WORDS_OF_A_PROMPT - len(drawn)]
     order = torch.randperm(len(drawn), generator=generator).tolist()
     return [" ".join(drawn[index] for index in order[first::count]) for first in range(count)]
 

@@ -39,8 +39,6 @@ _HIDE_HELP = "Write prompt 1, prompt 2, … on the grid."
 _IMAGES_HELP = "A picture to translate, or a folder of them, in place of prompts; repeatable."
 _RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square; of an LBM also bucket or keep."
 _DTYPE_HELP = "auto (bf16 on an accelerator, else float32), float32, bf16, fp16."
-
-
 _Loader = Callable[[Progress], dict[str, Any]]
 
 
