@@ -87,7 +87,7 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
     if name.startswith(PIPE) and not allow_pipe:
         raise ConfigError(
             f"shards {name!r}: commands are run only when that is allowed.",
-            hint="Set allow_pipe: true in the config if you trust it; the command runs in a shell.",
+            hint="Give --allow_pipe on the command line if you trust it; the command runs in a shell.",
         )
     if name.startswith(PIPE) and not name.removeprefix(PIPE).strip():
         raise ConfigError(f"shards {name!r}: no command follows.", hint="Write pipe:cat shard.tar.")
@@ -96,7 +96,7 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
     if (scheme := _SCHEME.match(name)) and scheme[0].lower() != "file:":
         raise ConfigError(
             f"shards {pattern!r}: {name} is no local file.",
-            hint=f"Download it, or stream it with allow_pipe and 'pipe:curl -s -f -L {name}'.",
+            hint=f"Download it, or stream it with --allow_pipe and 'pipe:curl -s -f -L {name}'.",
         )
     path = Path(unquote(urlsplit(name).path) if scheme else name).expanduser()
     if path.is_file() or path.is_fifo():

@@ -124,11 +124,10 @@ def _settings(options: TrainOptions) -> "TrainSettings":
     """The YAML's, with what the command line says instead."""
     from sigmascope.lbm.training.settings import load_train_settings
 
-    settings = load_train_settings(options.path_config)
+    settings = load_train_settings(options.path_config, allow_pipe=options.allow_pipe)
     given = {
         "max_steps": options.max_steps,
         "device": options.device,
-        "allow_pipe": options.allow_pipe or None,
         "max_member": None if options.max_member is None else parse_size(options.max_member, "--max_member"),
     }
     changed = {key: value for key, value in given.items() if value is not None}
@@ -169,7 +168,10 @@ def _dry_run_table(planned: "DryRun") -> Table:
 def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
     memory = planned.memory
     share = planned.trained_parameters / max(1, planned.trained_parameters + planned.frozen_parameters)
-    width, height = planned.picture_size
+    first = "not read: a dry run runs no commands"
+    if planned.picture_size is not None:
+        first = "first batch {}×{}".format(*planned.picture_size)
+    validated = planned.validation_samples
     count = "unknown" if planned.samples is None else str(planned.samples)
     parts = ", ".join(
         f"{name} {getattr(memory, name) / _MIB:,.1f}"
@@ -178,8 +180,8 @@ def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
     )
     return {
         "Trained": f"{planned.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{count} samples in {len(planned.shards)} shards, first batch {width}×{height}",
-        "Validation": f"{planned.validation_samples} samples" if planned.validation_samples else "none",
+        "Data": f"{count} samples in {len(planned.shards)} shards, {first}",
+        "Validation": "not read" if validated is None else f"{validated} samples" if validated else "none",
         "Steps": "unknown" if planned.total_steps is None else str(planned.total_steps),
         "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
         "Begins": "anew" if planned.resumes is None else f"from {planned.resumes}",

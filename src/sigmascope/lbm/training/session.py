@@ -55,7 +55,6 @@ MAY_CHANGE: Final = frozenset(
         "resume_from_checkpoint",
         "device",
         "gradient_checkpointing",
-        "allow_pipe",
         "max_member",
         "log_interval",
         "save_interval",

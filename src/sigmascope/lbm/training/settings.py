@@ -94,7 +94,7 @@ class TrainSettings(LbmConfig):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "auto"
-    allow_pipe: bool = False
+    allow_pipe: bool = Field(default=False, exclude=True)
     max_member: str | int | None = None
     shuffle_buffer: int = Field(default=256, ge=1)
     image_size: tuple[int, int] | None = None
@@ -198,17 +198,18 @@ class TrainSettings(LbmConfig):
         return None if chosen == "none" else chosen
 
 
-def load_train_settings(path: str | Path) -> TrainSettings:
+def load_train_settings(path: str | Path, *, allow_pipe: bool = False) -> TrainSettings:
     """Read and validate the YAML of a training run; see `parse_train_settings`.
 
     Raises:
         ConfigError: The file cannot be read, is not YAML, or does not describe a run.
     """
     path = Path(path)
-    return parse_train_settings(read_yaml(path, hint="Check --path_config."), where=str(path))
+    data = read_yaml(path, hint="Check --path_config.")
+    return parse_train_settings(data, where=str(path), allow_pipe=allow_pipe)
 
 
-def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings:
+def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool = False) -> TrainSettings:
     """Validate what a YAML file or a caller gives.
 
     Keys of the model that are left out are taken from the config beside `base_model_path` (`<stem>.yaml` or
@@ -217,6 +218,7 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
     Args:
         data: A mapping with the keys of `TrainSettings`.
         where: Named in errors: the file, or what the mapping is.
+        allow_pipe: Whether the commands of `pipe:` shards may run. The YAML itself cannot allow that.
 
     Raises:
         ConfigError: Names each key that is unknown (with the nearest known one), of a wrong type, or in a
@@ -225,6 +227,11 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.", hint=EXAMPLE_HINT
+        )
+    if "allow_pipe" in data:
+        raise ConfigError(
+            f"{where}: allow_pipe: a file cannot allow that commands run.",
+            hint="Take it out, and give --allow_pipe on the command line if you trust the file.",
         )
     if data and all(key in LbmConfig.model_fields for key in data):
         raise ConfigError(
@@ -242,7 +249,7 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
     config = find_config(base) if isinstance(base, str | Path) else None
     of_the_model = {} if config is None else load_config(config).model_dump()
     try:
-        return TrainSettings.model_validate({**of_the_model, **data})
+        return TrainSettings.model_validate({**of_the_model, **data, "allow_pipe": allow_pipe})
     except ValidationError as error:
         raise config_error(error, TrainSettings, where) from error
 

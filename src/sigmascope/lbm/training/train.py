@@ -32,9 +32,11 @@ from sigmascope.errors import (
     WriteError,
 )
 from sigmascope.files import DISK_FULL, reason_of, writing_hint
-from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples
+from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples, TrainingData
 from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
+from sigmascope.lbm.images import Size
 from sigmascope.lbm.model import LbmModel, build_lbm, check_fits, load_lbm
+from sigmascope.lbm.shards import PIPE, expand_shards
 from sigmascope.lbm.training.accelerate import (
     accelerated,
     check_tracker,
@@ -499,8 +501,9 @@ class DryRun:
         frozen_parameters: In all.
         shards: Of training.
         samples: In them; None where they cannot be counted.
-        picture_size: (width, height) of the first batch, which was read and decoded.
-        validation_samples: That were read.
+        picture_size: (width, height) of the first batch, which was read and decoded; None where shards are commands,
+            which a dry run does not run.
+        validation_samples: That were read; None likewise.
         total_steps: Optimizer steps; None where nobody knows.
         memory: Of one process.
         resumes: The checkpoint that training would go on from.
@@ -511,8 +514,8 @@ class DryRun:
     frozen_parameters: int
     shards: Sequence[str]
     samples: int | None
-    picture_size: tuple[int, int]
-    validation_samples: int
+    picture_size: tuple[int, int] | None
+    validation_samples: int | None
     total_steps: int | None
     memory: MemoryEstimate
     resumes: Path | None
@@ -535,12 +538,9 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         check_fits(model.state_dict(), checkpoint)
     plan = plan_training(model, settings)
     data = open_data(settings)
-    with explain_out_of_memory("the first batch", LESS_FOR_TRAINING):
-        first = next(iter(data.batches(0)), None)
-    if first is None:
-        raise DataError("train_shards hold no sample that can be used.", hint="Check the keys in the YAML.")
-    batch = first[0]
-    height, width = batch.source.shape[-2:]
+    size = None if _are_commands(data.shards) else _first_size(data)
+    patterns = settings.validation_shards
+    validation = expand_shards(patterns, allow_pipe=settings.allow_pipe) if patterns else ()
     steps = planned_steps(settings, data.shards, 1)
     make_schedule(settings, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), steps)
     if settings.pixel_loss_weight > 0 and settings.pixel_loss_type == "lpips":
@@ -567,16 +567,32 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         frozen_parameters=plan.frozen_parameters,
         shards=data.shards,
         samples=count_samples(data.shards),
-        picture_size=(width, height),
-        validation_samples=len(read_samples(settings)),
+        picture_size=size,
+        validation_samples=None if _are_commands(validation) else len(read_samples(settings)),
         total_steps=steps,
-        memory=estimate_memory(settings, batch),
+        memory=estimate_memory(
+            settings, size or settings.image_size or (settings.resolution, settings.resolution)
+        ),
         resumes=resumes,
     )
 
 
-def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
-    """Reckon the memory of a training on batches such as this one."""
+def _are_commands(shards: Sequence[str]) -> bool:
+    return any(shard.startswith(PIPE) for shard in shards)
+
+
+def _first_size(data: TrainingData) -> Size:
+    """(width, height) of the first batch."""
+    with explain_out_of_memory("the first batch", LESS_FOR_TRAINING):
+        first = next(iter(data.batches(0)), None)
+    if first is None:
+        raise DataError("train_shards hold no sample that can be used.", hint="Check the keys in the YAML.")
+    height, width = first[0].source.shape[-2:]
+    return width, height
+
+
+def estimate_memory(settings: TrainSettings, size: Size) -> MemoryEstimate:
+    """Reckon the memory of a training on pictures of that (width, height)."""
     stored = build_lbm(settings.lbm, device="meta", dtype=settings.weight_dtype)
     trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
@@ -585,7 +601,7 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         gradients=trained_bytes,
         optimizer=round(trained_bytes * _state_share(settings)),
         average=trained_bytes if settings.ema_decay is not None else 0,
-        activations=_saved_bytes(settings, batch),
+        activations=_saved_bytes(settings, size),
     )
 
 
@@ -605,7 +621,7 @@ def _state_share(settings: TrainSettings) -> float:
     return _bytes(state) / _bytes([weight])
 
 
-def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
+def _saved_bytes(settings: TrainSettings, size: Size) -> int:
     """Bytes that autograd keeps of a forward pass, counted on tensors without storage."""
     model = build_lbm(settings.lbm, device="meta", dtype=settings.compute_dtype)
     make_trainable(model, settings)
@@ -622,16 +638,16 @@ def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        _forward(model, settings, batch)
+        _forward(model, settings, size)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
-    height, width = (side // model.vae.factor for side in batch.source.shape[-2:])
-    channels = settings.unet_input_channels
-    inputs = torch.zeros(len(batch), channels, height, width, device="meta", dtype=model.denoiser.dtype)
+def _forward(model: LbmModel, settings: TrainSettings, size: Size) -> Tensor:
+    width, height = (side // model.vae.factor for side in size)
+    samples, channels = settings.batch_size, settings.unet_input_channels
+    inputs = torch.zeros(samples, channels, height, width, device="meta", dtype=model.denoiser.dtype)
     result: Tensor = model.denoiser(
-        inputs, torch.zeros(len(batch), device="meta"), encoder_hidden_states=None, return_dict=False
+        inputs, torch.zeros(samples, device="meta"), encoder_hidden_states=None, return_dict=False
     )[0]
     if settings.pixel_loss_weight > 0:
         side = settings.pixel_loss_side
