@@ -1,7 +1,9 @@
 """Read and write PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
 
 A file that asks to run code is refused with an `UnsafeCheckpointError` that names the code; none of it is run
-(`_refused`). Files are read with `weights_only=True`. The state dict may lie bare, under `model_state_dict`, or (Lightning)
+(`_refused`). Files are read with `weights_only=True`. Only the containers of settings that Lightning keeps beside the
+weights (`_INERT`) are let through: a plain dictionary stands in for each, and the class that the file names is never
+imported. The state dict may lie bare, under `model_state_dict`, or (Lightning)
 under `state_dict` with a `model.` prefix: all three give the same bare keys.
 
 `weights_only=True` runs no code but still allocates whatever a pickle asks for: a file of a kilobyte may ask for a
@@ -29,7 +31,7 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +65,18 @@ _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weig
 
 # Names that tensors ask for.
 _TENSOR_CODE = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
+
+_INERT: Final = frozenset(
+    {
+        "argparse.Namespace",
+        "diffusers.configuration_utils.FrozenDict",
+        "lightning.fabric.utilities.data.AttributeDict",
+        "lightning.pytorch.utilities.parsing.AttributeDict",
+        "lightning_fabric.utilities.data.AttributeDict",
+        "pytorch_lightning.utilities.parsing.AttributeDict",
+    }
+)
+"""What Lightning's `save_hyperparameters` writes beside the weights: containers of settings."""
 
 # Whatever a damaged archive makes PyTorch stumble over; `weights_only` has an error of its own for what it refuses.
 _DAMAGE_ERRORS: Final = (
@@ -162,7 +176,9 @@ def _load(path: Path) -> object:
         with warnings.catch_warnings():
             # An advice for the maker of the file; what cannot be read is refused below.
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            containers = _plain_containers(asked)  # none as a rule: then what the host allows is not touched
+            with torch.serialization.safe_globals(containers) if containers else nullcontext():
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error, asked) from error
     except UnicodeEncodeError as error:
@@ -173,6 +189,15 @@ def _load(path: Path) -> object:
     except MemoryError as error:
         message = "asks for more memory than there is: it is damaged, or too large for this machine."
         raise CheckpointError(path, message, hint=_DAMAGED_HINT) from error
+
+
+def _plain_containers(asked: Iterable[str]) -> "list[Callable[..., Any] | tuple[Callable[..., Any], str]]":
+    """What `weights_only` may make of inert containers: dictionaries. What the host itself allows is left to it."""
+    allowed = torch.serialization.get_safe_globals()
+    names = {
+        each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in allowed
+    }
+    return [(OrderedDict, name) for name in asked if name in _INERT and name not in names]
 
 
 def _is_sound_zip(path: Path) -> bool:
@@ -357,7 +382,7 @@ class _Rehearsal(pickle._Unpickler):
             return arguments[0]
         if name == "torch._tensor._rebuild_from_type_v2" and isinstance(arguments[0], _StandIn):
             return self._made(arguments[0].name, tuple(arguments[2]))
-        if name in ("collections.OrderedDict", "collections.Counter") and not arguments:
+        if name in _INERT or (name in ("collections.OrderedDict", "collections.Counter") and not arguments):
             return {}
         if name in _ALLOCATING_CALLS or name.endswith(("Tensor", "Storage")):
             self._take(name, arguments)
@@ -484,8 +509,8 @@ def _is_in_own_byte_order(path: Path) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether it is a name that no tensor needs."""
-    return not name.startswith(_TENSOR_CODE) and not _is_torch_type(name)
+    """Whether it is a name that neither tensors nor settings beside them need."""
+    return not name.startswith(_TENSOR_CODE) and name not in _INERT and not _is_torch_type(name)
 
 
 def _is_torch_type(name: str) -> bool:

@@ -1,9 +1,9 @@
-import argparse
 import io
 import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,9 @@ def test_code_in_a_bare_pickle_is_named_and_not_run(tmp_path: Path, protocol: in
 
 
 def test_every_foreign_class_is_named(tmp_path: Path) -> None:
-    content = {"a": torch.zeros(1), "args": argparse.Namespace(), "path": Path("x"), "model": torch.nn.ReLU()}
+    content = {"a": torch.zeros(1), "share": Fraction(1, 2), "path": Path("x"), "model": torch.nn.ReLU()}
     torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(UnsafeCheckpointError, match=r"argparse\.Namespace.*pathlib.*torch\.nn.*\.ReLU"):
+    with pytest.raises(UnsafeCheckpointError, match=r"fractions\.Fraction.*pathlib.*torch\.nn.*\.ReLU"):
         open_checkpoint(tmp_path / "x.ckpt")
 
 
