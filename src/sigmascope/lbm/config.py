@@ -3,9 +3,9 @@
 The top-level keys are those of LBM's own configs. The optional `denoiser:` and `vae:` blocks are ours: with
 diffusers' names they override the architecture, so that the same code builds a model of a few megabytes.
 
-A key given twice is an error, where YAML's loaders let the last one win. Users take the YAML of a model and that
-of a training for each other, so each is refused by name where the other is wanted. Pydantic's errors become one
-message that a user can act on.
+A key given twice is an error, where YAML's loaders let the last one win. A training's YAML serves as its model's
+too: LBM's trainer copies it to `config.yaml` beside its checkpoints. Pydantic's errors become one message that a user
+can act on.
 
 Importing this loads no torch: only looking beside a checkpoint does.
 """
@@ -35,6 +35,8 @@ PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
 """Keys that every training's YAML has; no model's has one of them."""
+_A_SLIP: Final = 0.85
+"""So alike (difflib's ratio) are a misspelt key and the model's key that was meant; no key of a training is to any."""
 _HOW_TO_GIVE: Final = {
     "base_model_path": " (write the file that sigmascope lbm create-base made; LBM makes it from backbone_signature in "
     "each training)"
@@ -154,7 +156,7 @@ class VaeConfig(ConfigBlock):
 
 
 class LbmConfig(ConfigBlock):
-    """A whole LBM model. The defaults are those of the full-size model for relighting.
+    """A whole LBM model. A key that is left out has the default of LBM's own `train_lbm_surface.py`.
 
     `num_train_timesteps`, `mask_reduction` and `resolution` are ours: the denoiser sees σ·`num_train_timesteps`;
     a loss under a mask is the mean over all elements ("all": LBM's own) or over the valid ones ("valid");
@@ -165,9 +167,9 @@ class LbmConfig(ConfigBlock):
     vae_num_channels: int = Field(default=4, ge=1)
     unet_input_channels: int = Field(default=4, ge=1)
     num_train_timesteps: int = Field(default=1000, ge=1)
-    timestep_sampling: TimestepSampling = "custom_timesteps"
-    selected_timesteps: tuple[float, ...] | None = (250.0, 500.0, 750.0, 1000.0)
-    prob: tuple[float, ...] | None = (0.25, 0.25, 0.25, 0.25)
+    timestep_sampling: TimestepSampling = "uniform"
+    selected_timesteps: tuple[float, ...] | None = None
+    prob: tuple[float, ...] | None = None
     logit_mean: float = 0.0
     logit_std: float = Field(default=1.0, gt=0)
     conditioning_images_keys: tuple[str, ...] = ()
@@ -180,7 +182,7 @@ class LbmConfig(ConfigBlock):
     latent_loss_type: LatentLoss = "l2"
     latent_loss_weight: float = Field(default=1.0, ge=0)
     pixel_loss_type: PixelLoss = "lpips"
-    pixel_loss_weight: float = Field(default=10.0, ge=0)
+    pixel_loss_weight: float = Field(default=0.0, ge=0)
     resolution: int = Field(default=1024, ge=8)
     denoiser: DenoiserConfig = Field(default_factory=DenoiserConfig)
     vae: VaeConfig = Field(default_factory=VaeConfig)
@@ -270,25 +272,30 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
         where: Named in errors: the file, or what the mapping is.
 
     Raises:
-        ConfigError: Names the key, what was expected, and the nearest known key; or it describes a training.
+        ConfigError: Names the key, what was expected, and the nearest known key.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.",
             hint="Start from the example in docs/lbm.md.",
         )
-    # Two of the keys that every training needs tell one apart from a slip.
-    present = [key for key in TRAINING_NEEDS if key in data]
-    if len(present) > 1:
-        raise ConfigError(
-            f"{where}: is a configuration for training ({', '.join(present)}), and a model's is wanted here.",
-            hint="Train with it: sigmascope lbm train --path_config FILE. For a model, give a file with the model's "
-            "own keys alone, or leave it out where one lies beside the model.",
-        )
     try:
-        return LbmConfig.model_validate(dict(data))
+        return LbmConfig.model_validate(_of_the_model(data))
     except ValidationError as error:
         raise config_error(error, LbmConfig, where) from error
+
+
+def _of_the_model(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The keys of the model; of a training's YAML without those of the run."""
+    # Two of the keys that every training needs tell one apart from a slip.
+    if sum(key in data for key in TRAINING_NEEDS) < 2:
+        return dict(data)
+    known = LbmConfig.model_fields
+    return {
+        key: value
+        for key, value in data.items()
+        if key in known or difflib.get_close_matches(str(key), known, n=1, cutoff=_A_SLIP)
+    }
 
 
 def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:

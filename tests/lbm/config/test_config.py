@@ -2,9 +2,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lbm.training.tiny_run import FOUR_TIMESTEPS
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, load_config, parse_config
+from sigmascope.lbm.config import LbmConfig, load_config, parse_config, resolve_config
+from sigmascope.lbm.training.settings import TrainSettings
 
 
 def test_defaults_are_the_full_size_model() -> None:
@@ -16,6 +18,15 @@ def test_defaults_are_the_full_size_model() -> None:
     assert config.vae.scaling_factor == 0.13025
     assert config.bridge_noise_sigma == 0.005
     assert (config.unet_input_channels, config.vae_num_channels) == (4, 4)
+
+
+def test_keys_left_out_have_the_defaults_of_lbm_s_own_training() -> None:
+    """Those of `main` in its `examples/training/train_lbm_surface.py` (gojasper/LBM)."""
+    config = LbmConfig()
+    assert (config.timestep_sampling, config.selected_timesteps, config.prob) == ("uniform", None, None)
+    assert (config.logit_mean, config.logit_std, config.bridge_noise_sigma) == (0.0, 1.0, 0.005)
+    assert (config.latent_loss_type, config.latent_loss_weight) == ("l2", 1.0)
+    assert (config.pixel_loss_type, config.pixel_loss_weight) == ("lpips", 0.0)
 
 
 def test_reads_every_key_of_the_specification(tmp_path: Path) -> None:
@@ -81,11 +92,14 @@ def test_vae_takes_over_the_channels() -> None:
             "bridge_noise_sigma: input should be greater than or equal to 0, got -1",
         ),
         ({"logit_std": "wide"}, "logit_std: input should be a valid number"),
-        ({"prob": [0.5, 0.5]}, "prob: expected 4 entries"),
-        ({"prob": [0.3, 0.3, 0.3, 0.3]}, "prob: expected probabilities that sum to 1"),
-        ({"prob": [1.5, -0.5, 0, 0]}, "prob: expected probabilities"),
-        ({"selected_timesteps": None}, "custom_timesteps needs selected_timesteps and prob"),
-        ({"selected_timesteps": [0, 1, 2, 3]}, "expected timesteps in (0, 1000]"),
+        ({**FOUR_TIMESTEPS, "prob": [0.5, 0.5]}, "prob: expected 4 entries"),
+        ({**FOUR_TIMESTEPS, "prob": [0.3, 0.3, 0.3, 0.3]}, "prob: expected probabilities that sum to 1"),
+        ({**FOUR_TIMESTEPS, "prob": [1.5, -0.5, 0, 0]}, "prob: expected probabilities"),
+        (
+            {**FOUR_TIMESTEPS, "selected_timesteps": None},
+            "custom_timesteps needs selected_timesteps and prob",
+        ),
+        ({**FOUR_TIMESTEPS, "selected_timesteps": [0, 1, 2, 3]}, "expected timesteps in (0, 1000]"),
         ({"unet_input_channels": 8}, "unet_input_channels: expected 4"),
         ({"conditioning_images_keys": ["depth"]}, "unet_input_channels: expected 8"),
         ({"vae": {"latent_channels": 16}}, "vae.latent_channels: expected vae_num_channels (4), got 16"),
@@ -136,12 +150,25 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes, message: str) -> N
     assert str(path) in caught.value.message
 
 
-def test_a_training_s_configuration_is_told_with_its_command(tmp_path: Path) -> None:
-    path = tmp_path / "train.yaml"
-    path.write_text("train_shards: a.tar\nbase_model_path: base.ckpt\nsave_ckpt_path: out\nrank: 8\n")
-    with pytest.raises(ConfigError, match=r"train\.yaml: is a configuration for training") as caught:
-        load_config(path)
-    assert "sigmascope lbm train --path_config" in str(caught.value.hint)
+TRAINING = "train_shards: a.tar\nsave_ckpt_path: out\nbatch_size: 8\nnum_steps: [1, 2]\nwandb_project: lbm\n"
+
+
+def test_a_training_s_yaml_serves_as_its_model_s(tmp_path: Path) -> None:
+    """LBM's trainer copies it to config.yaml beside its checkpoints."""
+    (tmp_path / "config.yaml").write_text(TRAINING + "source_key: image\nbridge_noise_sigma: 0.01\n")
+    config = resolve_config(tmp_path / "last.ckpt", None)
+    assert config == parse_config({"source_key": "image", "bridge_noise_sigma": 0.01})
+
+
+def test_a_slip_in_a_key_of_the_model_is_named_in_a_training_s_yaml_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(TRAINING + "bridge_noise_sigmas: 0.01\n")
+    with pytest.raises(ConfigError, match=r"bridge_noise_sigmas \(did you mean bridge_noise_sigma\?\)"):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_every_key_of_a_training_is_passed_over() -> None:
+    run = set(TrainSettings.model_fields) - set(LbmConfig.model_fields)
+    assert parse_config(dict.fromkeys(run, "x")) == LbmConfig()
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -12,12 +12,18 @@ from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lbm.training.settings import TrainSettings, parse_train_settings
 
 RUN: dict[str, Any] = {"train_shards": "a.tar", "base_model_path": "base.ckpt", "save_ckpt_path": "out"}
+FOUR_TIMESTEPS: dict[str, Any] = {
+    "timestep_sampling": "custom_timesteps",
+    "selected_timesteps": [250, 500, 750, 1000],
+    "prob": [0.25] * 4,
+}
+"""As the published relighting model was trained (arXiv 2503.07535)."""
 
 
 def tiny_settings(**keys: Any) -> TrainSettings:
     """A LoRA of rank 4, without a pixel loss unless it is asked for."""
     rank = {} if "full_finetune" in keys or "lora_weights_path" in keys else {"rank": 4}
-    return parse_train_settings({**RUN, **TINY, **rank, "pixel_loss_weight": 0, **keys})
+    return parse_train_settings({**RUN, **FOUR_TIMESTEPS, **TINY, "mixed_precision": "no", **rank, **keys})
 
 
 def new_model(seed: int = 0, **keys: Any) -> LbmModel:

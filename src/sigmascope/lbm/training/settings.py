@@ -86,11 +86,11 @@ class TrainSettings(LbmConfig):
     lr_scheduler: str = "constant"
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=None, gt=0)
     max_epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
-    mixed_precision: MixedPrecision = "no"
+    mixed_precision: MixedPrecision = "bf16"
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "auto"

@@ -183,6 +183,17 @@ def test_commands_in_place_of_shards_run_only_when_allowed(small_run: SmallRun) 
     assert json.loads(invoke(small_run, "--allow_pipe", "--json", **pipe).stdout)["step"] == 1
 
 
+def test_a_dry_run_runs_no_command_even_when_that_is_allowed(small_run: SmallRun) -> None:
+    marker = small_run.folder / "ran"
+    shards = f"pipe:touch {marker}; cat {small_run.folder / 'train-0.tar'}"
+    keys = {"train_shards": shards, "validation_shards": shards, "max_steps": 1}
+    facts = json.loads(invoke(small_run, "--dry_run", "--allow_pipe", "--json", **keys).stdout)
+    assert (facts["picture_size"], facts["samples"], facts["validation_samples"]) == (None, None, None)
+    assert facts["memory"]["activations"] > 0
+    assert "a dry run runs no commands" in invoke(small_run, "--dry_run", "--allow_pipe", **keys).stdout
+    assert not marker.exists()
+
+
 def test_a_larger_member_is_read_only_when_allowed(small_run: SmallRun) -> None:
     """The pictures of these shards take more than 100 bytes each."""
     refused = invoke(small_run, "--dry_run", "--max_member", "100B").exception

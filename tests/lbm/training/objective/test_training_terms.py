@@ -6,8 +6,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
+from tests.lbm.training.tiny_run import FOUR_TIMESTEPS
 
-from sigmascope.lbm.config import LbmConfig, parse_config
+from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.training.objective import differences, latent_mask, sample_means, sample_sigmas
 
 DRAWS = 20_000
@@ -43,7 +44,7 @@ def test_log_normal_has_the_stated_logits() -> None:
 
 
 def test_custom_timesteps_come_with_their_probabilities() -> None:
-    config = {"selected_timesteps": [250, 500, 1000], "prob": [0.2, 0.3, 0.5]}
+    config = {**FOUR_TIMESTEPS, "selected_timesteps": [250, 500, 1000], "prob": [0.2, 0.3, 0.5]}
     sigmas, counts = np.unique(draw(config).numpy(), return_counts=True)
     assert sigmas.tolist() == [0.25, 0.5, 1.0]
     assert (counts / DRAWS).tolist() == pytest.approx([0.2, 0.3, 0.5], abs=0.015)
@@ -51,15 +52,17 @@ def test_custom_timesteps_come_with_their_probabilities() -> None:
 
 @pytest.mark.parametrize("sampling", ["uniform", "log_normal", "custom_timesteps"])
 def test_sigma_is_never_zero_and_repeats_with_the_seed(sampling: str) -> None:
-    first = draw({"timestep_sampling": sampling, "logit_std": 10.0})
+    config = {**FOUR_TIMESTEPS, "timestep_sampling": sampling, "logit_std": 10.0}
+    first = draw(config)
     assert first.shape == (DRAWS,)
     assert first.min() > 0
     assert first.max() <= 1
-    assert torch.equal(first, draw({"timestep_sampling": sampling, "logit_std": 10.0}))
+    assert torch.equal(first, draw(config))
 
 
-def test_default_draws_the_four_timesteps() -> None:
-    assert set(sample_sigmas(200, LbmConfig()).tolist()) == {0.25, 0.5, 0.75, 1.0}
+def test_custom_timesteps_are_drawn_alone() -> None:
+    config = parse_config(FOUR_TIMESTEPS)
+    assert set(sample_sigmas(200, config).tolist()) == {0.25, 0.5, 0.75, 1.0}
 
 
 def test_losses_are_the_means_worked_by_hand() -> None:

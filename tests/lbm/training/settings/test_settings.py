@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.lbm.training.tiny_run import RUN
+from tests.lbm.training.tiny_run import FOUR_TIMESTEPS, RUN
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import TRAINING_NEEDS, LbmConfig, parse_config
@@ -60,6 +60,22 @@ def test_one_yaml_holds_the_run_and_the_model(tmp_path: Path) -> None:
     }
     assert settings.lbm == parse_config(expected)
     assert type(settings.lbm) is LbmConfig
+
+
+def test_no_yaml_allows_commands(tmp_path: Path) -> None:
+    said = refusal(rank=8, train_shards="pipe:cat a.tar", allow_pipe=True)
+    assert "a file cannot allow that commands run" in said
+    assert "--allow_pipe on the command line" in said
+    path = tmp_path / "run.yaml"
+    path.write_text(YAML)
+    assert load_train_settings(path, allow_pipe=True).allow_pipe
+    assert "allow_pipe" not in load_train_settings(path, allow_pipe=True).to_yaml()
+
+
+def test_what_is_left_out_is_as_lbm_s_trainer_has_it() -> None:
+    """`precision="bf16-mixed"` and no clipping, in its `examples/training/train_lbm_surface.py`."""
+    settings = parse_train_settings({**RUN, "rank": 8})
+    assert (settings.mixed_precision, settings.max_grad_norm) == ("bf16", None)
 
 
 def test_numbers_and_words_that_yaml_reads_otherwise(tmp_path: Path) -> None:
@@ -174,7 +190,7 @@ def test_a_key_that_is_not_right_is_named(keys: dict[str, Any], said: str) -> No
         ({"rank": 8, "trainable_lora_modules": []}, "trainable_lora_modules: an empty list trains nothing"),
         ({"rank": 8, "prob": [1.0]}, "prob: needs selected_timesteps beside it"),
         ({"rank": 8, "selected_timesteps": [500]}, "selected_timesteps: needs prob beside it"),
-        ({"rank": 8, "selected_timesteps": [500], "prob": [0.5, 0.5]}, "prob: expected 1 entries"),
+        ({"rank": 8, **FOUR_TIMESTEPS, "prob": [0.5, 0.5]}, "prob: expected 4 entries"),
         ({"rank": 8, "latent_loss_weight": 0, "pixel_loss_weight": 0}, "there is nothing to minimise"),
         ({"rank": 8, "optimizer": "AdmW"}, "did you mean AdamW?"),
         ({"rank": 8, "optimizer_kwargs": {"weight_decai": 1}}, "did you mean weight_decay?"),
