@@ -28,6 +28,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{markdown}\n{commands()}"
     if page.file.src_uri == "reference.md":
         return markdown.replace("<!-- the face -->", "\n".join(face()))
+    if page.file.src_uri == "performance.md":
+        return markdown.replace("<!-- the findings -->", "\n".join(findings()))
     if page.file.src_uri == "report.md" and PICTURE.exists():
         return markdown.replace("<!-- the report -->", "![A report in a browser](images/report.png)")
     if page.file.src_uri == "architecture.md":
@@ -60,6 +62,16 @@ def modules() -> Iterator[str]:
             name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
             says = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
             yield f"| `{name}` | {says.replace('|', '&#124;')} |"
+
+
+def findings() -> Iterator[str]:
+    """A row for each kind of finding that rules make: what it is about, its id, how grave it is, what it says."""
+    from sigmascope.analysis.diagnostics import RULES
+
+    yield "| about | finding | severity | what it says |\n|---|---|---|---|"
+    groups = list(dict.fromkeys(rule.about for rule in RULES.values()))
+    for rule in sorted(RULES.values(), key=lambda rule: groups.index(rule.about)):
+        yield f"| {rule.about} | `{rule.id}` | {' or '.join(rule.severities)} | {rule.says} |"
 
 
 def report_picture(path: Path) -> bool:

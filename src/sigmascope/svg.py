@@ -237,14 +237,9 @@ def document(width: int, height: int, shapes: list[str]) -> str:
     return "\n".join([head, bar(0, 0, (width, height), "white"), *shapes, "</svg>\n"])
 
 
-def label(
-    x: Number, y: Number, text: str, *, anchor: Anchor = "start", size: int = 12, turned: int = 0
-) -> str:
-    """Text at a place, turned clockwise by some degrees."""
-    turn = f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{turn}>{plain(text)}</text>'
-    )
+def label(x: Number, y: Number, text: str, *, anchor: Anchor = "start", size: int = 12) -> str:
+    """Text at a place."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{plain(text)}</text>'
 
 
 def line(start: tuple[Number, Number], end: tuple[Number, Number], colour: str) -> str:

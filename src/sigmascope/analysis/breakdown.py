@@ -40,7 +40,7 @@ from sigmascope.records.run import (
 Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", "outside stages"]
 OWN: Final = "the watch itself"
 IMPORTING: Final = "imports"
-_WASTE_SHARE: Final = 0.25
+_HEADLINE_WASTE_SHARE: Final = 0.25
 """Of the run's time: a finding that could save as much is the headline."""
 _SMALL_SHARE: Final = 0.005
 _PLACE_SHARE: Final = 0.25
@@ -344,7 +344,7 @@ def _waste(run: Run) -> str | None:
     costly = max(
         (finding for finding in run_findings(run) if finding.id != _HAS_ROW), key=gain_seconds, default=None
     )
-    if costly is None or run.seconds <= 0 or gain_seconds(costly) < _WASTE_SHARE * run.seconds:
+    if costly is None or run.seconds <= 0 or gain_seconds(costly) < _HEADLINE_WASTE_SHARE * run.seconds:
         return None
     share = units.percent(gain_seconds(costly), run.seconds)
     return f"{share} of {units.seconds(run.seconds)} could be saved. {costly.message}"

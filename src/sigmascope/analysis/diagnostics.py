@@ -1,6 +1,6 @@
 """Findings on a record, most of them from rules: what was seen, why it matters, what to do.
 
-`diagnose` holds a run against all rules of `rules_time`, `memory` and `rules_model`. Three others look
+`diagnose` holds a run against all rules (`RULES`), which `rules_time`, `memory` and `rules_model` declare. Three others look
 for what was noted already: findings of single stages' analyses, records of encodings and decodings that
 nobody has analysed, and models that did not stay what they were from stage to stage.
 """
@@ -10,22 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
-from sigmascope.analysis.generations import Case, cases, whole
-from sigmascope.analysis.memory import (
-    MEMORY_RULES,
-    MEMORY_RUN_RULES,
-    PLACEMENT_RULES,
-    PLACEMENT_RUN_RULES,
-    find_leaks,
-)
-from sigmascope.analysis.rules_model import (
-    ATTENTION_RULES,
-    MODEL_RULES,
-    PICTURE_RULES,
-    PRECISION_RULES,
-    TEXT_RULES,
-)
-from sigmascope.analysis.rules_time import STEP_RULES, TIME_RULES, UTILIZATION_RULES, about_rank, slow_ranks
+from sigmascope.analysis import memory, rules_model, rules_time  # noqa: F401 - each declares its rules
+from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
 from sigmascope.records.run import Finding, Run, Severity, Stage, folded_in_words
@@ -35,21 +22,6 @@ __all__ = ["RULES", "diagnose"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Rule = Callable[[Case], Iterator[Finding]]
-RULES: Final[tuple[Rule, ...]] = (
-    *MEMORY_RULES,
-    *ATTENTION_RULES,
-    *MODEL_RULES,
-    *PLACEMENT_RULES,
-    *PRECISION_RULES,
-    *TEXT_RULES,
-    *PICTURE_RULES,
-    *TIME_RULES,
-    *STEP_RULES,
-    *UTILIZATION_RULES,
-)
-RUN_RULES: Final[tuple[Rule, ...]] = (*MEMORY_RUN_RULES, *PLACEMENT_RUN_RULES)
-"""Rules on the whole run: what they look for may lie between its generations."""
 _ABOUT: Final = ("component", "device", "class", "prompt")
 """Evidence that tells findings of one rule apart."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
@@ -80,11 +52,21 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
 def _findings_of_ranks(run: Run) -> list[Finding]:
     ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
     findings = [
-        about_rank(finding, name)
+        replace(finding, evidence={**finding.evidence, "rank": name})
         for name, run_of_rank in ranks
         for finding in _findings_of_process(run_of_rank)
     ]
-    return findings + _or_nothing(lambda: list(slow_ranks(dict(ranks))), "slow_ranks")
+    return findings + _findings(dict(ranks), "ranks")
+
+
+def _findings(subject: Any, looks_at: LooksAt) -> list[Finding]:
+    """What the rules for such a subject find in it."""
+    rules = [rule for rule in RULES.values() if rule.looks_at == looks_at]
+    return [finding for rule in rules for finding in _findings_of_rule(rule, subject)]
+
+
+def _findings_of_rule(rule: Rule, subject: Any) -> list[Finding]:
+    return _or_nothing(lambda: list(rule.findings(subject)), rule.id)
 
 
 def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
@@ -97,40 +79,32 @@ def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
 
 def _findings_of_process(run: Run) -> list[Finding]:
     by_subject: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
-    for case, rules in _readable_cases(run):
-        for rule in rules:
-            for finding in _findings_of_rule(rule, case):
-                about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
-                alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
-                alike.append((finding, case.number))
-    leaks = _or_nothing(lambda: list(find_leaks(run)), "find_leaks")
-    return [_as_one(alike) for alike in by_subject.values()] + leaks + _folded(run)
+    for case in _readable_cases(run):
+        for finding in _findings(case, "generation"):
+            about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
+            alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
+            alike.append((finding, case.number))
+    return [_as_one(alike) for alike in by_subject.values()] + _findings(run, "run")
 
 
-def _folded(run: Run) -> list[Finding]:
-    """What the rules could not look at."""
-    folded = run.folded
-    if folded is None:
-        return []
-    message = f"The rules looked at what is in the record in full, and at none of {folded_in_words(folded)}."
-    evidence = {"kept": folded.kept, "folded_generations": folded.generations}
-    return [Finding("record.folded", "info", message, evidence)]
+@rule("record.folded", "info", about="the record", looks_at="run")
+def folded(run: Run) -> Iterator[Seen]:
+    """Earlier generations are kept as sums, which no rule reads."""
+    if run.folded is not None:
+        yield Seen(
+            message=f"The rules looked at what is in the record in full, and at none of {folded_in_words(run.folded)}.",
+            evidence={"kept": run.folded.kept, "folded_generations": run.folded.generations},
+        )
 
 
-def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
-    """What there is to look at, and by which rules."""
+def _readable_cases(run: Run) -> Iterator[Case]:
+    """What there is to look at, as far as it can be read."""
     try:
-        for case in cases(run):
-            yield case, RULES
-        yield whole(run), RUN_RULES
+        yield from cases(run)
     except ValueError as failure:
         _log.warning(
             "The facts of run %s about its pipeline cannot be read: %s", printable(run.id), printable(failure)
         )
-
-
-def _findings_of_rule(rule: Rule, case: Case) -> list[Finding]:
-    return _or_nothing(lambda: list(rule(case)), rule.__name__)
 
 
 def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:

@@ -16,7 +16,8 @@ from statistics import median
 from typing import Any, Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import Case, cases
+from sigmascope.analysis.generations import Case, cases, whole
+from sigmascope.analysis.rules import RULES, Seen, rule
 from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
 from sigmascope.records.memory import mib
 from sigmascope.records.performance import PROCESS, readable_curves
@@ -25,7 +26,8 @@ from sigmascope.records.run import ComponentFacts, Finding, Run, Stage
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
 _FRAGMENTED_BYTES: Final = 1024 * _MIB
-_SHORT_SHARE: Final = 0.8  # of a device: when more is held, memory is short
+_SHORT_SHARE: Final = 0.8
+"""Of a device: when more is held, memory is short."""
 _NEAR_LIMIT_SHARE: Final = 0.95
 _KEPT_BYTES: Final = 256 * _MIB
 _KEPT_SHARE: Final = 0.5
@@ -38,14 +40,13 @@ _COMFORTABLE_SHARE: Final = 0.7
 """Weights that take less of a device than this leave room for activations at usual sizes."""
 
 
-def near_the_limit(case: Case) -> Iterator[Finding]:
+@rule("memory.near_the_limit", "warning", about="memory")
+def near_the_limit(case: Case) -> Iterator[Seen]:
     """A peak so near the device's size that a slightly larger image will not fit."""
     for device in case.accelerators():
         highest, name = _most_reserved(case, device.device)
         if device.total_bytes and highest > _NEAR_LIMIT_SHARE * device.total_bytes:
-            yield Finding(
-                id="memory.near_the_limit",
-                severity="warning",
+            yield Seen(
                 message=f"{name} held {units.mib(highest)} MB of {device.device}'s {units.mib(device.total_bytes)} MB.",
                 evidence={
                     "device": device.device,
@@ -71,7 +72,8 @@ def _is_in(stage: Stage, outer: Stage) -> bool:
     return any(inner is stage for inner in outer.walk())
 
 
-def kept_after_a_stage(case: Case) -> Iterator[Finding]:
+@rule("memory.kept_after_stage", "warning", about="memory")
+def kept_after_a_stage(case: Case) -> Iterator[Seen]:
     """Most of what a stage took is still in use at its end, and at that of those around it, though it loads nothing.
 
     What a stage gives to the next, or weights that are offloaded again after the generation, are kept by none.
@@ -87,9 +89,7 @@ def kept_after_a_stage(case: Case) -> Iterator[Finding]:
             kept = memory.allocated_bytes - baseline
             is_much = kept > max(_KEPT_BYTES, _KEPT_SHARE * (peak - baseline))
             if is_much and _is_kept_around(case, stage, memory.device, kept):
-                yield Finding(
-                    id="memory.kept_after_stage",
-                    severity="warning",
+                yield Seen(
                     message=f"{stage.name} left {units.mib(kept)} MB more in use on {memory.device} than it found.",
                     evidence={
                         "device": memory.device,
@@ -119,7 +119,8 @@ def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
     return True
 
 
-def values_not_finite(case: Case) -> Iterator[Finding]:
+@rule("values.not_finite", "error", about="pictures")
+def values_not_finite(case: Case) -> Iterator[Seen]:
     """The first tensor that holds NaN or infinity: what comes after it is lost.
 
     A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
@@ -130,9 +131,7 @@ def values_not_finite(case: Case) -> Iterator[Finding]:
             if not nans and not infinities:
                 continue
             half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
-            yield Finding(
-                id="values.not_finite",
-                severity="error",
+            yield Seen(
                 message=f"{name} of {stage.name} is the first tensor with {_not_finite_words(nans, infinities)}, of "
                 f"{facts.num_elements:,} elements.",
                 evidence={"tensor": name, "nan": nans, "inf": infinities, "dtype": facts.dtype},
@@ -148,12 +147,14 @@ def _not_finite_words(nans: int, infinities: int) -> str:
     return " and ".join(parts)
 
 
-def fragmented(case: Case) -> Iterator[Finding]:
+@rule("memory.fragmented", "info", "warning", about="memory", looks_at="run")
+def fragmented(run: Run) -> Iterator[Seen]:
     """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
 
     What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
     that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
     """
+    case = whole(run)
     sizes = {accelerator.device: accelerator.total_bytes for accelerator in case.accelerators()}
     for device in _devices(case):
         reserved, name = _most_reserved(case, device)
@@ -164,8 +165,7 @@ def fragmented(case: Case) -> Iterator[Finding]:
         idle = reserved - max(allocated, _held_before(case, device))
         if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
             continue
-        yield Finding(
-            id="memory.fragmented",
+        yield Seen(
             severity="warning" if reserved > _SHORT_SHARE * (sizes.get(device) or 0) > 0 else "info",
             message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
             f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
@@ -192,11 +192,8 @@ def _held_before(case: Case, device: str) -> int:
     return 0
 
 
-MEMORY_RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
-MEMORY_RUN_RULES = (fragmented,)
-
-
-def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Finding]:
+@rule("placement.cpu_while_accelerator_free", "warning", about="a slow device")
+def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Seen]:
     """A denoiser on the CPU, with no offloading that would move it, while there is a device."""
     devices = case.accelerators()
     if not devices:
@@ -204,9 +201,7 @@ def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Finding]:
     for name, part in case.components("denoiser").items():
         if part.module is None or set(part.module.devices) != {"cpu"} or part.offload is not None:
             continue
-        yield Finding(
-            id="placement.cpu_while_accelerator_free",
-            severity="warning",
+        yield Seen(
             message=f"{name} ({part.class_name}) is on the CPU while {devices[0].device} "
             f"({devices[0].name or 'unnamed'}) is there.",
             evidence={"component": name, "accelerator": devices[0].device, "mb": mib(part.module.nbytes)},
@@ -215,7 +210,8 @@ def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Finding]:
         )
 
 
-def weights_moved_every_step(case: Case) -> Iterator[Finding]:
+@rule("placement.weights_moved_every_step", "warning", "info", about="offloading")
+def weights_moved_every_step(case: Case) -> Iterator[Seen]:
     """Sequential and group offloading carry the denoiser's weights to the device in each step."""
     steps = sum(len(stage.steps) for stage in case.with_steps())
     for name, part in case.components("denoiser").items():
@@ -223,8 +219,7 @@ def weights_moved_every_step(case: Case) -> Iterator[Finding]:
             continue
         moved = part.module.nbytes * steps
         room = _is_there_room(case, [part])
-        yield Finding(
-            id="placement.weights_moved_every_step",
+        yield Seen(
             severity="warning" if part.offload == "sequential" or room else "info",
             message=f"{part.offload.capitalize()} offloading moves {name}'s {units.mib(part.module.nbytes)} MB to the "
             f"device in every step: {units.mib(moved)} MB over {steps} steps.",
@@ -247,15 +242,14 @@ def _largest_device_bytes(case: Case) -> int | None:
     )
 
 
-def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:
+@rule("placement.offloaded_though_it_fits", "info", about="offloading")
+def offloaded_though_it_fits(case: Case) -> Iterator[Seen]:
     """Model offloading where all weights would fit on the device together."""
     parts = [part for part in (case.pipeline.components.values() if case.pipeline else ()) if part.module]
     if not any(part.offload == "model" for part in parts) or not _is_there_room(case, parts):
         return
     needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
-    yield Finding(
-        id="placement.offloaded_though_it_fits",
-        severity="info",
+    yield Seen(
         message=f"Model offloading is on, though all weights together take {units.mib(needed)} MB of a device of "
         f"{units.mib(_largest_device_bytes(case))} MB.",
         evidence={"weights_mb": mib(needed), "device_mb": mib(_largest_device_bytes(case))},
@@ -263,10 +257,11 @@ def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:
     )
 
 
-def loaded_again(case: Case) -> Iterator[Finding]:
+@rule("placement.loaded_again", "warning", about="offloading", looks_at="run")
+def loaded_again(run: Run) -> Iterator[Seen]:
     """The same model loaded more than once in a run, as where a text encoder is made anew for each image."""
     seconds: dict[tuple[object, ...], list[float]] = {}
-    for stage in case.named("model_loading"):
+    for stage in whole(run).named("model_loading"):
         if "moves" in stage.facts:
             continue  # to another device: nothing is read
         source = tuple(str(stage.facts.get(name)) for name in ("source", "subfolder", "dtype"))
@@ -276,9 +271,7 @@ def loaded_again(case: Case) -> Iterator[Finding]:
         if len(loads) < 2:
             continue
         again = sum(loads[1:])
-        yield Finding(
-            id="placement.loaded_again",
-            severity="warning",
+        yield Seen(
             message=f"{class_name} was loaded {len(loads)} times; the loads after the first took {units.seconds(again)}.",
             evidence={"class": str(class_name), "times": len(loads), "gain_seconds": again},
             advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
@@ -286,65 +279,61 @@ def loaded_again(case: Case) -> Iterator[Finding]:
         )
 
 
-PLACEMENT_RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)
-PLACEMENT_RUN_RULES = (loaded_again,)
-
-
 FEWEST_CALLS = 8
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
-_RISING_SHARE = 0.5  # of all calls, by which the resident set must rise
-_MOST_WARM_UP = 5  # calls
-_STILL_GROWING = 0.25  # of the whole slope, which the later half must have
+_RISING_SHARE_OF_CALLS: Final = 0.5
+"""By so many the resident set must rise."""
+_MOST_WARM_UP_CALLS: Final = 5
+_LATER_SHARE_OF_SLOPE: Final = 0.25
+"""The later half of the calls must grow by this much of the whole slope."""
 HEAP = "heap_in_use_bytes"
 """The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
 HEAP_OF_PROCESS = "the process's heap"
+_LEAK: Final = "memory_leak"
 Measure = tuple[str, list[int], list[int]]
 
 
-def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
+def find_leaks(run: Run) -> tuple[Finding, ...]:
     """A finding for each kind of stage that leaves more memory in use each time it runs.
 
     Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
     of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
-
-    Args:
-        run: The record.
-        tolerance_bytes: What the process may grow by in each call.
     """
+    return tuple(RULES[_LEAK].findings(run))
+
+
+@rule(_LEAK, "warning", about="memory", looks_at="run")
+def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
+    """A kind of stage, or a step, that leaves more memory in use each time it runs."""
     by_name: dict[str, list[Stage]] = {}
     for stage in run.walk():
         by_name.setdefault(stage.name, []).append(stage)
     outermost = {stage.name for stage in run.stages}
-    findings: list[Finding] = []
     for name, stages in by_name.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
-                leaks = list(_leak_findings(name, "time it ran", where, readings, tolerance_bytes))
-                if leaks and (name in outermost or _grows_inside(inside, leaks)):
-                    findings += leaks
+                leak = _leak(name, "time it ran", where, readings)
+                if leak is not None and (name in outermost or _grows_inside(inside, leak)):
+                    yield leak
                     break
         for stage in stages:
             for where, readings in _after_each_step(stage):
-                findings += _leak_findings(name, "step", where, readings, tolerance_bytes)
-    return tuple(findings)
+                leak = _leak(name, "step", where, readings)
+                if leak is not None:
+                    yield leak
 
 
-def _leak_findings(
-    stage: str, period: str, where: str, readings: Sequence[int], tolerance_bytes: Number
-) -> Iterator[Finding]:
-    of_process = where in (PROCESS, HEAP_OF_PROCESS)
+def _leak(stage: str, period: str, where: str, readings: Sequence[int]) -> Seen | None:
     grown = growth(
         readings,
-        tolerance_bytes=tolerance_bytes if of_process else 0,
-        rising=_RISING_SHARE if where == PROCESS else 0.0,
+        tolerance_bytes=TOLERANCE_BYTES if where in (PROCESS, HEAP_OF_PROCESS) else 0,
+        rising=_RISING_SHARE_OF_CALLS if where == PROCESS else 0.0,
     )
     if grown is None or not grown.is_leak:
-        return
+        return None
     slope = grown.slope
-    yield Finding(
-        id="memory_leak",
-        severity="warning",
+    return Seen(
         message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {grown.calls} of them.",
         evidence={
             "where": where,
@@ -359,11 +348,9 @@ def _leak_findings(
     )
 
 
-def _grows_inside(changes: Sequence[int], findings: Sequence[Finding]) -> bool:
+def _grows_inside(changes: Sequence[int], leak: Seen) -> bool:
     """Whether an inner stage itself makes the growth that is seen at its end."""
-    if not findings:
-        return False
-    per_call = findings[0].evidence["mb_per_call"]
+    per_call = leak.evidence["mb_per_call"]
     return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
 
 
@@ -375,10 +362,9 @@ def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How memory grew over `calls` calls; `warm_up` calls before them were not looked at."""
+    """How memory grew over `calls` calls, those of the warm-up left out."""
 
     calls: int
-    warm_up: int
     slope: Slope
     total_bytes: Number
     is_leak: bool
@@ -387,20 +373,17 @@ class Growth:
 def growth(
     readings: Sequence[Number],
     *,
-    warm_up: int | None = None,
-    confidence: float = 0.99,
     tolerance_bytes: Number = TOLERANCE_BYTES,
     rising: float = 0.0,
 ) -> Growth | None:
     """Whether memory grows steadily from call to call.
 
-    It does when, with this confidence, each call adds more than the tolerance, and the later half of the calls adds as
-    well: caches that fill up and lazy initialisation grow at first and then stop.
+    It does when, with a confidence of 99 %, each call adds more than the tolerance, and the later half of the calls adds
+    as well: caches that fill up and lazy initialisation grow at first and then stop. The first quarter of the calls, at
+    most 5, is warm-up and is left out.
 
     Args:
         readings: Bytes in use after each call, in order.
-        warm_up: How many calls at the beginning to leave out; None: a quarter of them, at most 5.
-        confidence: Of the bounds on the slope.
         tolerance_bytes: Growth by call that is no leak.
         rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
             far and stays there, which other calls do not add to.
@@ -408,18 +391,17 @@ def growth(
     Returns:
         The growth; None when fewer than 8 calls are left.
     """
-    skipped = min(_MOST_WARM_UP, len(readings) // 4) if warm_up is None else warm_up
-    calls = readings[skipped:]
+    calls = readings[min(_MOST_WARM_UP_CALLS, len(readings) // 4) :]
     if len(calls) < FEWEST_CALLS:
         return None
-    slope = theil_sen(calls, confidence)
-    later = theil_sen(calls[len(calls) // 2 :], confidence).value
-    grows = slope.lower > tolerance_bytes and later > max(tolerance_bytes, _STILL_GROWING * slope.value)
+    slope = theil_sen(calls)
+    later = theil_sen(calls[len(calls) // 2 :]).value
+    grows = slope.lower > tolerance_bytes and later > max(
+        tolerance_bytes, _LATER_SHARE_OF_SLOPE * slope.value
+    )
     thinned = calls[:: math.ceil(len(calls) / MOST_READINGS)]
     steps = [after > before for before, after in pairwise(thinned)]
-    return Growth(
-        len(calls), skipped, slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps)
-    )
+    return Growth(len(calls), slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps))
 
 
 def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:

@@ -66,7 +66,7 @@ _CHANGE_OF_FEW: Final = 0.2
 _P: Final = 0.01
 _LEAST_SECONDS: Final = 0.1
 """Few runs may differ by as much since something else on the machine woke up."""
-_EXPLAINED: Final = 0.2
+_NEAR_FORETOLD: Final = 0.2
 """How far, as a share, a ratio may be from what the amount of work foretells."""
 _AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "height", "width", "num_frames")
 """Denoising takes time in proportion to these, or more."""
@@ -96,13 +96,13 @@ _BELONGS_TO: Final = {
 }
 """Which entries of a recipe act first in which stage."""
 
-_DIGITS: Final = 12
+_HASH_DIGITS_SHOWN: Final = 12
 """Of a prompt's hash, where that alone is known."""
 _COSTLESS: Final = re.compile(
     r"seed|generator state|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
 )
 """What another value of takes no more time."""
-_LONGEST: Final = 60
+_MOST_CHARACTERS: Final = 60
 """Characters of a value in a sentence."""
 
 _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
@@ -209,7 +209,7 @@ def _time_sentence(
     least, most = sorted(_foretold(rows, recipe))
     changed = [_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe]
     amounts = f"{' and '.join(changed)} {'explains' if len(changed) == 1 else 'explain'}" if changed else ""
-    if amounts and least / (1 + _EXPLAINED) <= now / before <= most * (1 + _EXPLAINED):
+    if amounts and least / (1 + _NEAR_FORETOLD) <= now / before <= most * (1 + _NEAR_FORETOLD):
         return f"{change} {amounts} it."
     same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
     if not same_way:  # records that do not add up
@@ -303,7 +303,7 @@ def _in_words(name: str, sides: tuple[str, str]) -> str:
 
 
 def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    return value if len(value) <= _MOST_CHARACTERS else f"{value[: _MOST_CHARACTERS - 1]}…"
 
 
 def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool) -> str | None:
@@ -490,7 +490,7 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
             yield name, _NONE
     for name, prompt in kept.items():
         if isinstance(prompt, Mapping):
-            text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_DIGITS]}"
+            text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_HASH_DIGITS_SHOWN]}"
             is_hidden = text is None or text.startswith("<prompt")  # as `without_prompts` leaves it
             yield str(name), digest if is_hidden else text
 
@@ -508,7 +508,10 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
                 yield f"LoRA {name} strength", "-".join(map(str, sorted(set(lora.get("strength") or ()))))
                 yield f"LoRA {name} active", f"{lora.get('active')} of {lora.get('layers')} layers"
                 if lora.get("sha256"):
-                    yield f"LoRA {name} file", f"sha256 {str(lora['sha256'])[:_DIGITS]} {lora.get('file')}"
+                    yield (
+                        f"LoRA {name} file",
+                        f"sha256 {str(lora['sha256'])[:_HASH_DIGITS_SHOWN]} {lora.get('file')}",
+                    )
                 yield f"LoRA {name} content", lora.get("content")
     arguments = more.get("arguments")
     if isinstance(arguments, Mapping):

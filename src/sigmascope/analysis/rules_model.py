@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from sigmascope import units
 from sigmascope.analysis.generations import Case
+from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import seconds_in_steps
 from sigmascope.records.memory import mib
-from sigmascope.records.run import ComponentFacts, Finding, PipelineFacts
+from sigmascope.records.run import ComponentFacts, JsonScalar, PipelineFacts
 
 _EDIT_NAMES: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
 _MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")
@@ -40,6 +41,7 @@ _EAGER_PROCESSORS: Final = frozenset({"AttnProcessor", "SlicedAttnProcessor", "I
 """Those that build the whole attention matrix instead of calling scaled_dot_product_attention."""
 _TEXT_STAGE = "text_encoding"
 _PICTURES_FACT = "pictures"
+_COUNTS: Final = ("pictures", "looked_at", "one_colour", "not_finite", "replaced")
 _NO_CONTENT_ADVICE = (
     'NaN becomes black. Ask once for output_type="latent": if those latents are finite it is the VAE, to be run in '
     "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or a mended one); if not, it is the "
@@ -47,7 +49,8 @@ _NO_CONTENT_ADVICE = (
 )
 
 
-def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
+@rule("model.edit_model_for_text_to_image", "warning", about="the model")
+def edit_model_for_text_to_image(case: Case) -> Iterator[Seen]:
     """An editing model that gets no image does work for one all the same, and makes worse images."""
     if case.pipeline is None or case.call.has_image is not False:
         return
@@ -57,9 +60,7 @@ def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
     is_qwen = any("Qwen" in name for name in names)
     instead = "Qwen/Qwen-Image with QwenImagePipeline" if is_qwen else "the family's text-to-image model"
     must = any(word in case.pipeline.class_name for word in _MUST_HAVE_IMAGE)
-    yield Finding(
-        id="model.edit_model_for_text_to_image",
-        severity="warning",
+    yield Seen(
         message=f"{case.pipeline.source or case.pipeline.class_name} is made to change an image, and was called without "
         "one.",
         evidence={"pipeline": case.pipeline.class_name, "source": case.pipeline.source, "needs_image": must},
@@ -67,33 +68,38 @@ def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
     )
 
 
-def steps_of_a_distilled_model(case: Case) -> Iterator[Finding]:
-    """Few-step models gain nothing from many steps, and others need more than a few."""
+@rule("model.too_many_steps", "warning", about="the model")
+def too_many_steps(case: Case) -> Iterator[Seen]:
+    """More steps than a distilled model needs."""
     steps = case.call.num_inference_steps
-    if case.pipeline is None or steps is None:
+    why = None if case.pipeline is None else few_step_evidence(case.pipeline)
+    if steps is None or why is None or steps <= _FEW_STEPS:
         return
-    why = few_step_evidence(case.pipeline)
+    gain = _seconds_in_steps(case) * (1 - _ENOUGH_STEPS / steps) or None
+    yield Seen(
+        message=f"{steps} steps of a model that is made for 1 to {_ENOUGH_STEPS} ({why}).",
+        evidence={"steps": steps, "why": why, "gain_seconds": gain},
+        advice=f"num_inference_steps={_ENOUGH_STEPS} or fewer.",
+    )
+
+
+@rule("model.scheduler_for_distilled_models", "warning", about="the model")
+def scheduler_for_distilled_models(case: Case) -> Iterator[Seen]:
+    """A scheduler for models distilled to few steps, with a model that does not look like one."""
+    steps = case.call.num_inference_steps
+    if case.pipeline is None or steps is None or few_step_evidence(case.pipeline) is not None:
+        return
     scheduler = next((part.class_name for part in case.components("scheduler").values()), None)
-    if why is not None and steps > _FEW_STEPS:
-        gain = _seconds_in_steps(case) * (1 - _ENOUGH_STEPS / steps) or None
-        yield Finding(
-            id="model.too_many_steps",
-            severity="warning",
-            message=f"{steps} steps of a model that is made for 1 to {_ENOUGH_STEPS} ({why}).",
-            evidence={"steps": steps, "why": why, "gain_seconds": gain},
-            advice=f"num_inference_steps={_ENOUGH_STEPS} or fewer.",
-        )
-    elif why is None and scheduler in _FEW_STEP_SCHEDULERS:
-        yield Finding(
-            id="model.scheduler_for_distilled_models",
-            severity="warning",
+    if scheduler in _FEW_STEP_SCHEDULERS:
+        yield Seen(
             message=f"{scheduler} is made for models distilled to few steps, and nothing says that this one is.",
             evidence={"scheduler": scheduler, "steps": steps},
             advice="Load the LCM or TCD weights or LoRA that belongs to it, or take the scheduler that the model came with.",
         )
 
 
-def guidance_doubles_the_work(case: Case) -> Iterator[Finding]:
+@rule("model.guidance_doubles_the_work", "info", "warning", about="the model")
+def guidance_doubles_the_work(case: Case) -> Iterator[Seen]:
     """Classifier-free guidance runs the denoiser for the negative prompt as well.
 
     It is as it should be, unless the model is distilled to do without, or a target is missed.
@@ -105,8 +111,7 @@ def guidance_doubles_the_work(case: Case) -> Iterator[Finding]:
     if why is None and not case.misses_target:
         return
     gain = _seconds_in_steps(case) * (1 - 1 / call.guidance_batches) or None
-    yield Finding(
-        id="model.guidance_doubles_the_work",
+    yield Seen(
         severity="info" if why is None else "warning",
         message=f"Guidance at {call.guidance_scale:g} runs the denoiser {call.guidance_batches} times for each step's sample"
         + (f", though the model is distilled to do without ({why})." if why else ".")
@@ -123,7 +128,8 @@ def _seconds_in_steps(case: Case) -> float:
     return sum(map(seconds_in_steps, case.named("denoising")), 0.0)
 
 
-def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
+@rule("lora.modules_unmatched", "warning", "error", about="what goes in")
+def lora_modules_unmatched(case: Case) -> Iterator[Seen]:
     """A LoRA that was loaded, and of which modules are not on the model."""
     for stage in case.named("lora_application"):
         analysis = _mapping(stage.facts.get("lora_application"))
@@ -133,8 +139,7 @@ def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
         if not isinstance(total, int) or not isinstance(matched, int) or matched >= total:
             continue
         none = matched == 0
-        yield Finding(
-            id="lora.modules_unmatched",
+        yield Seen(
             severity="error" if none else "warning",
             message=("None" if none else f"Only {matched}")
             + f" of the LoRA's {total} modules are on the model.",
@@ -167,15 +172,8 @@ def _few_step_word_in(text: str) -> str | None:
     return next((word for word in _FEW_STEP_NAMES if word in text.lower()), None)
 
 
-MODEL_RULES = (
-    edit_model_for_text_to_image,
-    steps_of_a_distilled_model,
-    guidance_doubles_the_work,
-    lora_modules_unmatched,
-)
-
-
-def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
+@rule("precision.float32_on_accelerator", "warning", about="precision")
+def float32_on_an_accelerator(case: Case) -> Iterator[Seen]:
     """Denoisers and text encoders in float32 take twice the memory of bfloat16, and more time."""
     for role in ("denoiser", "text_encoder"):
         for name, part in case.components(role).items():
@@ -185,9 +183,7 @@ def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
             dtype = "bfloat16" if _multiplies_bfloat16(case, device) else "float16"
             nbytes = part.module.nbytes
             half = None if nbytes is None else nbytes // 2
-            yield Finding(
-                id="precision.float32_on_accelerator",
-                severity="warning",
+            yield Seen(
                 message=f"{name} ({part.class_name}) is in float32 on {device}: {units.mib(nbytes)} MB of weights that would "
                 f"be {units.mib(half)} MB in {dtype}, which the device also multiplies faster.",
                 evidence={"component": name, "device": device, "mb": mib(nbytes), "saved_mb": mib(half)},
@@ -222,7 +218,8 @@ def _multiplies_bfloat16(case: Case, device: str) -> bool:
     return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
 
 
-def float32_vae(case: Case) -> Iterator[Finding]:
+@rule("precision.float32_vae", "warning", "info", about="precision")
+def float32_vae(case: Case) -> Iterator[Seen]:
     """A VAE in float32 beside a denoiser in half precision: on purpose for some, a slip for others."""
     denoisers = [part.module for part in case.components("denoiser").values() if part.module is not None]
     if not any(_most_common(module.dtypes) in _HALF for module in denoisers):
@@ -232,8 +229,7 @@ def float32_vae(case: Case) -> Iterator[Finding]:
         if part.module is None or device is None or _most_common(part.module.dtypes) != _FLOAT32:
             continue
         meant = part.config.get("force_upcast") is True
-        yield Finding(
-            id="precision.float32_vae",
+        yield Seen(
             severity="info" if meant else "warning",
             message=f"{name} ({part.class_name}) runs in float32 beside a denoiser in half precision"
             + (": its configuration asks for that, since it overflows in float16." if meant else "."),
@@ -243,7 +239,8 @@ def float32_vae(case: Case) -> Iterator[Finding]:
         )
 
 
-def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
+@rule("precision.not_channels_last", "info", about="precision")
+def convolutions_not_channels_last(case: Case) -> Iterator[Seen]:
     """Half-precision convolutions on tensor cores are faster with channels last."""
     for name, part in case.components("denoiser").items():
         module, device = part.module, _accelerator_of(part)
@@ -252,9 +249,7 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
         if case.pipeline.architecture != "UNet" or device is None or not device.startswith("cuda"):
             continue
         if _most_common(module.dtypes) in _HALF:
-            yield Finding(
-                id="precision.not_channels_last",
-                severity="info",
+            yield Seen(
                 message=f"{name} ({part.class_name}) computes its convolutions in half precision, and its weights do not "
                 "lie channels-last.",
                 evidence={"component": name, "device": device},
@@ -262,10 +257,8 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
             )
 
 
-PRECISION_RULES = (float32_on_an_accelerator, float32_vae, convolutions_not_channels_last)
-
-
-def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
+@rule("attention.plain_processor_in_joint_blocks", "error", about="attention")
+def plain_processor_in_joint_blocks(case: Case) -> Iterator[Seen]:
     """AttnProcessor2_0 and its like return one tensor where an MMDiT's block unpacks two."""
     if case.pipeline is None:
         return
@@ -277,9 +270,7 @@ def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
     if not wrong:
         return
     names = ", ".join(sorted(wrong))
-    yield Finding(
-        id="attention.plain_processor_in_joint_blocks",
-        severity="error",
+    yield Seen(
         message=f"{sum(wrong.values())} joint attention blocks have {names}, which returns one tensor where the block "
         "unpacks two (image and text): the call fails, or the text is lost.",
         evidence={"blocks": sum(wrong.values()), "processors": names},
@@ -288,7 +279,8 @@ def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
     )
 
 
-def eager_attention(case: Case) -> Iterator[Finding]:
+@rule("attention.eager", "warning", about="attention")
+def eager_attention(case: Case) -> Iterator[Seen]:
     """Attention that builds the whole matrix costs memory and time that fused attention does not."""
     if case.pipeline is None:
         return
@@ -298,9 +290,7 @@ def eager_attention(case: Case) -> Iterator[Finding]:
     if not eager:
         return
     count, names = sum(eager.values()), ", ".join(sorted(eager))
-    yield Finding(
-        id="attention.eager",
-        severity="warning",
+    yield Seen(
         message=f"{count} attention modules run {names}, which builds the whole attention matrix: memory grows with the "
         "square of the number of tokens.",
         evidence={"modules": count, "processors": names},
@@ -309,10 +299,8 @@ def eager_attention(case: Case) -> Iterator[Finding]:
     )
 
 
-ATTENTION_RULES = (plain_processor_in_joint_blocks, eager_attention)
-
-
-def prompt_is_cut(case: Case) -> Iterator[Finding]:
+@rule("text.prompt_is_cut", "warning", about="what goes in")
+def prompt_is_cut(case: Case) -> Iterator[Seen]:
     """A prompt of which some tokens reach no text encoder, not even the one that reads most of it."""
     for stage in case.named(_TEXT_STAGE):
         for side, prompt in _prompts(stage.facts.get(_TEXT_STAGE)):
@@ -321,9 +309,7 @@ def prompt_is_cut(case: Case) -> Iterator[Finding]:
             )
             if not isinstance(cut, int) or not cut:
                 continue
-            yield Finding(
-                id="text.prompt_is_cut",
-                severity="warning",
+            yield Seen(
                 message=f"The {side} prompt is cut: {cut} of its {total} tokens reach no text encoder; the longest "
                 f"reads {limit}.",
                 evidence={
@@ -346,53 +332,60 @@ def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield side, prompt
 
 
-TEXT_RULES = (prompt_is_cut,)
-
-
-def pictures_without_content(case: Case) -> Iterator[Finding]:
-    """Pictures that are one colour all over, or hold what is no number; of a video, if all frames looked at are so."""
-    for stage in case.stages:
-        seen = stage.facts.get(_PICTURES_FACT)
-        if not isinstance(seen, Mapping):
-            continue
-        looked_at, flat, broken, replaced = (
-            _count_of(seen, name) for name in ("looked_at", "one_colour", "not_finite", "replaced")
-        )
-        evidence = {"pictures": _count_of(seen, "pictures"), "looked_at": looked_at}
-        if broken:
-            yield Finding(
-                id="picture.not_finite",
-                severity="error",
-                message=f"{broken} of {looked_at} pictures hold NaN or infinity.",
-                evidence={**evidence, "not_finite": broken},
+@rule("picture.not_finite", "error", about="pictures")
+def pictures_not_finite(case: Case) -> Iterator[Seen]:
+    """Pictures that hold NaN or infinity."""
+    for stage, _, count in _pictures(case):
+        if count["not_finite"]:
+            yield Seen(
+                message=f"{count['not_finite']} of {count['looked_at']} pictures hold NaN or infinity.",
+                evidence={**_looked_at(count), "not_finite": count["not_finite"]},
                 advice=_NO_CONTENT_ADVICE,
-                stage=stage.name,
+                stage=stage,
             )
-        if replaced:
-            yield Finding(
-                id="picture.replaced_by_safety_checker",
-                severity="warning",
-                message=f"The pipeline's safety checker has put black in place of {replaced} of "
-                f"{evidence['pictures']} pictures.",
-                evidence={**evidence, "replaced": replaced},
+
+
+@rule("picture.replaced_by_safety_checker", "warning", about="pictures")
+def pictures_replaced(case: Case) -> Iterator[Seen]:
+    """Pictures in whose place the pipeline's safety checker has put black."""
+    for stage, _, count in _pictures(case):
+        if count["replaced"]:
+            yield Seen(
+                message=f"The pipeline's safety checker has put black in place of {count['replaced']} of "
+                f"{count['pictures']} pictures.",
+                evidence={**_looked_at(count), "replaced": count["replaced"]},
                 advice="Take another seed or prompt; nothing is wrong with model or VAE.",
-                stage=stage.name,
+                stage=stage,
             )
-        elif flat and (flat == looked_at or not seen.get("is_video")):
-            colour = ", ".join(f"{band:g}" for band in seen.get("colour") or ())
-            yield Finding(
-                id="picture.is_one_colour",
-                severity="warning",
-                message=f"{flat} of {looked_at} pictures are one colour all over ({colour}).",
-                evidence={**evidence, "one_colour": flat, "colour": colour},
+
+
+@rule("picture.is_one_colour", "warning", about="pictures")
+def pictures_of_one_colour(case: Case) -> Iterator[Seen]:
+    """Pictures that are one colour all over; of a video, if all frames looked at are so."""
+    for stage, noted, count in _pictures(case):
+        flat = count["one_colour"]
+        if flat and not count["replaced"] and (flat == count["looked_at"] or not noted.get("is_video")):
+            colour = ", ".join(f"{band:g}" for band in noted.get("colour") or ())
+            yield Seen(
+                message=f"{flat} of {count['looked_at']} pictures are one colour all over ({colour}).",
+                evidence={**_looked_at(count), "one_colour": flat, "colour": colour},
                 advice=_NO_CONTENT_ADVICE,
-                stage=stage.name,
+                stage=stage,
             )
+
+
+def _looked_at(count: Mapping[str, int]) -> dict[str, JsonScalar]:
+    return {"pictures": count["pictures"], "looked_at": count["looked_at"]}
+
+
+def _pictures(case: Case) -> Iterator[tuple[str, Mapping[str, Any], dict[str, int]]]:
+    """The stages with pictures: name, what was noted of these, and their numbers as far as they can be read."""
+    for stage in case.stages:
+        noted = stage.facts.get(_PICTURES_FACT)
+        if isinstance(noted, Mapping):
+            yield stage.name, noted, {name: _count_of(noted, name) for name in _COUNTS}
 
 
 def _count_of(seen: Mapping[str, Any], name: str) -> int:
     value = seen.get(name)
     return value if isinstance(value, int) else 0
-
-
-PICTURE_RULES = (pictures_without_content,)

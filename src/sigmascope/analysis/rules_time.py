@@ -5,13 +5,13 @@ ranks of a merged run say of each other.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from statistics import median
 from typing import Final
 
 from sigmascope import units
 from sigmascope.analysis.breakdown import seconds_between_steps
 from sigmascope.analysis.generations import Case, noted_metrics, seconds_of
+from sigmascope.analysis.rules import Seen, rule
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
     known,
@@ -22,7 +22,7 @@ from sigmascope.analysis.run_figures import (
     timed_on_device,
 )
 from sigmascope.records.performance import DeviceUtilization, utilization_of
-from sigmascope.records.run import Finding, Run, Stage, stage_seconds
+from sigmascope.records.run import Run, Stage, stage_seconds
 
 _GENERATION: Final = "generation"
 _VAE_SHARE: Final = 0.3
@@ -34,10 +34,10 @@ _COMPILE_SECONDS: Final = 0.5
 _OUTLIER_FACTOR: Final = 2.0
 _OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
 _DRIFT_SHARE: Final = 0.05
+_MOST_NUMBERS: Final = 8  # of steps in a sentence
 _BUSY_SHARE: Final = 0.6
-_BETWEEN_SHARE: Final = 0.1
-_BETWEEN_SECONDS: Final = 0.01
-"""A step: less lies between any two."""
+_LEAST_CALLBACK_SHARE: Final = 0.1
+_LEAST_CALLBACK_SECONDS_A_STEP: Final = 0.01
 # Of samples of a device: percentages.
 _FEWEST_SAMPLES: Final = 5
 _IDLE_BELOW: Final = 70.0
@@ -50,7 +50,8 @@ _SLOWER_BY: Final = 1.1
 _FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
-def target_missed(case: Case) -> Iterator[Finding]:
+@rule("time.target_missed", "warning", about="time")
+def target_missed(case: Case) -> Iterator[Seen]:
     """A generation that took longer than its target, and where its time went."""
     for stage in case.named(_GENERATION):
         metrics = noted_metrics(stage)
@@ -60,9 +61,7 @@ def target_missed(case: Case) -> Iterator[Finding]:
         target = metrics.target_generation_time
         longest, spent = _longest_part(stage, total)
         where = "" if longest is None else f" {longest} took {units.percent(spent, total)} of it."
-        yield Finding(
-            id="time.target_missed",
-            severity="warning",
+        yield Seen(
             message=f"{units.seconds(total)}, {total / target:.1f} times the target of {units.seconds(target)}.{where}",
             evidence={"seconds": total, "target_seconds": target, "longest_stage": longest},
             advice="See the other findings; each says what it would gain.",
@@ -93,15 +92,14 @@ def _stages_in(stage: Stage) -> Iterator[Stage]:
             yield child
 
 
-def vae_takes_long(case: Case) -> Iterator[Finding]:
-    """Encoding and decoding that take a large share of the whole."""
+@rule("time.vae_share", "info", about="time")
+def vae_takes_long(case: Case) -> Iterator[Seen]:
+    """Encoding and decoding that take over 30 % of the time."""
     spent = seconds_of(case.named("latent_encoding", "latent_decoding"))
     if case.seconds <= 0 or not case.denoises or spent < _VAE_SHARE * case.seconds:
         return
     tiled = any(part.tiling for part in case.components("vae").values())
-    yield Finding(
-        id="time.vae_share",
-        severity="info",
+    yield Seen(
         message=f"The VAE took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} of "
         f"{units.seconds(case.seconds)}.",
         evidence={"vae_seconds": spent, "seconds": case.seconds, "share": spent / case.seconds, "tiling": tiled},
@@ -112,8 +110,9 @@ def vae_takes_long(case: Case) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
-    """Text encoding that takes a large share, as where a T5 runs on the CPU or prompts are encoded again."""
+@rule("time.text_encoding_share", "info", about="time")
+def text_encoding_takes_long(case: Case) -> Iterator[Seen]:
+    """Text encoding that takes over 20 % of the time, as where a T5 runs on the CPU or prompts are encoded again."""
     stages = case.named("text_encoding")
     spent = seconds_of(stages)
     if case.seconds <= 0 or not case.denoises or spent < _TEXT_SHARE * case.seconds:
@@ -123,9 +122,7 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
         for name, part in case.components("text_encoder").items()
         if part.module is not None and set(part.module.devices) == {"cpu"}
     ]
-    yield Finding(
-        id="time.text_encoding_share",
-        severity="info",
+    yield Seen(
         message=f"Text encoding took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} in "
         f"{len(stages)} call{'s' * (len(stages) > 1)}.",
         evidence={"seconds": spent, "calls": len(stages), "on_cpu": ", ".join(on_cpu) or None},
@@ -134,10 +131,8 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
     )
 
 
-TIME_RULES = (target_missed, vae_takes_long, text_encoding_takes_long)
-
-
-def first_step_compiles(case: Case) -> Iterator[Finding]:
+@rule("time.first_step_compiles", "info", about="steps")
+def first_step_compiles(case: Case) -> Iterator[Seen]:
     """A first step much longer than the rest: compilation, autotuning, lazy loading."""
     for stage in case.with_steps():
         first, others = step_seconds(stage)[0], known(step_seconds(stage)[1:])
@@ -148,9 +143,7 @@ def first_step_compiles(case: Case) -> Iterator[Finding]:
         if first < _COMPILE_FACTOR * usual or excess < _COMPILE_SECONDS:
             continue
         compiled = any(part.compiled for part in case.components("denoiser").values())
-        yield Finding(
-            id="time.first_step_compiles",
-            severity="info",
+        yield Seen(
             message=f"The first step took {units.seconds(first)}, the others {units.seconds(usual)}"
             + (": torch.compile compiles in it." if compiled else "."),
             evidence={"first_seconds": first, "median_seconds": usual, "gain_seconds": excess, "compiled": compiled, **_untimed(stage)},
@@ -168,7 +161,8 @@ def _untimed(stage: Stage) -> dict[str, int]:
     return {"steps_not_timed": count} if count else {}
 
 
-def steps_stand_out(case: Case) -> Iterator[Finding]:
+@rule("time.steps_stand_out", "info", "warning", about="steps")
+def steps_stand_out(case: Case) -> Iterator[Seen]:
     """Single steps far longer than their neighbours: recompiling, or somebody else's load."""
     for stage in case.with_steps():
         timed = {number: step for number, step in enumerate(step_seconds(stage), start=1) if step is not None}
@@ -184,8 +178,7 @@ def steps_stand_out(case: Case) -> Iterator[Finding]:
             continue
         gain = sum(timed[number] - usual for number in slow)
         compiled = any(part.compiled for part in case.components("denoiser").values())
-        yield Finding(
-            id="time.steps_stand_out",
+        yield Seen(
             severity="warning" if gain > 0.1 * sum(seconds) else "info",
             message=f"{len(slow)} of {len(seconds) + (first is not None)} steps took more than twice as long as the rest: "
             f"{_some_of(slow)}.",
@@ -198,12 +191,13 @@ def steps_stand_out(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _some_of(numbers: list[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown}, …"
+def _some_of(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
+    return shown if len(numbers) <= _MOST_NUMBERS else f"{shown}, …"
 
 
-def steps_slow_down(case: Case) -> Iterator[Finding]:
+@rule("time.steps_slow_down", "warning", about="steps")
+def steps_slow_down(case: Case) -> Iterator[Seen]:
     """Steps that grow longer and longer: heat, or something that accumulates."""
     for stage in case.with_steps():
         seconds = known(step_seconds(stage)[1:])
@@ -215,9 +209,7 @@ def steps_slow_down(case: Case) -> Iterator[Finding]:
         if grown < _DRIFT_SHARE * usual:
             continue
         total = slope.value * (len(seconds) - 1)
-        yield Finding(
-            id="time.steps_slow_down",
-            severity="warning",
+        yield Seen(
             message=f"Steps grew longer by {units.percent(total, usual)} over {len(seconds)} of them, steadily.",
             evidence={
                 "growth_seconds": total,
@@ -231,15 +223,17 @@ def steps_slow_down(case: Case) -> Iterator[Finding]:
         )
 
 
-def callback_takes_long(case: Case) -> Iterator[Finding]:
-    """A callback after each step that takes a good part of the denoising."""
+@rule("time.callback_takes_long", "info", "warning", about="time")
+def callback_takes_long(case: Case) -> Iterator[Seen]:
+    """A callback after each step that takes over 10 % of the denoising."""
     callback = case.call.callback
     for stage in case.named("denoising") if callback is not None else ():
         spent = seconds_between_steps(stage)
-        if spent < max(_BETWEEN_SHARE * stage.seconds, _BETWEEN_SECONDS * len(stage.steps)):
+        if spent < max(
+            _LEAST_CALLBACK_SHARE * stage.seconds, _LEAST_CALLBACK_SECONDS_A_STEP * len(stage.steps)
+        ):
             continue
-        yield Finding(
-            id="time.callback_takes_long",
+        yield Seen(
             severity="warning" if case.misses_target else "info",
             message=f"The callback {callback} took {units.seconds(spent)} of {stage.name}'s {units.seconds(stage.seconds)} "
             f"({units.percent(spent, stage.seconds)}), {units.seconds(spent / len(stage.steps))} a step.",
@@ -254,7 +248,8 @@ def callback_takes_long(case: Case) -> Iterator[Finding]:
         )
 
 
-def device_waits(case: Case) -> Iterator[Finding]:
+@rule("time.device_waits", "info", about="an idle device")
+def device_waits(case: Case) -> Iterator[Seen]:
     """An accelerator that has nothing to do between the steps: the host is busy with something else.
 
     A step's time on the device is that between two marks in its queue, gaps between small kernels included: those are seen
@@ -266,9 +261,7 @@ def device_waits(case: Case) -> Iterator[Finding]:
         wall = _seconds_of_rows(stage, rows)
         if len(busy) < _FEWEST_STEPS or wall <= 0 or sum(busy) >= _BUSY_SHARE * wall:
             continue
-        yield Finding(
-            id="time.device_waits",
-            severity="info",
+        yield Seen(
             message=f"The steps kept the device for {units.percent(sum(busy), wall)} of the {units.seconds(wall)} from "
             "the first to the last; between them it waited for the host.",
             evidence={"busy_seconds": sum(busy), "seconds": wall, **_untimed(stage)},
@@ -292,18 +285,15 @@ def _seconds_of_rows(stage: Stage, rows: range) -> float:
     return steps.started[rows[-1]] + steps.seconds[rows[-1]] - steps.started[rows[0]]
 
 
-STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, callback_takes_long, device_waits)
-
-
-def device_idle(case: Case) -> Iterator[Finding]:
+@rule("utilization.device_idle", "info", "warning", about="an idle device")
+def device_idle(case: Case) -> Iterator[Seen]:
     """A device on which no kernel ran for a good part of the denoising: the host, or copying, keeps it waiting."""
     for stage, device in _sampled(case):
         busy = device.busy_percent
         if busy is None or not _IN_USE_FROM <= busy.mean < _IDLE_BELOW:
             continue
         idle = stage.seconds * (1 - busy.mean / 100)
-        yield Finding(
-            id="utilization.device_idle",
+        yield Seen(
             severity="warning" if busy.mean < _IDLE_BELOW / 2 else "info",
             message=f"{device.device} was busy for {busy.mean:.0f} % of {stage.name}; it waited for about "
             f"{units.seconds(idle)} of {units.seconds(stage.seconds)}.",
@@ -328,7 +318,8 @@ def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
                 yield stage, device
 
 
-def slowed_by_heat(case: Case) -> Iterator[Finding]:
+@rule("utilization.slowed_by_heat", "warning", about="a slow device")
+def slowed_by_heat(case: Case) -> Iterator[Seen]:
     """A device that lowered its clocks because it was too hot: its times are not those of a cool one."""
     for stage, device in _sampled(case):
         share, warmth = device.heat_percent, device.temperature_celsius
@@ -336,9 +327,7 @@ def slowed_by_heat(case: Case) -> Iterator[Finding]:
             continue
         highest = None if warmth is None else warmth.highest
         how_hot = "" if highest is None else f" It reached {highest:.0f} °C."
-        yield Finding(
-            id="utilization.slowed_by_heat",
-            severity="warning",
+        yield Seen(
             message=f"Heat lowered the clocks of {device.device} for {share:.0f} % of {stage.name}.{how_hot}",
             evidence={"device": device.device, "share_percent": share, "highest_celsius": highest},
             advice="Improve the cooling or lower the limit on power (nvidia-smi -pl); compare runs only at the same "
@@ -347,16 +336,15 @@ def slowed_by_heat(case: Case) -> Iterator[Finding]:
         )
 
 
-def held_by_power_cap(case: Case) -> Iterator[Finding]:
+@rule("utilization.held_by_power_cap", "info", about="a slow device")
+def held_by_power_cap(case: Case) -> Iterator[Seen]:
     """A device at its limit on power most of the time, as is usual for large models on full load."""
     for stage, device in _sampled(case):
         share, power = device.power_cap_percent, device.power_watts
         if share is None or share < _POWER_CAP_FROM:
             continue
         mean = None if power is None else power.mean
-        yield Finding(
-            id="utilization.held_by_power_cap",
-            severity="info",
+        yield Seen(
             message=f"The limit on power lowered the clocks of {device.device} for {share:.0f} % of {stage.name}"
             + ("." if mean is None else f", at {mean:.0f} W."),
             evidence={"device": device.device, "share_percent": share, "mean_watts": mean},
@@ -365,10 +353,8 @@ def held_by_power_cap(case: Case) -> Iterator[Finding]:
         )
 
 
-UTILIZATION_RULES = (device_idle, slowed_by_heat, held_by_power_cap)
-
-
-def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
+@rule("ranks.slow_rank", "warning", about="steps", looks_at="ranks")
+def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
     """A rank whose steps take longer than those of the others: where they wait for each other, it sets the pace."""
     on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
     of_stage: dict[str, dict[str, list[float]]] = {}
@@ -385,9 +371,7 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
         if not others or steps[slowest] < _SLOWER_BY * median(others):
             continue
         factor = steps[slowest] / median(others)
-        yield Finding(
-            id="ranks.slow_rank",
-            severity="warning",
+        yield Seen(
             message=f"A step of {slowest} takes {units.seconds(steps[slowest])}, {factor:.2f} times that of the other "
             f"ranks ({units.seconds(median(others))}).",
             evidence={"rank": slowest, "step_seconds": steps[slowest], "others_seconds": median(others)},
@@ -395,8 +379,3 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
             "topo -m), and whether it was given more work.",
             stage=stage_name,
         )  # fmt: skip
-
-
-def about_rank(finding: Finding, rank: str) -> Finding:
-    """The finding, with the rank that it is about."""
-    return replace(finding, evidence={**finding.evidence, "rank": rank})

@@ -41,7 +41,7 @@ _FEWEST_RUNS = 3  # with fewer on a side, steps are pooled
 CONFIDENCE: Final = 0.95
 _RESAMPLES: Final = 4_999
 _FEWEST_FOR_AN_INTERVAL: Final = 3
-_NOTHING: Final = 1e-12
+_LEAST_SECONDS_TOLD_FROM_0: Final = 1e-12
 """Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
@@ -187,14 +187,14 @@ def compare_values(
 ) -> FigureComparison:
     """Compare two samples of one figure."""
     old_median, new_median = median(baseline), median(new)
-    ratio = new_median / old_median if old_median > _NOTHING else None
+    ratio = new_median / old_median if old_median > _LEAST_SECONDS_TOLD_FROM_0 else None
     unavailable: dict[str, str] = {}
     interval: tuple[float, float] | None = None
     if ratio is None:
         unavailable["ratio"] = "the baseline's median is 0"
     elif min(len(new), len(baseline)) < _FEWEST_FOR_AN_INTERVAL:
         unavailable["interval"] = f"it takes {_FEWEST_FOR_AN_INTERVAL} runs on each side"
-    elif min(baseline) <= _NOTHING:
+    elif min(baseline) <= _LEAST_SECONDS_TOLD_FROM_0:
         unavailable["interval"] = "some of the baseline's values are 0"
     else:
         interval = _interval(new, baseline, seed)

@@ -1,4 +1,4 @@
-import sys
+from collections.abc import Iterator
 
 import pytest
 from tests.analysis.diagnostics.simulated import SimulatedGpu, on_this_gpu
@@ -7,9 +7,9 @@ from tests.families import FAMILIES, generate, make_pipeline
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis import diagnostics
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import Case
+from sigmascope.analysis.rules import RULES, Rule, Seen
 from sigmascope.records.run import CallFacts, Run, Stage
 from sigmascope.records.serialization import to_plain
 
@@ -51,11 +51,10 @@ def test_the_same_of_several_generations_is_said_once_with_their_number() -> Non
 def test_a_rule_that_fails_costs_no_other_its_finding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(case: Case) -> object:
+    def broken(case: Case) -> Iterator[Seen]:
         raise KeyError("odd record")
 
-    module = sys.modules["sigmascope.analysis.diagnostics"]
-    monkeypatch.setattr(module, "RULES", (broken, *diagnostics.RULES))
+    monkeypatch.setitem(RULES, "broken", Rule("broken", ("info",), "faults", "generation", broken))
     kept = stage("denoising", **device_memory(10 * GIB, 14 * GIB, 15 * GIB))
     assert [finding.id for finding in diagnose(run_of(kept))] == ["memory.kept_after_stage"]
     assert "broken failed: KeyError" in caplog.text

@@ -56,6 +56,8 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     kind = "cuda"
+    untimed: str | None = None
+    no_utilization: str | None = None
     absence: str | None = None
 
     def __init__(
