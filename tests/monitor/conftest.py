@@ -50,6 +50,8 @@ class FakeAccelerator:
     """An allocator with running peaks, and a queue of work that is done when the test says so."""
 
     kind = "cuda"
+    untimed: str | None = None
+    no_utilization: str | None = None
     absence: str | None = None
 
     def __init__(self, devices: int = 1) -> None:

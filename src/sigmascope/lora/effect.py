@@ -45,6 +45,7 @@ from sigmascope.lora.patches import (
     strength_of,
     weight_shape_of,
 )
+from sigmascope.probes.accelerators import has_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
 
@@ -294,7 +295,7 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(blocked_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
+    return finite(blocked_norm(weight if has_float64(weight.device) else weight.cpu()), "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:

@@ -32,6 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, NonFiniteError
+from sigmascope.probes.accelerators import has_float64
 
 _CHUNK: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
 _IN_CACHE: Final = 1 << 18  # elements that `blocked_norm` sums at a time
@@ -121,9 +122,9 @@ def is_real(dtype: torch.dtype) -> bool:
 
 
 def as_float64(tensor: Tensor) -> Tensor:
-    """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
+    """A detached float64 copy; on the CPU, where the device has no float64, as Apple's."""
     source = tensor.detach()
-    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
+    return (source if has_float64(source.device) else source.cpu()).to(torch.float64)
 
 
 def gram_in_double(columns: Tensor) -> Tensor:

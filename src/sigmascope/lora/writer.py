@@ -42,6 +42,7 @@ from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_met
 from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
 from sigmascope.lora.layer_names import blocks_of_model
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, matrix_shape, max_rank
+from sigmascope.probes.accelerators import has_float64
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """The layout if none is given."""
@@ -587,7 +588,7 @@ def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> Lo
     rank = float(factors.rank)
     if factors.scale == 1.0:
         return replace(factors if dtype is None else factors.to(dtype=dtype), alpha=rank)
-    wide = factors.up.detach().to(torch.float64 if factors.up.device.type != "mps" else torch.float32)
+    wide = factors.up.detach().to(torch.float64 if has_float64(factors.up.device) else torch.float32)
     product = wide * factors.scale
     if dtype is not None:
         return replace(factors, up=product.to(dtype), down=factors.down.to(dtype), alpha=rank)

@@ -520,7 +520,7 @@ class Instruments:
         known = {
             "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
             "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
-            "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
+            "gpu_seconds": reasons.get("gpu_timing") or absence or self.accelerator.untimed,
         }
         return {name: reason for name, reason in known.items() if reason is not None}
 

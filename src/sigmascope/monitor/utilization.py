@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 FAILED = "every reading failed"
 NOT_SAMPLED: Final = "sampling is switched off (sample_hz)"
 TOO_SHORT: Final = f"the stage was over before its first sample; there are {MAX_HZ:.0f} a second"
-ONLY_NVIDIA: Final = "business is read through NVML, which knows NVIDIA devices only"
 
 _SETTLED_NS: Final = round(SHORTEST_PERIOD_SECONDS * 1e9)
 _FIGURES: Final = ("busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts")
@@ -173,9 +172,7 @@ class SampledFacts:
         self._read = read
         self._open: list[ScopeSamples] = []
         self._last_reading = 0
-        self.reason = accelerator.absence
-        if self.reason is None and accelerator.kind != "cuda":
-            self.reason = ONLY_NVIDIA
+        self.reason = accelerator.absence or accelerator.no_utilization
         if self.reason is None and not is_sampled:
             self.reason = NOT_SAMPLED
 
@@ -228,7 +225,7 @@ class SampledFacts:
 
     def busy_percent(self) -> dict[str, float]:
         """How busy each device is now, in per cent; empty where that is not known."""
-        if self._accelerator.absence is not None or self._accelerator.kind != "cuda":
+        if self._accelerator.absence or self._accelerator.no_utilization:
             return {}
         reading = self._read(self._accelerator.devices()).value
         activities = () if reading is None else reading.activities

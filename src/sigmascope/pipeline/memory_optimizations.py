@@ -41,6 +41,7 @@ from sigmascope.pipeline.optimization_plan import (
     spatial_factor,
 )
 from sigmascope.pipeline.peak_prediction import Planned, Prediction, predict_peak
+from sigmascope.probes.accelerators import has_streams
 from sigmascope.probes.models import layerwise_casting
 from sigmascope.probes.reading import attempt
 from sigmascope.records.memory import MIB, mib
@@ -551,9 +552,9 @@ def _model_offload(context: PlanningContext, reason: str, *, necessary: bool) ->
 
 def _group_offload(context: PlanningContext, reason: str, *, necessary: bool) -> Choice:
     device = context.hardware.device
-    has_streams = context.hardware.kind in ("cuda", "xpu")
-    options: dict[str, JsonScalar] = {"offload_type": "leaf_level", "use_stream": has_streams}
-    if has_streams:
+    use_stream = has_streams(context.hardware.kind)
+    options: dict[str, JsonScalar] = {"offload_type": "leaf_level", "use_stream": use_stream}
+    if use_stream:
         ram = context.hardware.ram_available_bytes
         # Whether page-locked copies of all weights would take what RAM there is.
         options["low_cpu_mem_usage"] = ram is not None and ram < 1.5 * context.total_bytes

@@ -122,8 +122,11 @@ def _measurements(accelerator: Accelerator) -> Iterator[Measurement]:
     yield _measurement("memory of the machine", ram.unavailable.get("ram_used_bytes"), "by psutil")
     yield _measurement("tensors on the CPU", heap.reason, "what malloc has given out, for leaks")
     yield _measurement("memory of devices", absent, "PyTorch's allocator, peaks kept apart for nested stages")
-    untimed = absent or getattr(accelerator, "untimed", None)
-    yield _measurement("time on the device", untimed, "events at the edges of steps, read without waiting")
+    yield _measurement(
+        "time on the device",
+        absent or accelerator.untimed,
+        "events at the edges of steps, read without waiting",
+    )
     yield _measurement(
         "utilisation of the device",
         absent or _why_no_utilization(accelerator),
@@ -136,9 +139,9 @@ def _measurement(name: str, reason: str | None, how: str) -> Measurement:
 
 
 def _why_no_utilization(accelerator: Accelerator) -> str | None:
-    if accelerator.kind != "cuda":
-        return f"NVML knows NVIDIA's devices, and this is {accelerator.kind}"
-    return read_nvml(accelerator.devices()[0]).unavailable.get("utilization_percent")
+    return accelerator.no_utilization or read_nvml(accelerator.devices()[0]).unavailable.get(
+        "utilization_percent"
+    )
 
 
 def _torch_facts() -> dict[str, str | int | bool | None]:

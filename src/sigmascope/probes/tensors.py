@@ -30,7 +30,7 @@ from jaxtyping import Int64, Shaped, UInt64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sigmascope.probes.accelerators import is_capturing
+from sigmascope.probes.accelerators import has_float64, is_capturing
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.records.run import TensorFacts
 
@@ -199,7 +199,7 @@ class _Moments:
 def _moments(tensor: Tensor) -> _Moments:
     moments = _Moments()
     values = tensor.dequantize() if tensor.is_quantized else tensor
-    accumulator = torch.float32 if tensor.device.type == "mps" else torch.float64  # Metal has no float64
+    accumulator = torch.float64 if has_float64(tensor.device) else torch.float32
     piece_elements = _CPU_PIECE if tensor.device.type == "cpu" else _DEVICE_PIECE
     for piece in _pieces(values, piece_elements):
         _add_piece(moments, piece.to(accumulator))

@@ -14,8 +14,9 @@ from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.utilization import ONLY_NVIDIA, TOO_SHORT, SampledFacts, ScopeSamples
+from sigmascope.monitor.utilization import TOO_SHORT, SampledFacts, ScopeSamples
 from sigmascope.probes import NullAccelerator, Reading, nvml
+from sigmascope.probes.accelerators.accelerator import ONLY_NVIDIA
 from sigmascope.probes.nvml import GPU_ACTIVITY, ActivityReading, GpuActivity
 from sigmascope.records.performance import DeviceUtilization, Gauge, utilization_of
 from sigmascope.records.run import Stage
@@ -152,7 +153,7 @@ def test_where_nothing_is_read_there_is_a_reason(
 
 def test_other_makers_have_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = FakeAccelerator()
-    monkeypatch.setattr(accelerator, "kind", "xpu")
+    monkeypatch.setattr(accelerator, "no_utilization", ONLY_NVIDIA)
     sampled = SampledFacts(accelerator, Guard(), is_sampled=True)
     assert (sampled.reason, sampled.busy_percent()) == (ONLY_NVIDIA, {})
 

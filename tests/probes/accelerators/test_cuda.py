@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.probes import Accelerator, NvmlFacts, Reading, accelerators
-from sigmascope.probes.accelerators import CudaAccelerator, consistent
+from sigmascope.probes import Accelerator, NvmlFacts, Reading
+from sigmascope.probes.accelerators import cuda
+from sigmascope.probes.accelerators.accelerator import consistent
+from sigmascope.probes.accelerators.cuda import CudaAccelerator
 
 MIB = 2**20
 
@@ -84,7 +86,7 @@ def test_a_warning_of_the_count_that_the_host_made_an_error_stays_inside(
 def test_devices_that_only_cuda_could_count_are_not_counted(gpu: Any) -> None:
     gpu.initialized, gpu.nvml_count = False, -1
     assert CudaAccelerator().devices() == []
-    assert not CudaAccelerator().is_absent()
+    assert CudaAccelerator().why_absent() is None
 
 
 def test_a_device_that_the_process_does_not_use_gets_no_context(gpu: Any) -> None:
@@ -95,7 +97,7 @@ def test_a_device_that_the_process_does_not_use_gets_no_context(gpu: Any) -> Non
 
 
 def test_nvml_tells_the_memory_of_a_device_without_context(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "nvml_memory", lambda _device: Reading((50 * MIB, 80 * MIB)))
+    monkeypatch.setattr(cuda, "nvml_memory", lambda _device: Reading((50 * MIB, 80 * MIB)))
     memory = CudaAccelerator().memory("cuda:1")
     assert (memory.total_bytes, memory.driver_used_bytes) == (80 * MIB, 30 * MIB)
 
@@ -193,7 +195,7 @@ def test_facts_come_from_torch_and_the_driver(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
         "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
     )
-    monkeypatch.setattr(accelerators, "_NVIDIA_VERSION_FILE", version)
+    monkeypatch.setattr(cuda, "_NVIDIA_VERSION_FILE", version)
     facts = CudaAccelerator().facts("cuda:0")
     assert (facts.name, facts.total_bytes) == ("NVIDIA H200", 24_000 * MIB)
     assert (facts.compute_capability, facts.driver_version) == ("9.0", "550.54.15")
@@ -205,7 +207,7 @@ def test_the_open_kernel_module_names_its_version_too(
 ) -> None:
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n")
-    monkeypatch.setattr(accelerators, "_NVIDIA_VERSION_FILE", version)
+    monkeypatch.setattr(cuda, "_NVIDIA_VERSION_FILE", version)
     assert CudaAccelerator().facts("cuda:0").driver_version == "570.86.15"
 
 
@@ -213,7 +215,7 @@ def test_an_amd_device_is_described_by_its_architecture(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "version").write_text("6.10.5\n")
-    monkeypatch.setattr(accelerators, "_AMD_VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(cuda, "_AMD_VERSION_FILE", tmp_path / "version")
     monkeypatch.setattr(torch.version, "hip", "6.2")
     facts = CudaAccelerator().facts("cuda:0")
     assert (facts.compute_capability, facts.driver_version) == ("gfx942", "6.10.5")
@@ -222,7 +224,7 @@ def test_an_amd_device_is_described_by_its_architecture(
 def test_facts_before_the_process_uses_cuda_are_nvmls(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.initialized = False
     nvml = NvmlFacts("cuda:0", name="NVIDIA L4", driver_version="550.54", total_bytes=24 * MIB)
-    monkeypatch.setattr(accelerators, "read_nvml", lambda _device: nvml)
+    monkeypatch.setattr(cuda, "read_nvml", lambda _device: nvml)
     facts = CudaAccelerator().facts("cuda:0")
     assert (facts.name, facts.total_bytes, facts.driver_version) == ("NVIDIA L4", 24 * MIB, "550.54")
     assert "compute_capability" in facts.unavailable
@@ -231,5 +233,5 @@ def test_facts_before_the_process_uses_cuda_are_nvmls(gpu: Any, monkeypatch: pyt
 def test_without_nvml_and_driver_file_the_version_has_a_reason(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(accelerators, "_NVIDIA_VERSION_FILE", tmp_path / "missing")
+    monkeypatch.setattr(cuda, "_NVIDIA_VERSION_FILE", tmp_path / "missing")
     assert "FileNotFoundError" in CudaAccelerator().facts("cuda:0").unavailable["driver_version"]

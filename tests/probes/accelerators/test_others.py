@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from sigmascope.probes import Accelerator, NullAccelerator, detect_accelerator
-from sigmascope.probes.accelerators import CudaAccelerator, MpsAccelerator, XpuAccelerator
+from sigmascope.probes.accelerators import has_float64, has_streams
+from sigmascope.probes.accelerators.cuda import CudaAccelerator
+from sigmascope.probes.accelerators.mps import MpsAccelerator
+from sigmascope.probes.accelerators.xpu import XpuAccelerator
 
 MIB = 2**20
 
@@ -163,3 +166,16 @@ def test_an_xpu_build_is_xpu(monkeypatch: pytest.MonkeyPatch, xpu: SimpleNamespa
 def test_an_accelerator_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     build(monkeypatch, "mtia")
     assert "mtia" in (detect_accelerator().absence or "")
+
+
+@pytest.mark.parametrize(("kind", "float64", "streams"), [
+    ("cuda", True, True), ("xpu", True, True), ("mps", False, False), ("cpu", True, False), ("hpu", True, False),
+])  # fmt: skip
+def test_a_device_type_says_what_it_can_do(kind: str, float64: bool, streams: bool) -> None:
+    assert (has_float64(torch.device(kind)), has_streams(kind)) == (float64, streams)
+
+
+def test_nvml_knows_nvidias_devices_alone() -> None:
+    assert CudaAccelerator().no_utilization is None
+    for other in (XpuAccelerator(), MpsAccelerator()):
+        assert "NVIDIA devices only" in str(other.no_utilization)

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from tests.probes.conftest import FakeGpu
 
-from sigmascope.probes.accelerators import CudaAccelerator, NullAccelerator
+from sigmascope.probes.accelerators import NullAccelerator
+from sigmascope.probes.accelerators.cuda import CudaAccelerator
 from sigmascope.probes.doctor import examine
 
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from sigmascope.probes import NullAccelerator, host, host_facts
-from sigmascope.probes.accelerators import CudaAccelerator
+from sigmascope.probes.accelerators.cuda import CudaAccelerator
 
 NO_ACCELERATOR = NullAccelerator("no accelerator: none here")
 

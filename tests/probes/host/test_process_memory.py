@@ -15,7 +15,7 @@ from sigmascope.probes import (
     system_memory,
 )
 from sigmascope.probes import host as memory_module
-from sigmascope.probes.accelerators import CudaAccelerator
+from sigmascope.probes.accelerators.cuda import CudaAccelerator
 
 MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")

@@ -1,43 +1,17 @@
-"""Accelerators behind one small interface: memory, peaks, timing events and facts of each device.
+"""What an accelerator is asked for, what stands where there is none, and what those with allocator statistics share."""
 
-`detect_accelerator` gives the one that torch would use: CUDA (HIP too), XPU or MPS, or a `NullAccelerator` that says
-why there is none. No method raises, waits for a device or initialises it. What PyTorch or the driver does not tell is
-None, with a reason.
-"""
-
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from sigmascope.probes.nvml import nvml_memory, read_nvml
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorEvent",
-    "AllocatorBytes",
-    "CudaAccelerator",
-    "MpsAccelerator",
-    "NullAccelerator",
-    "XpuAccelerator",
-    "detect_accelerator",
-    "why_no_devices",
-]
-
-_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
-_VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
-
-_NO_MPS_PEAK = "torch keeps no peak for MPS; sample the current use"
-_MPS_SHARES_RAM = "MPS shares the machine's RAM and has no figure of its own"
+ONLY_NVIDIA: Final = "business is read through NVML, which knows NVIDIA devices only"
 
 # Fields that are unavailable together.
 MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
@@ -78,8 +52,8 @@ class AcceleratorEvent(Protocol):
 class Accelerator(Protocol):
     """One kind of accelerator and all its devices, named as torch names them ("cuda:0").
 
-    No method raises, waits for the device, or initialises it: a monitor is a guest. One that has no events may have an
-    attribute `untimed` that says why.
+    No method raises, waits for the device, or initialises it: a monitor is a guest. What cannot be told has a
+    reason.
     """
 
     @property
@@ -90,6 +64,16 @@ class Accelerator(Protocol):
     @property
     def absence(self) -> str | None:
         """Why there is no accelerator, when there is none."""
+        ...
+
+    @property
+    def untimed(self) -> str | None:
+        """Why `new_event` never gives an event; None: it does."""
+        ...
+
+    @property
+    def no_utilization(self) -> str | None:
+        """Why nobody says how busy a device is; None: NVML does."""
         ...
 
     def device_count(self) -> int:
@@ -129,39 +113,24 @@ class Accelerator(Protocol):
         ...
 
 
-def detect_accelerator() -> Accelerator:
-    """The accelerator that torch would use, or a `NullAccelerator` that says why there is none.
+@runtime_checkable
+class DetectedAccelerator(Accelerator, Protocol):
+    """One that `detect_accelerator` may choose.
 
-    Decided from what torch was built for and from counts that need no initialisation, because a process
-    that has initialised CUDA can no longer fork children that use it. So a machine may turn out to have
-    a CUDA build and no device only when the host tries; then there are simply no devices to report.
+    To add one, write a file of this folder, named as torch names the device type, in which `ACCELERATOR` is the class, and
+    put its name into `_FILES` of `detection.py`.
+
+    Attributes:
+        has_float64: Whether its devices compute in float64.
+        has_streams: Whether they copy while they compute.
     """
-    kind = _built_for()
-    if kind is None:
-        return NullAccelerator("no accelerator: this torch is built for the CPU alone")
-    if kind == "mps":
-        usable = attempt(torch.backends.mps.is_available).value
-        return MpsAccelerator() if usable else NullAccelerator("no accelerator: Metal is not usable here")
-    if kind == "cuda":
-        cuda = CudaAccelerator()
-        return NullAccelerator("no accelerator: CUDA sees no device") if cuda.is_absent() else cuda
-    if kind == "xpu":
-        xpu = XpuAccelerator()
-        return NullAccelerator("no accelerator: XPU sees no device") if xpu.is_absent() else xpu
-    return NullAccelerator(f"no accelerator that can be read: {kind} is not supported yet")
 
+    has_float64: ClassVar[bool]
+    has_streams: ClassVar[bool]
 
-def _built_for() -> str | None:
-    if hasattr(torch, "accelerator"):
-        device = attempt(torch.accelerator.current_accelerator).value
-        return None if device is None else device.type
-    return "cuda" if torch.version.cuda or torch.version.hip else None
-
-
-def why_no_devices(accelerator: Accelerator) -> str:
-    """The reason to record when `accelerator.devices()` is empty."""
-    waiting = f"no accelerator in use: the devices of {accelerator.kind} cannot be counted before this process uses one"
-    return accelerator.absence or waiting
+    def why_absent(self) -> str | None:
+        """Why it is certain that no device is there; None: one may be."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +139,8 @@ class NullAccelerator:
 
     absence: str = "no accelerator"
     kind: str = "cpu"
+    untimed: str | None = None
+    no_utilization: str | None = None
 
     def device_count(self) -> int:
         """Zero."""
@@ -221,6 +192,10 @@ class CachingAccelerator:
     """
 
     absence: str | None = None
+    untimed: str | None = None
+    no_utilization: str | None = ONLY_NVIDIA
+    has_float64: ClassVar[bool] = True
+    has_streams: ClassVar[bool] = True
 
     def __init__(self, kind: str, backend: ModuleType) -> None:
         self.kind = kind
@@ -236,9 +211,9 @@ class CachingAccelerator:
         """Devices visible to this process; 0 also when that cannot be known without initialising."""
         return max(0, self._count() or 0)
 
-    def is_absent(self) -> bool:
-        """Whether it is certain that no device is there."""
-        return self._count() == 0
+    def why_absent(self) -> str | None:
+        """A count of 0, which is certain; a count that cannot be known yet is none."""
+        return f"no accelerator: {self.kind.upper()} sees no device" if self._count() == 0 else None
 
     def devices(self) -> list[str]:
         """Names such as "cuda:0"."""
@@ -356,180 +331,6 @@ def consistent(allocated: int, reserved: int, peak_allocated: int, peak_reserved
 def _int_pair(pair: tuple[int, int]) -> tuple[int, int]:
     free, total = pair
     return int(free), int(total)
-
-
-class CudaAccelerator(CachingAccelerator):
-    """CUDA and HIP devices."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda", torch.cuda)
-        self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
-        nvml = read_nvml(device)
-        driver = _driver_version(nvml.driver_version)
-        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
-        if not self.is_initialized():
-            unavailable["compute_capability"] = "CUDA is not initialised in this process"
-            for name in ("name", "total_bytes"):
-                if name in nvml.unavailable:
-                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
-            return AcceleratorFacts(
-                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
-            )
-        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
-        if properties.value is None:
-            reason = properties.reason or "unknown"
-            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
-            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
-        return AcceleratorFacts(
-            device,
-            str(properties.value.name),
-            int(properties.value.total_memory),
-            driver.value,
-            _capability(properties.value),
-            unavailable,
-        )
-
-    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
-        own = super()._free_and_total(device)
-        if own.value is not None:
-            return own
-        nvml = nvml_memory(device)
-        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
-
-    def _count_without_initialising(self) -> int:
-        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
-
-        They are asked anew only when what is visible changes: loading them takes a tenth of a millisecond and more.
-        """
-        visible = tuple(os.environ.get(name) for name in _VISIBILITY_VARIABLES)
-        if visible not in self._counted:
-            name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
-            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()))
-        count = self._counted[visible].value
-        return -1 if count is None else count
-
-    def _has_context(self, index: int) -> bool:
-        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-        return True if has_context is None else bool(has_context(index))
-
-    def _why_no_statistics(self, device: str) -> str:
-        backend = attempt(torch.cuda.get_allocator_backend).value
-        if backend == "cudaMallocAsync":
-            return "the cudaMallocAsync allocator does not report it"
-        return super()._why_no_statistics(device)
-
-
-def _driver_version(from_nvml: str | None) -> Reading[str]:
-    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
-    if from_nvml is not None:
-        return Reading(from_nvml)
-    if torch.version.hip:
-        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
-    text = attempt(_NVIDIA_VERSION_FILE.read_text)
-    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
-    return Reading(version[1]) if version else Reading(None, text.reason or "not in the driver's own words")
-
-
-def _capability(properties: Any) -> str:
-    if torch.version.hip:
-        return str(properties.gcnArchName)
-    return f"{properties.major}.{properties.minor}"
-
-
-class XpuAccelerator(CachingAccelerator):
-    """Intel GPUs; torch's functions for them mirror CUDA's."""
-
-    def __init__(self) -> None:
-        super().__init__("xpu", torch.xpu)
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name, memory and driver; nothing before the host has initialised the device."""
-        if not self.is_initialized():
-            return NullAccelerator("xpu is not initialised in this process").facts(device)
-        found: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
-        properties = found.value
-        if properties is None:
-            return NullAccelerator(found.reason or "unknown").facts(device)
-        driver = attempt(lambda: str(properties.driver_version))
-        unavailable = {"compute_capability": "Intel devices have none", **reasons({"driver_version": driver})}
-        name, total = str(properties.name), int(properties.total_memory)
-        return AcceleratorFacts(device, name, total, driver.value, unavailable=unavailable)
-
-
-class MpsAccelerator:
-    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included.
-
-    Attributes:
-        untimed: Why there are no events.
-    """
-
-    kind = "mps"
-    absence: str | None = None
-    untimed = "torch waits for all queued work of MPS to tell the time between two events"
-
-    def device_count(self) -> int:
-        """One."""
-        return 1
-
-    def devices(self) -> list[str]:
-        """Its only name."""
-        return ["mps:0"]
-
-    def current_device(self) -> str | None:
-        """The only one."""
-        return "mps:0"
-
-    def memory(self, device: str) -> AcceleratorMemory:
-        """Allocated, reserved, and as total the working set that Metal recommends at most."""
-        readings = _mps_bytes()
-        readings["total_bytes"] = attempt(lambda: int(torch.mps.recommended_max_memory()))
-        return AcceleratorMemory(
-            device,
-            readings["allocated_bytes"].value,
-            readings["reserved_bytes"].value,
-            readings["total_bytes"].value,
-            unavailable=reasons(readings)
-            | dict.fromkeys(("free_bytes", "driver_used_bytes"), _MPS_SHARES_RAM),
-        )
-
-    def allocated_and_peak(self, device: str) -> AllocatorBytes:
-        """What is allocated and reserved now; peaks are unknown."""
-        readings = _mps_bytes()
-        return AllocatorBytes(readings["allocated_bytes"].value, readings["reserved_bytes"].value, None, None)
-
-    def unavailable(self, device: str) -> Mapping[str, str]:
-        """The reason for each field of `allocated_and_peak` that is None."""
-        missing = {name.removesuffix("_bytes"): reason for name, reason in reasons(_mps_bytes()).items()}
-        return missing | dict.fromkeys(("peak_allocated", "peak_reserved"), _NO_MPS_PEAK)
-
-    def reset_peak(self, device: str) -> str | None:
-        """There is no peak to reset: gives the reason."""
-        return _NO_MPS_PEAK
-
-    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
-        """None: see `untimed`."""
-        return None
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name (from torch where it has one) and memory; the driver is part of macOS."""
-        readings: dict[str, Reading[Any]] = {
-            "name": attempt(lambda: str(torch.backends.mps.get_name())),
-            "total_bytes": attempt(lambda: int(torch.mps.recommended_max_memory())),
-            "driver_version": Reading(None, "the driver is part of macOS"),
-            "compute_capability": Reading(None, "Apple devices have none"),
-        }
-        facts = {name: reading.value for name, reading in readings.items()}
-        return AcceleratorFacts(device, **facts, unavailable=reasons(readings))
-
-
-def _mps_bytes() -> dict[str, Reading[int]]:
-    return {
-        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),
-        "reserved_bytes": attempt(lambda: int(torch.mps.driver_allocated_memory())),
-    }
 
 
 class TimingEvent:

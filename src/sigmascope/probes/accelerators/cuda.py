@@ -1,0 +1,103 @@
+"""CUDA and HIP devices, before the host has used them too: NVML is asked then."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sigmascope.probes.accelerators.accelerator import CachingAccelerator, device_index
+from sigmascope.probes.nvml import nvml_memory, read_nvml
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.records.run import AcceleratorFacts
+
+_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
+_VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+class CudaAccelerator(CachingAccelerator):
+    """CUDA and HIP devices."""
+
+    no_utilization: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__("cuda", torch.cuda)
+        self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
+        nvml = read_nvml(device)
+        driver = _driver_version(nvml.driver_version)
+        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
+        if not self.is_initialized():
+            unavailable["compute_capability"] = "CUDA is not initialised in this process"
+            for name in ("name", "total_bytes"):
+                if name in nvml.unavailable:
+                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
+            return AcceleratorFacts(
+                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
+            )
+        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
+        if properties.value is None:
+            reason = properties.reason or "unknown"
+            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
+            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
+        return AcceleratorFacts(
+            device,
+            str(properties.value.name),
+            int(properties.value.total_memory),
+            driver.value,
+            _capability(properties.value),
+            unavailable,
+        )
+
+    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
+        own = super()._free_and_total(device)
+        if own.value is not None:
+            return own
+        nvml = nvml_memory(device)
+        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
+
+    def _count_without_initialising(self) -> int:
+        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
+
+        They are asked anew only when what is visible changes: loading them takes a tenth of a millisecond and more.
+        """
+        visible = tuple(os.environ.get(name) for name in _VISIBILITY_VARIABLES)
+        if visible not in self._counted:
+            name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
+            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()))
+        count = self._counted[visible].value
+        return -1 if count is None else count
+
+    def _has_context(self, index: int) -> bool:
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return True if has_context is None else bool(has_context(index))
+
+    def _why_no_statistics(self, device: str) -> str:
+        backend = attempt(torch.cuda.get_allocator_backend).value
+        if backend == "cudaMallocAsync":
+            return "the cudaMallocAsync allocator does not report it"
+        return super()._why_no_statistics(device)
+
+
+def _driver_version(from_nvml: str | None) -> Reading[str]:
+    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
+    if from_nvml is not None:
+        return Reading(from_nvml)
+    if torch.version.hip:
+        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
+    text = attempt(_NVIDIA_VERSION_FILE.read_text)
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
+    return Reading(version[1]) if version else Reading(None, text.reason or "not in the driver's own words")
+
+
+def _capability(properties: Any) -> str:
+    if torch.version.hip:
+        return str(properties.gcnArchName)
+    return f"{properties.major}.{properties.minor}"
+
+
+ACCELERATOR: Final = CudaAccelerator
