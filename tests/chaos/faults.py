@@ -115,7 +115,7 @@ _BARRIERS = re.compile(
     r"|HookSet.failed|HookSet._keep_or_undo|HookSet.keep_undo|GenerationSteps.finish"
     r"|Recorder.(stage|step|open_stage|new_scope|current_scope)|Watch.__init__|stage_name|JobLine._work"
     r"|Instruments\..*|Finder.wait|when_loaded|WatchedProcess.(start|_begin)|Checkpoint.__enter__"
-    r"|check_privacy|say"
+    r"|privacy_of|say"
 )
 """Functions that keep the errors of others from the host, remember what is to be taken off, set attributes, return
 themselves, or refuse what the host asks for."""

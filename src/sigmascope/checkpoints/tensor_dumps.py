@@ -47,7 +47,7 @@ from sigmascope.records.prompts import (
     PromptPrivacy,
     Prompts,
     StoredPrompt,
-    check_privacy,
+    privacy_of,
     quoting,
     stored_prompts,
 )
@@ -267,7 +267,7 @@ def dump_contents(
     header: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the named tensors that `save_tensors` would write, with texts of the caller's in the header."""
-    quotes, private = quoting(prompt, prompt_privacy), prompt_privacy != "full"
+    quotes, private = quoting(prompt, prompt_privacy), not privacy_of(prompt_privacy).keeps_words
     found = flatten(tensors, quotes, private=private)
     described = DumpMetadata(
         tensors={name: saved_tensor(tensor) for name, tensor in found.tensors.items()},
@@ -530,7 +530,7 @@ def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
 def _parsed_metadata(texts: Mapping[str, str], fields: Mapping[str, Any]) -> DumpMetadata:
     privacy = fields["prompt"].get("privacy")
     if privacy is not None:
-        check_privacy(privacy)
+        privacy_of(privacy)
     known = {"format", SCHEMA_KEY, "run_id", "encoder", *_JSON_FIELDS}
     return DumpMetadata(
         tensors={

@@ -1,10 +1,11 @@
 """Saved runs: `sigmascope show` one, `compare` two sets of them, and `check` one set against the other."""
 
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -16,7 +17,8 @@ from sigmascope import units
 from sigmascope.cli.console import plain, print_json, say, table
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, RecordError, SigmascopeError
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
+from sigmascope.reports.surfaces import surfaces
 
 if TYPE_CHECKING:
     from sigmascope.analysis.recipe import WhatChanged
@@ -34,12 +36,9 @@ sigmascope compare after --baseline before --by-step
 """
 
 
-_NOTABLE: Final = 0.01
-"""Changes of a ratio below this are of no use to anybody, however certain."""
-_NOTABLE_OF_FEW: Final = 0.1
-"""The same of times where there are too few runs for an interval."""
-_UNCHANGED = 0.0005
-"""Changes of a ratio below this are shown as none."""
+_LEAST_NOTABLE_CHANGE: Final = 0.01
+_LEAST_NOTABLE_CHANGE_OF_FEW_RUNS: Final = 0.1
+_LEAST_CHANGE_SHOWN: Final = 0.0005
 
 
 CHECK_EPILOG = """Examples:
@@ -97,10 +96,10 @@ def compare(
         ),
     ] = None,
     by_step: Annotated[
-        bool, typer.Option("--by_step", help="Also each step by its number, the first among them.")
+        bool, typer.Option("--by_step", help="Compare step by step too, the first step included.")
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Also the figures that did not change beyond noise.")
+        bool, typer.Option("--full", help="Show the figures that did not change beyond noise, too.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -177,8 +176,10 @@ def _changed(figure: "FigureComparison") -> bool:
     if figure.ratio is None:
         return figure.baseline != figure.new
     if figure.lower is not None and figure.upper is not None:
-        return not figure.lower <= 1 <= figure.upper and abs(figure.ratio - 1) > _NOTABLE
-    return abs(figure.ratio - 1) > (_NOTABLE_OF_FEW if figure.unit == "seconds" else _NOTABLE)
+        return not figure.lower <= 1 <= figure.upper and abs(figure.ratio - 1) > _LEAST_NOTABLE_CHANGE
+    return abs(figure.ratio - 1) > (
+        _LEAST_NOTABLE_CHANGE_OF_FEW_RUNS if figure.unit == "seconds" else _LEAST_NOTABLE_CHANGE
+    )
 
 
 def _differences(differences: "Mapping[str, tuple[str, str]]") -> Table:
@@ -215,7 +216,7 @@ def _change(figure: "FigureComparison") -> Text:
         return Text(units.UNKNOWN)
     sure = figure.lower is not None and figure.upper is not None and not figure.lower <= 1 <= figure.upper
     style = "dim" if not sure else "green" if figure.ratio < 1 else "red"
-    text = "0.0 %" if abs(figure.ratio - 1) < _UNCHANGED else f"{100 * (figure.ratio - 1):+.1f} %"
+    text = "0.0 %" if abs(figure.ratio - 1) < _LEAST_CHANGE_SHOWN else f"{100 * (figure.ratio - 1):+.1f} %"
     return Text(text, style=style)
 
 
@@ -281,7 +282,7 @@ def check(
         str, typer.Option("--max_growth", help="How much higher a peak of memory may be.", metavar="<share>")
     ] = "3%",
     alpha: Annotated[
-        float, typer.Option("--alpha", help="How likely a false alarm may be, of one figure.")
+        float, typer.Option("--alpha", help="Chance of a false alarm to accept for each figure.")
     ] = 0.01,
     as_json: AsJson = False,
 ) -> None:
@@ -400,7 +401,37 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     )
 
 
+def _joined(words: Iterable[str]) -> str:
+    """Such as "a, b and c"."""
+    *all_but_last, last = words
+    return f"{', '.join(all_but_last)} and {last}" if all_but_last else last
+
+
+def _with_surfaces(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each surface in place of its `**wanted`."""
+    signature = inspect.signature(command)
+    plain_parameters = [value for value in signature.parameters.values() if value.name != "wanted"]
+    options = [
+        inspect.Parameter(
+            surface.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if surface.is_file else False,
+            annotation=Annotated[
+                (Path | None) if surface.is_file else bool,
+                typer.Option(f"--{surface.name}", help=surface.help),
+            ],
+        )
+        for surface in surfaces()
+    ]
+    shown = [*plain_parameters[:2], *options, *plain_parameters[2:]]
+    parameters = [value.replace(kind=inspect.Parameter.KEYWORD_ONLY) for value in shown]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {value.name: value.annotation for value in parameters}
+    return command
+
+
 @app.command("show", epilog=SHOW_EPILOG)
+@_with_surfaces
 def show(
     runs: Annotated[
         list[Path] | None,
@@ -411,25 +442,23 @@ def show(
         ),
     ] = None,
     full: Full = False,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a report that any browser opens; needs no network."),
-    ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print it for an issue tracker, in 60 lines at most.")
-    ] = False,
     browser: Annotated[
         bool | None,
         typer.Option(
             "--browser/--no_browser",
-            help="Open the report in the browser; done by itself where no run is named and there is one.",
+            help="Open the report in the browser. The default when no run is named and there is a browser.",
             show_default=False,
         ),
     ] = None,
     prompts: Annotated[
-        str, typer.Option("--prompts", help="What --html and --markdown say of prompts: full, hash or none.")
+        str,
+        typer.Option(
+            "--prompts",
+            help=f"What {_joined(f'--{surface.name}' for surface in surfaces())} say of prompts: full, hash or none.",
+        ),
     ] = "hash",
     as_json: AsJson = False,
+    **wanted: Path | bool | None,
 ) -> None:
     """Show where a saved run's time and memory went, what is wrong, and what to do.
 
@@ -439,24 +468,22 @@ def show(
     """
     from sigmascope.reports import print_run
 
-    check_privacy(prompts)
+    privacy = privacy_of(prompts).name
     loaded = load_runs(runs) if runs else [newest_run(Path())]
-    if html is not None:
-        from sigmascope.reports.html import write_html
-
-        write_html(loaded, html, prompts=cast(PromptPrivacy, prompts))
-        say(f"The report is in {html}", err=True)
-    if browser or (
-        browser is None and not runs and _has_browser() and not (full or html or markdown or as_json)
-    ):
-        _open_in_browser(loaded, cast(PromptPrivacy, prompts))
-    if markdown:
-        from sigmascope.reports.markdown import to_markdown
-
-        typer.echo(to_markdown(loaded, prompts=cast(PromptPrivacy, prompts)), nl=False)
+    asked = [surface for surface in surfaces() if wanted[surface.name]]
+    for surface in asked:
+        path = wanted[surface.name]
+        if isinstance(path, Path):
+            surface.write(loaded, path, privacy)
+            say(f"The {surface.noun} is in {path}", err=True)
+    if browser or (browser is None and not runs and _has_browser() and not (full or asked or as_json)):
+        _open_in_browser(loaded, privacy)
+    for surface in asked:
+        if not surface.is_file:
+            typer.echo(surface.render(loaded, privacy), nl=False)
     if as_json:
         print_json([_as_dict(run) for run in loaded])
-    for run in () if as_json or markdown or html is not None else loaded:
+    for run in () if as_json or asked else loaded:
         print_run(run, full=full)
 
 

@@ -134,19 +134,19 @@ def watch(
         str | None, typer.Option("--name", help="What the run is called; without it, as the script.")
     ] = None,
     sample_hz: Annotated[
-        float, typer.Option("--sample_hz", help="How often memory is looked at, at most 10 a second.")
+        float, typer.Option("--sample_hz", help="How many times a second to read memory, 10 at most.")
     ] = 10.0,
     keep_generations: Annotated[
         int,
         typer.Option(
             "--keep_generations",
             min=1,
-            help="How many generations, the last ones, the record holds in full; of earlier ones it holds sums.",
+            help="Keep this many of the last generations in full, and sums of those before.",
         ),
     ] = KEEP_GENERATIONS,
     step_memory: Annotated[
         bool,
-        typer.Option("--step_memory/--no_step_memory", help="Look at memory at the end of each step too."),
+        typer.Option("--step_memory/--no_step_memory", help="Read memory at the end of each step too."),
     ] = True,
     thumbnails: Annotated[
         bool, typer.Option("--thumbnails", help="Keep each generation's first picture, small, for reports.")
@@ -173,9 +173,9 @@ def watch(
     _check_script(script, module=module, code=code, sample_hz=sample_hz)
     from sigmascope.integrations.launch import launch
     from sigmascope.integrations.watch_settings import Settings
-    from sigmascope.records.prompts import check_privacy
+    from sigmascope.records.prompts import privacy_of
 
-    check_privacy(prompts)
+    privacy_of(prompts)
     settings = Settings(
         output=_writable(output, may_be_folder=True),
         trace=_writable(trace),

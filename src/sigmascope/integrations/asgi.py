@@ -26,7 +26,7 @@ from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -102,8 +102,7 @@ class PerformanceMonitoringMiddleware:
         self._on_request = on_request
         self._clock = clock
         self._records: deque[RequestRecord] = deque(maxlen=whole_number("history", history, least=1))
-        check_privacy(prompts)
-        self._guard = Guard(keeps_words=prompts == "full")
+        self._guard = Guard(keeps_words=privacy_of(prompts).keeps_words)
         self._lock = Lock()
         self._in_flight = 0
 

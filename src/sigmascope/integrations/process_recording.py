@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
-from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
@@ -65,7 +65,7 @@ class Recording:
         )
         kept = kept_of(settings)
         self._watch: Any = watch(
-            prompts=privacy_of(settings),
+            prompts=prompts_of(settings),
             name=settings.name or program(),
             sample_hz=sample_hz_of(settings),
             step_memory=settings.step_memory is None or settings.is_on("step_memory"),
@@ -167,16 +167,14 @@ def program() -> str:
     return Path(getattr(main, "__file__", None) or "python").stem
 
 
-def privacy_of(settings: Settings) -> PromptPrivacy:
+def prompts_of(settings: Settings) -> PromptPrivacy:
     """What is kept of prompts.
 
     Raises:
-        ConfigError: The environment says something else than the three.
+        ConfigError: The environment names a privacy that does not exist.
     """
     value = settings.prompts or "full"
-    if value not in get_args(PromptPrivacy):
-        raise ConfigError(f"SIGMASCOPE_PROMPTS={value} does not exist.", hint="Choose full, hash or none.")
-    return cast(PromptPrivacy, value)
+    return privacy_of(value, f"SIGMASCOPE_PROMPTS={value}").name
 
 
 def sample_hz_of(settings: Settings) -> float:

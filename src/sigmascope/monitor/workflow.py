@@ -37,7 +37,7 @@ from sigmascope.records.latents import (
     record_in,
 )
 from sigmascope.records.memory import PeakMemoryDict, change, mib
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
 from sigmascope.stages.baseline import TEXT_NOT_KEPT, beside_the_stage, memory_now, model_state
@@ -122,16 +122,16 @@ class WorkflowMonitor:
         dumps: DumpFolder | None = None,
         keep_stages: int | None = KEEP_GENERATIONS,
     ) -> None:
-        check_privacy(prompt_privacy)
+        keeps_words = privacy_of(prompt_privacy).keeps_words
         self.prompt_privacy = prompt_privacy
         self.recorder = Recorder(
             name,
             sample_hz=sample_hz,
             accelerator=accelerator,
-            keeps_words=prompt_privacy == "full",
+            keeps_words=keeps_words,
             keep=keep_stages,
         )
-        self.guard = Guard(keeps_words=prompt_privacy == "full")
+        self.guard = Guard(keeps_words=keeps_words)
         self.verbose = verbose
         self.accelerator = accelerator
         self.thresholds = thresholds

@@ -9,12 +9,41 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, get_args
+from typing import Any, Final
 from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import PromptPrivacy as PromptPrivacy
 from sigmascope.records.run import Run, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """What a level keeps.
+
+    Attributes:
+        name: As a user gives it.
+        keeps_text: Prompts as they are.
+        keeps_hash: The SHA-256 of prompts.
+        keeps_words: Other texts, which may quote a prompt: what stages raised, arguments, paths of requests.
+        kept: What of prompts that is, in words.
+    """
+
+    name: PromptPrivacy
+    keeps_text: bool
+    keeps_hash: bool
+    keeps_words: bool
+    kept: str
+
+
+PRIVACIES: Final[Mapping[str, Privacy]] = {
+    privacy.name: privacy
+    for privacy in (
+        Privacy("full", keeps_text=True, keeps_hash=True, keeps_words=True, kept="their text"),
+        Privacy("hash", keeps_text=False, keeps_hash=True, keeps_words=False, kept="their hashes"),
+        Privacy("none", keeps_text=False, keeps_hash=False, keeps_words=False, kept="nothing"),
+    )
+}
 
 Prompts = str | Sequence[str] | Mapping[str, str] | None
 """One prompt, one for each item of a batch, or some by name (`positive`, `negative`)."""
@@ -50,24 +79,33 @@ def stored_prompts(prompts: Prompts, privacy: PromptPrivacy) -> dict[str, Stored
     Raises:
         ConfigError: `privacy` is none of the three, or a prompt is no text.
     """
-    check_privacy(privacy)
+    kept = privacy_of(privacy)
     named = named_prompts(prompts)
-    if privacy == "none":
+    if not kept.keeps_hash:
         return {}
-    full = privacy == "full"
-    return {name: StoredPrompt(prompt_sha256(text), text if full else None) for name, text in named.items()}
+    return {
+        name: StoredPrompt(prompt_sha256(text), text if kept.keeps_text else None)
+        for name, text in named.items()
+    }
 
 
-def check_privacy(privacy: str) -> None:
-    """Refuse a privacy that does not exist, rather than keep what nobody meant to keep.
+def privacy_of(name: str, given: str | None = None) -> Privacy:
+    """The row of a privacy; one that does not exist is refused, rather than to keep what nobody meant to keep.
+
+    Args:
+        name: Of the privacy.
+        given: How the user gave it, for the error; None: as `prompt_privacy`.
 
     Raises:
-        ConfigError: It is none of `full`, `hash`, `none`.
+        ConfigError: There is none of this name.
     """
-    if privacy not in get_args(PromptPrivacy):
+    if name not in PRIVACIES:
+        *others, last = map(repr, PRIVACIES)
         raise ConfigError(
-            f"prompt_privacy={privacy!r} does not exist.", hint="Choose 'full', 'hash' or 'none'."
+            f"{given or f'prompt_privacy={name!r}'} does not exist.",
+            hint=f"Choose {', '.join(others)} or {last}.",
         )
+    return PRIVACIES[name]
 
 
 def named_prompts(prompts: Prompts) -> dict[str, str]:
@@ -109,8 +147,7 @@ def quoting(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], bool]:
     Raises:
         ConfigError: As of `stored_prompts`.
     """
-    check_privacy(privacy)
-    if privacy == "full":
+    if privacy_of(privacy).keeps_text:
         return lambda text: False
     words = {word for prompt in named_prompts(prompts).values() for word in _words(prompt.lower())}
     encoded = {word.encode("utf-8", "surrogatepass").hex() for word in words}
@@ -136,11 +173,11 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     Raises:
         ConfigError: As of `stored_prompts`.
     """
-    check_privacy(privacy)
-    if privacy == "full":
+    kept = privacy_of(privacy)
+    if kept.keeps_text:
         return lambda text: text
     longest_first = sorted({text for text in named_prompts(prompts).values() if text}, key=len, reverse=True)
-    replacements = [_replacement(text, _placeholder(text, privacy)) for text in longest_first]
+    replacements = [_replacement(text, _placeholder(text, kept)) for text in longest_first]
 
     def redact(text: str) -> str:
         for replacement in replacements:
@@ -164,8 +201,8 @@ def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
     return replace
 
 
-def _placeholder(prompt: str, privacy: PromptPrivacy) -> str:
-    return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy == "hash" else "<prompt>"
+def _placeholder(prompt: str, privacy: Privacy) -> str:
+    return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy.keeps_hash else "<prompt>"
 
 
 def without_words(run: Run) -> Run:
@@ -209,7 +246,7 @@ def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
     texts = {text for facts in _all_facts(run) for text in _prompts(facts)}
     hashes = {text for text in texts if _SHA256.fullmatch(text)}
     prompts = texts - hashes
-    if privacy == "none":
+    if not privacy_of(privacy).keeps_hash:
         prompts |= hashes | {prompt_sha256(text) for text in prompts}
     redact = redactor(sorted(prompts), privacy)
 

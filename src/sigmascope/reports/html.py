@@ -29,9 +29,8 @@ from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
 from sigmascope.errors import ConfigError
-from sigmascope.files import atomic_path
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
-from sigmascope.records.prompts import PromptPrivacy, check_privacy, without_prompts, without_words
+from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
 from sigmascope.records.run import (
     THUMBNAIL,
     Run,
@@ -42,6 +41,7 @@ from sigmascope.records.run import (
     is_duration,
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
+from sigmascope.reports.surfaces import Surface
 from sigmascope.units import format_size, percent, seconds, statistic
 
 _MOST_BARS: Final = 400
@@ -80,9 +80,7 @@ def write_html(
         ConfigError: No run, or no such privacy.
         WriteError: The file cannot be written. What was there before stays.
     """
-    text = to_html(runs, prompts=prompts)
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    SURFACE.write([runs] if isinstance(runs, Run) else runs, path, prompts)
 
 
 def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_verdict: bool = False) -> str:
@@ -104,6 +102,13 @@ def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_
     )
 
 
+SURFACE: Final = Surface(
+    "html",
+    "Write a report that any browser opens; needs no network.",
+    lambda runs, prompts: to_html(runs, prompts=prompts),
+)
+
+
 def template(name: str) -> jinja2.Template:
     """A template of this folder, which escapes what it is given and knows no name that it is not given."""
     environment = jinja2.Environment(
@@ -122,7 +127,7 @@ def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]
     Raises:
         ConfigError: No run, or no such privacy.
     """
-    check_privacy(prompts)
+    privacy_of(prompts)
     all_runs = [runs] if isinstance(runs, Run) else list(runs)
     if not all_runs:
         raise ConfigError("There is no run to show.", hint="Give one at least.")
@@ -130,9 +135,11 @@ def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]
 
 
 def _private(run: Run, prompts: PromptPrivacy) -> Run:
-    if prompts == "full":
-        return run
-    plain = run_to_dict(without_words(run))
+    kept = privacy_of(prompts)
+    shown = run if kept.keeps_words else without_words(run)
+    if kept.keeps_text:
+        return shown
+    plain = run_to_dict(shown)
     return run_from_dict(_with_severities(without_prompts(run, prompts)(plain), plain))
 
 

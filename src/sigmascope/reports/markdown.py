@@ -12,9 +12,10 @@ from markupsafe import Markup
 from sigmascope.analysis.breakdown import TimeShare, headline, large_places, large_rows, run_findings
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import Run
 from sigmascope.reports.html import private_runs, template
+from sigmascope.reports.surfaces import Surface
 from sigmascope.units import format_size, percent, seconds
 
 _MOST_ROWS: Final = 10
@@ -41,7 +42,7 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
     Raises:
         ConfigError: No run, or no such privacy.
     """
-    check_privacy(prompts)
+    kept = privacy_of(prompts).kept
     shown = private_runs(runs, prompts)
     last = shown[-1]
     rows, small = large_rows(last)
@@ -49,7 +50,7 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
     findings = run_findings(last)
     return template("report.md.jinja").render(
         runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
-        privacy={"hash": "their hashes", "none": "nothing", "full": "their text"}[prompts],
+        privacy=kept,
         headline=_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
         name=_text(last.name or "unnamed"),
         took=seconds(last.seconds),
@@ -70,6 +71,14 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
         differences=[] if changed is None else list(_cells(changed.recipe))[:_MOST_OF_RECIPE],
         recipe=[] if changed is not None else list(_recipe(last)),
     )
+
+
+SURFACE: Final = Surface(
+    "markdown",
+    "Print it for an issue tracker, in 60 lines at most.",
+    lambda runs, prompts: to_markdown(runs, prompts=prompts),
+    is_file=False,
+)
 
 
 def _time_rows(rows: Sequence[TimeShare], run: Run) -> Iterator[tuple[Markup, float]]:

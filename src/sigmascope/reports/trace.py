@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError
-from sigmascope.files import atomic_path
 from sigmascope.records.memory import MemorySnapshot, mib
 from sigmascope.records.merge import is_rank
 from sigmascope.records.performance import (
@@ -28,7 +27,7 @@ from sigmascope.records.performance import (
     readable_curves,
     readable_utilization,
 )
-from sigmascope.records.prompts import PromptPrivacy, without_prompts, without_words
+from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
 from sigmascope.records.run import (
     Finding,
     ModuleFacts,
@@ -40,6 +39,7 @@ from sigmascope.records.run import (
     impossible_times,
 )
 from sigmascope.records.serialization import dumps, to_plain
+from sigmascope.reports.surfaces import Surface
 from sigmascope.units import printable
 
 Event = dict[str, Any]
@@ -77,9 +77,7 @@ def write_trace(
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks.
     """
-    text = dumps(trace_of(runs, prompts=prompts))
-    with atomic_path(path, private=True) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+    SURFACE.write(runs, path, prompts)
 
 
 def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[str, Any]:
@@ -99,7 +97,7 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     events: list[Event] = []
     for number, (run, begun) in enumerate(zip(runs, beginnings, strict=True), start=1):
         clean = without_prompts(run, prompts)
-        readable = run if prompts == "full" else without_words(run)
+        readable = run if privacy_of(prompts).keeps_words else without_words(run)
         run_events = _run_events(readable, number, (begun - first) * 1000)
         # The rest of an event is ours, whatever a prompt says.
         events += (_readable({**event, "args": clean(event["args"])}) for event in run_events)
@@ -108,6 +106,15 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
         "displayTimeUnit": "ms",
         "otherData": {"producer": f"Sigmascope {__version__}", "runs": [run.id for run in runs]},
     }
+
+
+SURFACE: Final = Surface(
+    "trace",
+    "Write a trace that Perfetto (ui.perfetto.dev) opens.",
+    lambda runs, prompts: dumps(trace_of(runs, prompts=prompts)) + "\n",
+    noun="trace",
+    is_private=True,
+)
 
 
 def _require_times(runs: Sequence[Run]) -> None:

@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from sigmascope.probes.reading import read_host
-from sigmascope.records.prompts import PromptPrivacy, prompt_sha256
+from sigmascope.records.prompts import PromptPrivacy, privacy_of, prompt_sha256
 from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.schema import PromptFacts, TokenFacts
 
@@ -109,11 +109,12 @@ def prompt_facts(
         kind = type(prompt).__name__
         why = "no prompt was given" if prompt is None else f"the prompt is of type {kind}"
         return unknown(PromptFacts, why, tokenizers={})
-    full = privacy == "full"
+    kept = privacy_of(privacy)
+    full = kept.keeps_text
     # The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen.
     main = max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
     unavailable = {} if full else dict.fromkeys(("text_content", "truncated_words"), PRIVATE.format(privacy))
-    if privacy == "none":
+    if not kept.keeps_hash:
         unavailable["text_sha256"] = PRIVATE.format(privacy)
     if main is None:
         names = ("token_count", "truncated_tokens", "truncated_words", "token_limit")
@@ -126,7 +127,7 @@ def prompt_facts(
         PromptFacts,
         no_tokens if main is None else _token_facts(main, full),
         text_content=text if full else None,
-        text_sha256=None if privacy == "none" else prompt_sha256(text),
+        text_sha256=prompt_sha256(text) if kept.keeps_hash else None,
         character_length=sum(map(len, texts)),
         word_count=sum(len(word_spans(line)) for line in texts),
         special_characters=sum(map(special_characters, texts)),

@@ -19,7 +19,7 @@ from rich.console import Console
 from sigmascope.probes import Accelerator, read_nvml
 from sigmascope.probes.reading import keeping_words, keeps_words, read_host
 from sigmascope.records.memory import PeakMemory, PeakMemoryDict
-from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
+from sigmascope.records.prompts import HIDDEN, PromptPrivacy, privacy_of, quoting
 from sigmascope.stages.baseline import (
     TEXT_NOT_KEPT,
     Measurement,
@@ -182,9 +182,9 @@ def analyze_text_encoding_results(
     Raises:
         ConfigError: `prompt_privacy` does not exist. Nothing that is looked at can raise.
     """
-    check_privacy(prompt_privacy)
+    privacy = privacy_of(prompt_privacy)
     options = _Options(token_limit, statistics, prompt_privacy, dumps, tokens_seen)
-    with keeping_words(prompt_privacy == "full"):
+    with keeping_words(privacy.keeps_words):
         if isinstance(error, str) and not keeps_words():
             error = TEXT_NOT_KEPT
         measured = measure(baseline, elapsed_time, peak_memory, error)
@@ -257,7 +257,7 @@ def _conditioning_facts(
 ) -> ConditioningDict:
     tensors, reason = read_conditioning(conditioning)
     facts = conditioning_facts(tensors, known.encoders, options.statistics, reason)
-    if options.prompt_privacy != "full":
+    if not privacy_of(options.prompt_privacy).keeps_words:
         for entry in (facts, *facts["entries"]):
             entry["metadata"] = _without_texts(entry["metadata"], quotes)
         for entry in facts["entries"]:

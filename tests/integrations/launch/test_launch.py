@@ -9,7 +9,7 @@ from tests.integrations.programs import ended, environment, watched, write
 import sigmascope
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
-from sigmascope.integrations.process_recording import privacy_of, sample_hz_of
+from sigmascope.integrations.process_recording import prompts_of, sample_hz_of
 from sigmascope.integrations.watch_settings import (
     LAUNCH_PREFIX,
     USER_PREFIX,
@@ -80,8 +80,8 @@ def test_a_rate_that_is_none_is_refused_by_the_variable_s_name(told: str) -> Non
 
 def test_a_privacy_that_does_not_exist_is_refused_by_the_variable_s_name() -> None:
     with pytest.raises(ConfigError, match="SIGMASCOPE_PROMPTS=loud"):
-        privacy_of(Settings(prompts="loud"))
-    assert (privacy_of(Settings()), sample_hz_of(Settings())) == ("full", 10.0)
+        prompts_of(Settings(prompts="loud"))
+    assert (prompts_of(Settings()), sample_hz_of(Settings())) == ("full", 10.0)
 
 
 def test_where_a_process_cannot_be_replaced_the_program_s_exit_code_is_given_on() -> None:

@@ -8,13 +8,20 @@ from hypothesis import given
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.prompts import (
+    PRIVACIES,
+    Privacy,
     StoredPrompt,
-    check_privacy,
     named_prompts,
+    privacy_of,
     prompt_sha256,
     redactor,
     stored_prompts,
 )
+from sigmascope.records.run import Run, Stage
+from sigmascope.reports.html import private_runs
+from sigmascope.reports.markdown import to_markdown
+from sigmascope.reports.trace import trace_of
+from sigmascope.stages.prompt_facts import prompt_facts
 
 PROMPT = "a red cat on a sofa"
 
@@ -44,7 +51,7 @@ def test_named_prompts_keep_their_names() -> None:
 
 def test_an_unknown_privacy_is_refused() -> None:
     with pytest.raises(ConfigError, match="'secret'"):
-        check_privacy("secret")
+        privacy_of("secret")
 
 
 def test_a_prompt_is_taken_out_of_other_texts() -> None:
@@ -69,3 +76,20 @@ def test_a_short_prompt_is_found_as_a_word_only() -> None:
 @given(prompt=st.text(min_size=8), before=st.text(), after=st.text())
 def test_no_long_prompt_survives(prompt: str, before: str, after: str) -> None:
     assert prompt not in redactor(prompt, "none")(f"{before}{prompt}{after}") or prompt in "<prompt>"
+
+
+def test_what_is_kept_is_asked_of_the_row_and_not_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Privacy("hash", keeps_text=False, keeps_hash=False, keeps_words=True, kept="not a word")
+    monkeypatch.setitem(PRIVACIES, "hash", row)
+    prompt = "a portrait of a nurse"
+    facts = {"prompt": prompt}
+    stage = Stage("denoising", 0.0, 1.0, success=False, error=f"ValueError: {prompt} is odd", facts=facts)
+    run = Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=(stage,))
+    assert stored_prompts(prompt, "hash") == {}
+    assert prompt_facts(prompt, (), None, "hash")["text_sha256"] is None
+    assert private_runs(run, "hash")[0].stages[0].error == "ValueError: <prompt> is odd"
+    assert "not a word" in to_markdown(run, prompts="hash")
+    (event,) = (
+        event for event in trace_of([run], prompts="hash")["traceEvents"] if "prompt" in event["args"]
+    )
+    assert event["args"]["prompt"] == "<prompt>"

@@ -41,7 +41,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.records.prompts import stored_prompts
+from sigmascope.records.prompts import privacy_of, stored_prompts
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
@@ -171,7 +171,7 @@ class CallObserver(Observer):
             states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
         """
-        read, full = self.guard.read, self.session.options.prompts == "full"
+        read, full = self.guard.read, privacy_of(self.session.options.prompts).keeps_words
         others = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
         loras = read("watch.recipe", lambda: loras_of(pipeline, why_not))
         models = read("watch.recipe", lambda: models_of(pipeline, why_not))

@@ -24,7 +24,7 @@ from sigmascope.integrations.diffusers.watch_session import Observer, Session, W
 from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.monitor.hooks import After, Arguments, Keywords
 from sigmascope.probes.reading import describe
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run
 
 _log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def watch(
     Raises:
         ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or a function was given.
     """
-    check_privacy(prompts)
+    privacy_of(prompts)
     if keep_generations is not None:
         whole_number("keep_generations", keep_generations, least=1)
     for pipeline in pipelines:

@@ -35,7 +35,7 @@ from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder, frames_here, with_findings
 from sigmascope.monitor.scope import Mark
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
-from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, SCHEDULER_SECONDS, PipelineFacts, Role, Run
 
 OPEN_SESSIONS: "list[Session]" = []
@@ -68,7 +68,7 @@ class Session:
         self, pipelines: tuple[object, ...], options: WatchOptions, observers: "Iterable[type[Observer]]"
     ) -> None:
         self.options = options
-        keeps_words = options.prompts == "full"
+        keeps_words = privacy_of(options.prompts).keeps_words
         self.guard = Guard(keeps_words=keeps_words)
         self.recorder = Recorder(
             options.name or _name_of(pipelines),
