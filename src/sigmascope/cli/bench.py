@@ -64,13 +64,11 @@ class BenchRequest:
         str | None,
         typer.Option("--resolution", help="WIDTHxHEIGHT, or the side of a square.", metavar="<size,…>"),
     ] = None
-    batch: Annotated[
-        str, typer.Option("--batch", help="Pictures that one generation makes.", metavar="<n,…>")
-    ] = "1"
+    batch: Annotated[str, typer.Option("--batch", help="Pictures per generation.", metavar="<n,…>")] = "1"
     repeat: Annotated[int, typer.Option("--repeat", help="Generations of each case that count.")] = 10
-    warmup: Annotated[int, typer.Option("--warmup", help="Generations before them that do not.")] = 1
-    frames: Annotated[int | None, typer.Option("--frames", help="Of a video.")] = None
-    prompt: Annotated[str | None, typer.Option("--prompt", help="What the pipeline is asked for.")] = None
+    warmup: Annotated[int, typer.Option("--warmup", help="Generations before those, to warm up.")] = 1
+    frames: Annotated[int | None, typer.Option("--frames", help="Frames of a video.")] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt for every generation.")] = None
     image: Annotated[
         Path | None, typer.Option("--image", help="Picture to start from, for pipelines that take one.")
     ] = None
@@ -80,7 +78,7 @@ class BenchRequest:
             "--call", help="Another argument of the call, such as guidance_scale=1.0; may be repeated."
         ),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of the noise; the same for every repeat.")] = 0
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the noise, the same for every repeat.")] = 0
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto"
     dtype: Annotated[
         str, typer.Option("--dtype", help="auto (bf16 on an accelerator, else float32), float32, bf16, fp16.")

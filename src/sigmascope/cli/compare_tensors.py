@@ -71,11 +71,11 @@ def compare_tensors(
     a: Annotated[
         Path, typer.Argument(help="The reference: a dump, or a folder of them.", show_default=False)
     ],
-    b: Annotated[Path, typer.Argument(help="What is compared with it.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="The dump or folder to compare with it.", show_default=False)],
     name: Annotated[
         list[str] | None,
         typer.Option(
-            "--name", help="Tensor to compare, or A's name=B's name; again for more.", show_default="all"
+            "--name", help="Tensor to compare, or A's name=B's name. May be repeated.", show_default="all"
         ),
     ] = None,
     rtol: Annotated[

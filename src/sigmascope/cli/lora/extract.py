@@ -67,9 +67,7 @@ class TargetCoverage(StrEnum):
 
 Workers = Annotated[
     int | None,
-    typer.Option(
-        "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
-    ),
+    typer.Option("--workers", help="CPU threads, one per core.", show_default="one for each core, up to 8"),
 ]
 
 

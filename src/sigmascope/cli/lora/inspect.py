@@ -467,7 +467,7 @@ _VERDICT_STYLE = {"same": "green", "scaled": "yellow", "different": "bold red"}
 @app.command("diff", epilog=DIFF_EPILOG)
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="LoRA file of any format.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="LoRA to compare it with.", show_default=False)],
     tolerance: Annotated[
         float,
         typer.Option("--tolerance", help="Relative difference of a module that counts as the same.", min=0.0),

@@ -106,7 +106,9 @@ def merge(
         float | None,
         typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of dare's random choice.", show_default="0")
+    ] = None,
     ranks: ResizeFlags,
     statistics: Statistics = None,
     ridge: Ridge = 1e-3,

@@ -68,7 +68,7 @@ class CalibrationFlags:
         int | None,
         typer.Option(
             "--noise",
-            help="So many pictures of blurred noise, or prompts of random words.",
+            help="Use this many pictures of blurred noise, or prompts of random words.",
             rich_help_panel=_INPUTS,
         ),
     ] = None
@@ -90,14 +90,16 @@ class CalibrationFlags:
         str | None,
         typer.Option("--size", help="WIDTHxHEIGHT.", show_default=False, rich_help_panel=_INPUTS),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is random.", rich_help_panel=_INPUTS)] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of all random choices.", rich_help_panel=_INPUTS)
+    ] = 0
     config_path: Annotated[Path | None, options.config_path(_MODEL)] = None
     torch_dtype: Annotated[str, options.torch_dtype(_MODEL)] = "float32"
     device: Annotated[str, options.device(_MODEL)] = "auto"
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(
-            "--gradient_checkpointing", help="Compute blocks twice, in less memory.", rich_help_panel=_MODEL
+            "--gradient_checkpointing", help="Compute blocks twice, to save memory.", rich_help_panel=_MODEL
         ),
     ] = False
 
@@ -295,7 +297,7 @@ def fit(
         Path, typer.Option("--base_model_path", help="LBM checkpoint or diffusers folder it is for.")
     ],
     tuned_model_path: Annotated[
-        Path, typer.Option("--tuned_model_path", help="The one whose pictures it is to give back.")
+        Path, typer.Option("--tuned_model_path", help="The tuned model, whose pictures the LoRA should give.")
     ],
     save_to: SaveTo,
     inputs: CalibrationFlags,
@@ -303,9 +305,9 @@ def fit(
     learning_rate: Annotated[
         float, typer.Option("--learning_rate", help="As a share of each factor's size; falls to 0.")
     ] = 0.01,
-    batch_size: Annotated[int, typer.Option("--batch_size", help="Prompts a call of a pipeline.")] = 1,
+    batch_size: Annotated[int, typer.Option("--batch_size", help="Prompts per call of a pipeline.")] = 1,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option("--gradient_accumulation_steps", help="Calls for a step of the optimizer.")
+        int, typer.Option("--gradient_accumulation_steps", help="Calls per step of the optimizer.")
     ] = 4,
     as_json: AsJson = False,
 ) -> None:

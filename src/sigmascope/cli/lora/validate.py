@@ -117,7 +117,7 @@ def validate(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", help="Threads, a core each.", show_default="one for each core, up to 8", min=1
+            "--workers", help="CPU threads, one per core.", show_default="one for each core, up to 8", min=1
         ),
     ] = None,
     images: ImageFlags,
