@@ -45,7 +45,7 @@ PROBE_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
-    """A value, or `None` with the reason."""
+    """A value; where it is None, the reason may be known."""
 
     value: T | None
     reason: str | None = None
@@ -57,10 +57,6 @@ def attempt(read: Callable[[], T]) -> Reading[T]:
         return Reading(read())
     except Exception as error:  # noqa: BLE001 - see above; Ctrl-C and the wish to exit pass
         return Reading(None, describe(error))
-
-
-read_host = attempt
-"""Its name where stages read the host's objects."""
 
 
 _KEEPS_WORDS: ContextVar[bool] = ContextVar("sigmascope_keeps_words", default=True)
@@ -253,8 +249,12 @@ def _text_of(error: BaseException, otherwise: str = "") -> str:
 
 
 def reasons(readings: Mapping[str, Reading[T]]) -> dict[str, str]:
-    """The reasons among named readings, by name, as the records' `unavailable` wants them."""
-    return {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
+    """The reason for each of the readings that has no value, as the records' `unavailable` wants them."""
+    return {
+        name: reading.reason
+        for name, reading in readings.items()
+        if reading.value is None and reading.reason is not None
+    }
 
 
 def attribute(thing: object, name: str) -> Any:

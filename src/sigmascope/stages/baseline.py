@@ -18,7 +18,7 @@ from torch import nn
 
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import error_text, exception_details, lookup, read_host
+from sigmascope.probes.reading import attempt, attribute, error_text, exception_details, lookup
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
@@ -109,7 +109,7 @@ def plain_baseline(baseline: object) -> dict[str, Any] | None:
     """The baseline as plain values, without what it keeps for the analysis."""
     if not isinstance(baseline, Mapping):
         return None
-    return read_host(lambda: _plain(baseline)).value or {}
+    return attempt(lambda: _plain(baseline)).value or {}
 
 
 def _plain(value: Any) -> Any:
@@ -167,8 +167,8 @@ def _peak_dict(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | Non
     """The peaks as analyses hold them, none reserved below the allocated one: that was read at another moment."""
     if peak is None or isinstance(peak, PeakMemory):
         return None if peak is None else peak.as_dict()
-    gpus = read_host(lambda: {device: _true_reserved(gpu) for device, gpu in peak["gpus"].items()}).value
-    gpu = read_host(lambda: _true_reserved(peak["gpu"])).value
+    gpus = attempt(lambda: {device: _true_reserved(gpu) for device, gpu in peak["gpus"].items()}).value
+    gpu = attempt(lambda: _true_reserved(peak["gpu"])).value
     return peak if gpus is None or gpu is None else {**peak, "gpu": gpu, "gpus": gpus}
 
 
@@ -239,8 +239,8 @@ def device_memory(name: str, figures: object) -> AcceleratorMemory:
 def nbytes_in(figures: object, name: str) -> int | None:
     """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
     if not isinstance(figures, Mapping):
-        value = getattr(figures, name, getattr(figures, f"{name}_bytes", None))
-        return value if isinstance(value, int) else None
+        values = (attribute(figures, name), attribute(figures, f"{name}_bytes"))
+        return next((value for value in values if isinstance(value, int)), None)
     for suffix, unit in _BYTES_BY_SUFFIX.items():
         value = figures.get(f"{name}{suffix}")
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -332,7 +332,7 @@ def model_state(model: object) -> ModelStateDict:
 
 def read_or(read: Callable[[], _Read], otherwise: Callable[[str], _Read]) -> _Read:
     """What is read off the host's objects; where that fails, what stands for it, by the reason."""
-    reading = read_host(read)
+    reading = attempt(read)
     return otherwise(reading.reason or "unknown") if reading.value is None else reading.value
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sigmascope.files import without_home
 from sigmascope.probes.models import components_of, modules_in, unwrap
-from sigmascope.probes.reading import node_outputs, read_host
+from sigmascope.probes.reading import attempt, node_outputs
 from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
 from sigmascope.stages.baseline import facts_as, tensor_dict, unknown
 from sigmascope.stages.prompt_facts import CLIP_TOKENS, as_text
@@ -95,7 +95,7 @@ class Conditioning:
 
 def read_conditioning(conditioning: object) -> tuple[Conditioning, str | None]:
     """The tensors of a conditioning, or none and why it could not be read. Never raises."""
-    reading = read_host(lambda: find_conditioning(conditioning))
+    reading = attempt(lambda: find_conditioning(conditioning))
     return reading.value or Conditioning(type(conditioning).__name__), reading.reason
 
 
@@ -359,7 +359,7 @@ def dump_conditioning(
     if facts["status"] != "success":
         facts["unavailable"]["tensor_dump"] = facts["unavailable"]["shape"]
         return
-    saved = read_host(
+    saved = attempt(
         lambda: dumps.save(
             name,
             tensors_by_name(conditioning),
@@ -631,7 +631,7 @@ def _number(config: object, names: Sequence[str]) -> int | None:
 def _width_of_tokens(module: nn.Module) -> int | None:
     """Width of the tokens' embeddings. Other tables count positions, or distances in attention as the first of T5's."""
     own = getattr(module, "get_input_embeddings", None)
-    table = read_host(own).value if callable(own) else None
+    table = attempt(own).value if callable(own) else None
     if table is None:
         tables = (part for part in modules_in(module) if isinstance(part, nn.Embedding))
         table = max(tables, key=lambda embedding: embedding.num_embeddings, default=None)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.probes import Accelerator
-from sigmascope.probes.reading import lookup, read_host
+from sigmascope.probes.reading import attempt, lookup
 from sigmascope.records.latents import (
     STRATEGIES,
     Direction,
@@ -172,7 +172,8 @@ def _baseline(
     latent: LatentAnalysis | None = None,
     reading: LatentReading | None = None,
 ) -> LatentBaseline:
-    inner = read_host(lambda: inner_vae(vae)).value or vae
+    found = attempt(lambda: inner_vae(vae)).value
+    inner = vae if found is None else found
     state = model_state(inner)
     return {
         **baseline_of(LatentReferences, accelerator, {"model_state": inner}, latent=reading),
@@ -453,10 +454,10 @@ def _named_attempt(used: UsedStrategy, seconds: float | None) -> tuple[StrategyA
 def _peak_of(attempts: Sequence[StrategyAttempt]) -> PeakMemory | None:
     """The highest peak of attempts, one after the other."""
     began, peaks = 0.0, []
-    for attempt in attempts:
-        if attempt.peak is not None:
-            peaks.append((began, attempt.peak))
-        began += attempt.seconds or 0.0
+    for tried in attempts:
+        if tried.peak is not None:
+            peaks.append((began, tried.peak))
+        began += tried.seconds or 0.0
     return highest(peaks) if peaks else None
 
 

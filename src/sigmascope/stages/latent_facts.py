@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import node_outputs, read_host
+from sigmascope.probes.reading import attempt, node_outputs
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
@@ -63,11 +63,11 @@ def find_latent(output: object) -> LatentSearch:
     if output is None:
         return LatentSearch(None, "none", "no latent was given")
     structure = _structure(output)
-    attempt = read_host(lambda: _find_in(output))
-    if attempt.reason is not None:
-        return LatentSearch(None, structure, attempt.reason, raised=True)
+    found = attempt(lambda: _find_in(output))
+    if found.reason is not None:
+        return LatentSearch(None, structure, found.reason, raised=True)
     reason = f"no tensor was found in it ({structure})"
-    return LatentSearch(attempt.value, structure, reason if attempt.value is None else None)
+    return LatentSearch(found.value, structure, reason if found.value is None else None)
 
 
 def _structure(output: object) -> str:
@@ -372,7 +372,7 @@ def find_vace(output: object) -> dict[str, Tensor]:
     output = node_outputs(output)
     if not isinstance(output, list | tuple):
         return {}
-    named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
+    named = attempt(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
     return {name: named[name] for name in _VACE_NAMES if name in named}
 
 

@@ -21,7 +21,7 @@ from sigmascope.lora.compatibility import AppliedVerdict
 from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import Reading, lookup, node_outputs, read_host
+from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
     NO_ACCELERATOR,
@@ -365,7 +365,7 @@ def _explain_fused_weights(
     """What is on the models with what is in their weights, which is taken off the unexplained ones."""
     if on_model.value is None or not on_model.value.missing:
         return on_model
-    names = read_host(lambda: names_of_all(*models)).value
+    names = attempt(lambda: names_of_all(*models)).value
     if names is None:
         return on_model
     samples = {
@@ -407,7 +407,7 @@ def _count_models(lora_result: object) -> int:
     lora_result = node_outputs(lora_result)
     if lora_result is None:
         return 0
-    count = read_host(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)
+    count = attempt(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)
     return 1 if count.value is None else count.value
 
 
@@ -515,7 +515,7 @@ def _memory_change(
     error = (
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"
     )
-    size = None if model is None else read_host(lambda: weights_nbytes(model, model_type)).value
+    size = None if model is None else attempt(lambda: weights_nbytes(model, model_type)).value
     readings: dict[str, tuple[float | None, str | None]] = {
         "model_size_mb": (mib(size), "no module was found in the model")
     }

@@ -42,7 +42,7 @@ from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, read_host
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
 from sigmascope.probes.tensors import Fingerprint, fingerprints, positions
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
@@ -81,14 +81,14 @@ def lora_file_facts(path: object) -> LoraFileFacts:
     """Name, size, format, ranks, alphas and base model of a LoRA file. Never raises."""
     if path is None:
         return _unknown_file(NOT_GIVEN)
-    place = read_host(lambda: Path(path)).value  # type: ignore[arg-type]
+    place = attempt(lambda: Path(path)).value  # type: ignore[arg-type]
     if place is None:
         return _unknown_file(f"{type(path).__name__} is no path")
-    exists = read_host(place.exists)
+    exists = attempt(place.exists)
     if not exists.value:
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
-    size = mib(read_host(lambda: _bytes_of(place)).value)
+    size = mib(attempt(lambda: _bytes_of(place)).value)
     return read_or(
         lambda: _read_inside(place, size),
         lambda reason: _unknown_file(reason, filename=place.name, file_exists=True, file_size=size),
@@ -102,7 +102,7 @@ def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
 def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
     with open_any_kind(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
-        read_alphas = (read_host(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
+        read_alphas = (attempt(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
         rank, alpha = most_common(ranks), most_common(alphas)
@@ -134,11 +134,11 @@ def match_file(path: object, unet: object, clip: object) -> Reading[LoraVerdict]
     """Match the modules of a LoRA file with the layers of both models. Never raises."""
     if path is None:
         return Reading(None, NOT_GIVEN)
-    modules = read_host(lambda: _named_modules(unet, clip))
+    modules = attempt(lambda: _named_modules(unet, clip))
     if not modules.value:
         return Reading(None, modules.reason or "no model was given")
     named = modules.value
-    return read_host(lambda: judge_lora(Path(path), named))  # type: ignore[arg-type]
+    return attempt(lambda: judge_lora(Path(path), named))  # type: ignore[arg-type]
 
 
 def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
@@ -170,7 +170,7 @@ def match_applied(
     """
     if path is None:
         return Reading(None, NOT_GIVEN)
-    return read_host(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
+    return attempt(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
 
 
 def _judge_applied(
@@ -220,7 +220,7 @@ def with_fused(
     """
     if verdict is None:
         return on_model
-    fused = read_host(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
+    fused = attempt(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
     if not fused:
         return on_model
     modules = tuple(fused.get(module.name, module) for module in on_model.modules)
@@ -266,7 +266,7 @@ def _elements_of_change(change: LoraFactors) -> Tensor:
 
 def host_of(*models: object) -> str:
     """`comfyui` if one of the models is its, else `diffusers`."""
-    any_comfyui = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
+    any_comfyui = any(attempt(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
     return "comfyui" if any_comfyui else "diffusers"
 
 

@@ -26,7 +26,7 @@ from sigmascope.probes.comfyui_patcher import (
 )
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
-from sigmascope.probes.reading import Reading, attribute, read_host
+from sigmascope.probes.reading import Reading, attempt, attribute
 from sigmascope.probes.tensors import Fingerprint, fingerprints, samples
 from sigmascope.stages.baseline import most_common, with_reasons
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
@@ -149,13 +149,13 @@ def take_snapshot(
         names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
         return ModelSnapshot(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
     unavailable: dict[str, str] = {}
-    weights = read_host(lambda: weights_in(model, model_type))
+    weights = attempt(lambda: weights_in(model, model_type))
     if weights.value is None:
         unavailable["weights"] = weights.reason or "unknown"
     applied = read_model_patches(model, model_type)
     tensors = weights.value or Weights({}, {})
-    parts = read_host(lambda: parts_of(model, model_type)).value or {}
-    references = {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
+    parts = attempt(lambda: parts_of(model, model_type)).value or {}
+    references = {name: attempt(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
     count, uuid = _patch_count_and_uuid(model, applied, unavailable)
     placement = placement_of(model, tensors, unavailable)
     prints, taken, seconds, nbytes = (
@@ -165,7 +165,7 @@ def take_snapshot(
         model_type,
         id(model),
         type(model),
-        read_host(lambda: weakref.ref(model)).value,
+        attempt(lambda: weakref.ref(model)).value,
         references,
         count,
         uuid,
@@ -240,7 +240,7 @@ def _patch_count_and_uuid(
     if uuid is None:
         unavailable["patches_uuid"] = NO_PATCHER
     if isinstance(patches, Mapping):
-        return read_host(lambda: len(patches)).value, uuid
+        return attempt(lambda: len(patches)).value, uuid
     if applied.unavailable:
         unavailable["patches_count"] = "; ".join(applied.unavailable.values())
         return None, uuid
@@ -274,7 +274,7 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
 def _device(value: object) -> torch.device | None:
     if isinstance(value, torch.device):
         return value
-    return read_host(lambda: torch.device(value)).value if isinstance(value, str) else None
+    return attempt(lambda: torch.device(value)).value if isinstance(value, str) else None
 
 
 def _look_at_contents(
@@ -330,7 +330,7 @@ def is_same(before: ModelSnapshot, modified: object) -> bool | None:
         return before.reference() is modified
     if before.model_id == id(modified):
         return True
-    now = read_host(lambda: parts_of(modified, before.model_type)).value or {}
+    now = attempt(lambda: parts_of(modified, before.model_type)).value or {}
     if not now or before.parts.keys() != now.keys():
         return False
     return all(held is not None and held() is now[name] for name, held in before.parts.items())
@@ -427,7 +427,7 @@ def weights_nbytes(model: object, model_type: str) -> int | None:
 
 def read_model_patches(model: object, model_type: str = "") -> ModelPatches:
     """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises."""
-    parts = read_host(lambda: parts_of(model, model_type))
+    parts = attempt(lambda: parts_of(model, model_type))
     if parts.value is None:
         return ModelPatches(unavailable={"model": parts.reason or "unknown"})
     patches: list[AppliedPatch] = []
@@ -442,8 +442,8 @@ def read_model_patches(model: object, model_type: str = "") -> ModelPatches:
 
 
 def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
-    by_comfyui = read_host(lambda: is_comfyui(part)).value
-    reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
+    by_comfyui = attempt(lambda: is_comfyui(part)).value
+    reading = attempt(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
     return Reading(None, reading.reason) if reading.value is None else reading.value
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import attempt
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, prompt_sha256
 from sigmascope.stages.baseline import facts_as, unknown
 from sigmascope.stages.schema import PromptFacts, TokenFacts
@@ -230,7 +230,7 @@ def _count_one(
                 return _count_in_chunks(name, tokenizer, prompt)
             return [_count_and_cut(name, tokenizer, prompt, limit)]
 
-        reading = read_host(read)
+        reading = attempt(read)
         if reading.value is None:
             reason = f"{type(tokenizer).__name__} failed: {reading.reason}"
         else:

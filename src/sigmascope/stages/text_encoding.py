@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from sigmascope.probes import Accelerator, read_nvml
-from sigmascope.probes.reading import keeping_words, keeps_words, read_host
+from sigmascope.probes.reading import attempt, keeping_words, keeps_words
 from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, privacy_of, quoting
 from sigmascope.stages.baseline import (
@@ -111,8 +111,8 @@ def capture_text_encoding_baseline(
         tokenizer: Where `clip_model` holds none: one, a list, a mapping, or a pipeline that has some.
         accelerator: What to ask about devices; None finds out.
     """
-    encoders = tuple(read_host(lambda: find_encoders(clip_model)).value or ())
-    tokenizers = read_host(lambda: _tokenizers(clip_model, tokenizer)).value or {}
+    encoders = tuple(attempt(lambda: find_encoders(clip_model)).value or ())
+    tokenizers = attempt(lambda: _tokenizers(clip_model, tokenizer)).value or {}
     clip_state, unet_state = model_state(clip_model), model_state(unet_model)
     models = {"clip": clip_model, "unet": unet_model}
     return {

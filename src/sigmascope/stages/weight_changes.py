@@ -18,7 +18,7 @@ from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
 from sigmascope.lora.linalg import blocked_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.reading import attempt, read_host
+from sigmascope.probes.reading import attempt
 from sigmascope.probes.tensors import fingerprint, fingerprints, place_of, samples
 from sigmascope.stages.baseline import with_reasons
 from sigmascope.stages.model_snapshot import (
@@ -132,7 +132,7 @@ class WeightVerdict:
 def _verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     before = looks.before
-    held = read_host(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
+    held = attempt(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
     fresh: dict[str, list[AppliedPatch]] = {}
     for key, patches in looks.applied.by_key().items():
         marks_before = set(before.marks.get(key, ()))
@@ -173,7 +173,7 @@ def _originals(
     original = looks.before.model()
     live: Mapping[str, Tensor] = {}
     if original is not None and original is not looks.model:
-        weights = read_host(lambda: weights_in(original, looks.before.model_type)).value
+        weights = attempt(lambda: weights_in(original, looks.before.model_type)).value
         live = {} if weights is None else weights.unpatched
 
     def original_of(key: str) -> Tensor | None:
