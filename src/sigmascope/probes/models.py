@@ -332,17 +332,11 @@ class Architecture:
         kind: MMDiT: blocks in which text and image each have projections of their own and attend jointly (SD3,
             FLUX, Qwen-Image). DiT: a transformer that attends to the text across, or has all in one stream (WAN,
             PixArt). UNet: convolutions down and up again.
-        class_name: Of the denoiser.
         evidence: The modules that decided, in words.
-        blocks: How many blocks with attention, or levels of a UNet, there are.
-        joint_blocks: How many of them are joint.
     """
 
     kind: ArchitectureKind
-    class_name: str
     evidence: str
-    blocks: int
-    joint_blocks: int = 0
 
 
 def detect_architecture(model: object) -> Reading[Architecture]:
@@ -369,7 +363,6 @@ def _architecture_of(model: object) -> Architecture:
 
 def _classify(module: nn.Module) -> Architecture | None:
     names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
-    class_name = type(module).__name__
     joint = _joint_blocks(names)
     blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
     is_levelled = any(_IN_LEVEL.search(name) for name in blocks)
@@ -379,14 +372,14 @@ def _classify(module: nn.Module) -> Architecture | None:
         evidence = (
             f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
         )
-        return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
+        return Architecture("MMDiT", evidence)
     if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
-        return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
+        return Architecture("UNet", f"{len(levels)} blocks down and up again")
     if blocks and has_time and not is_levelled:
         evidence = (
             f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
         )
-        return Architecture("DiT", class_name, evidence, len(blocks))
+        return Architecture("DiT", evidence)
     return None
 
 

@@ -116,7 +116,7 @@ def test_compiling_and_adapters_change_nothing() -> None:
 def test_the_evidence_names_a_block_and_counts() -> None:
     found = detect_architecture(read_only("flux")).value
     assert found is not None
-    assert (found.joint_blocks, found.blocks) == (2, 4)
+    assert found.evidence.startswith("2 blocks")
     assert "transformer_blocks.0.attn" in found.evidence
 
 
@@ -131,7 +131,7 @@ def test_a_module_that_holds_unet_and_vae_is_a_unet() -> None:
     whole.denoiser, whole.vae = pipe.unet, pipe.vae
     found = detect_architecture(whole).value
     assert found is not None
-    assert (found.kind, found.blocks) == ("UNet", 8)
+    assert (found.kind, found.evidence) == ("UNet", "8 blocks down and up again")
 
 
 def test_a_controlnet_is_half_a_unet_and_no_denoiser() -> None:
