@@ -112,7 +112,7 @@ def _unreadable(found: Found, index: int, reason: str) -> AppliedPatch:
         strength=None,
         strength_model=None,
         scale=None,
-        unavailable={"patch": reason},
+        unavailable=dict.fromkeys(("patch", "strength", "strength_model", "scale"), reason),
     )
 
 
@@ -313,7 +313,11 @@ def _weight_of(base: Any) -> Tensor | None:
 
 
 def _unknown_part(entry: Entry, reason: str) -> Part:
-    return Part(entry, Change("unknown", scale=None, unavailable={"adapter_type": reason}), entry.value)
+    return Part(entry, _unknown_change(reason), entry.value)
+
+
+def _unknown_change(reason: str) -> Change:
+    return Change("unknown", scale=None, unavailable=dict.fromkeys(("adapter_type", "scale"), reason))
 
 
 def _why_not_added(outer: Entry, part: Part) -> str | None:
@@ -354,8 +358,7 @@ def read_value(value: object) -> Change:
     """Read an adapter object or a tuple, of any version. Lists are taken apart by `parts_of`."""
     kind, parts = _kind_and_parts(value)
     if kind not in _PART_NAMES:
-        reason = f"{kind or type(value).__name__} is no kind of change that is known"
-        return Change("unknown", scale=None, unavailable={"adapter_type": reason})
+        return _unknown_change(f"{kind or type(value).__name__} is no kind of change that is known")
     named = dict(zip(_PART_NAMES[kind], parts, strict=False))
     tensors = {name: part for name, part in named.items() if name != "alpha" and isinstance(part, Tensor)}
     alpha = number(named.get("alpha"))

@@ -221,7 +221,7 @@ def _unreadable(name: str, layer: nn.Module, adapter: str, reason: str) -> Appli
         source=adapter,
         strength=None,
         scale=None,
-        unavailable={"patch": reason},
+        unavailable=dict.fromkeys(("patch", "strength", "scale"), reason),
     )
 
 

@@ -248,7 +248,7 @@ def _text_of(error: BaseException, otherwise: str = "") -> str:
         return otherwise
 
 
-def reasons(readings: Mapping[str, Reading[T]]) -> dict[str, str]:
+def reasons(readings: Mapping[str, Reading[Any]]) -> dict[str, str]:
     """The reason for each of the readings that has no value, as the records' `unavailable` wants them."""
     return {
         name: reading.reason

@@ -8,9 +8,9 @@ time and peaks, and ends with `Measurement.as_dict`: what all analyses hold, fai
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import attempt, attribute, error_text, exception_details, lookup
+from sigmascope.probes.reading import Reading, attempt, attribute, error_text, exception_details, lookup
 from sigmascope.records.memory import (
     MIB,
     AcceleratorMemory,
@@ -40,6 +40,7 @@ from sigmascope.stages.schema import (
     StageBaseline,
     StatisticsDict,
     TensorDict,
+    as_dict,
 )
 
 NO_BASELINE: Final = "there is no baseline"
@@ -47,6 +48,8 @@ NO_ACCELERATOR: Final = "no accelerator was found"
 NO_PEAKS: Final = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
 TEXT_NOT_KEPT = "an error that was told in words, which are not kept"
 NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
+NO_WEIGHTS = "it has no weights"
+UNTOLD = "the system does not tell"
 COMPARED = (
     "model_id",
     "class_type",
@@ -63,9 +66,8 @@ _ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact",
 _FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
 """What of a baseline is no fact."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
-_Dict = TypeVar("_Dict")
 _Counted = TypeVar("_Counted")
-_Read = TypeVar("_Read")
+_Memories = Sequence[MemorySnapshot | PeakMemory]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,8 +127,7 @@ class Measurement:
     baseline: object
     snapshot: MemorySnapshot
     impact: MemoryImpact | None
-    seconds: float | None
-    why_no_time: str | None
+    seconds: Reading[float]
     peak: PeakMemory | PeakMemoryDict | None
     error: BaseException | str | None
 
@@ -143,7 +144,7 @@ class Measurement:
             "success": success,
             "error": problems or None if error is None else error_text(error),
             "exception_details": exception_dict(error) if isinstance(error, BaseException) else None,
-            "elapsed_time": self.seconds,
+            "elapsed_time": self.seconds.value,
             "peak_memory": _peak_dict(self.peak),
             "baseline": plain_baseline(self.baseline),
             "current_memory": memory_now(self.snapshot),
@@ -155,12 +156,18 @@ class Measurement:
         return None if self.impact is None else self.impact.as_dict()
 
     def _reasons(self) -> dict[str, str]:
-        reasons = {} if self.impact is not None else {"memory_impact": NO_BASELINE}
+        reasons = {} if isinstance(self.baseline, Mapping) else {"baseline": NO_BASELINE}
+        if self.seconds.value is None:
+            reasons["elapsed_time"] = self.seconds.reason or UNTOLD
+        if self.impact is None:
+            reasons["memory_impact"] = NO_BASELINE
+        else:
+            both = self.impact.baseline, self.impact.current
+            reasons |= memory_reasons(self.impact_dict(), both, "memory_impact")
         if self.peak is None:
-            reasons["peak_memory"] = NO_PEAKS
-        if self.why_no_time is not None:
-            reasons["elapsed_time"] = self.why_no_time
-        return reasons
+            return reasons | {"peak_memory": NO_PEAKS}
+        seen = (self.peak,) if isinstance(self.peak, PeakMemory) else ()
+        return reasons | memory_reasons(_peak_dict(self.peak), seen, "peak_memory")
 
 
 def _peak_dict(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
@@ -189,7 +196,7 @@ def measure(
     """Read memory, before the analysis takes any itself, and check what the caller handed over."""
     now, before = memory_of_now(baseline), memory_before(baseline)
     impact = None if before is None else MemoryImpact(before, now)
-    return Measurement(baseline, now, impact, *checked_seconds(elapsed_time), peak_memory, error)
+    return Measurement(baseline, now, impact, checked_seconds(elapsed_time), peak_memory, error)
 
 
 def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,13 +255,15 @@ def nbytes_in(figures: object, name: str) -> int | None:
     return None
 
 
-def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
-    """A duration, or None and what is wrong with it."""
+def checked_seconds(seconds: object) -> Reading[float]:
+    """A duration, or what is wrong with it."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
+        return Reading(
+            None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
+        )
     if not math.isfinite(seconds) or seconds < 0:
-        return None, f"{seconds} s is no duration"
-    return float(seconds), None
+        return Reading(None, f"{seconds} s is no duration")
+    return Reading(float(seconds))
 
 
 def exception_dict(error: BaseException) -> dict[str, str]:
@@ -272,26 +281,26 @@ def device_before_and_after(
     return device, impact.baseline.accelerator(device), impact.current.accelerator(device)
 
 
-def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
-    """The share of the growth to the peak that was given back, or None and why it is not known.
+def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> Reading[float]:
+    """The share of the growth to the peak that was given back, or why it is not known.
 
     Of the device in use where there is one, else of this process.
     """
     if impact is None or not isinstance(peak, PeakMemory):
-        return None, "it takes a baseline and the peak of a stage"
+        return Reading(None, "it takes a baseline and the peak of a stage")
     device = impact.current.device_in_use()
     share = (
         peak.rss_cleanup_effectiveness(impact)
         if device is None
         else peak.cleanup_effectiveness(impact, device)
     )
-    return share, "memory did not grow" if share is None else None
+    return Reading(share, "memory did not grow")
 
 
 def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
     """The snapshot in MiB and percentages; `gpu` is the device in use."""
     in_use = snapshot.device_in_use()
-    return {
+    now: MemoryNow = {
         "ram": {
             "used_mb": mib(snapshot.ram_used_bytes),
             "available_mb": mib(snapshot.ram_available_bytes),
@@ -301,8 +310,48 @@ def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
         "process_rss_mb": mib(snapshot.process_rss_bytes),
         "gpu": _gpu_now(snapshot.accelerator(in_use or "")),
         "gpus": {memory.device: _gpu_now(memory) for memory in snapshot.accelerators},
-        "unavailable": dict(snapshot.unavailable),
+        "unavailable": {},
     }
+    now["unavailable"] = memory_reasons(now, (snapshot,))
+    return now
+
+
+def memory_reasons(figures: object, memories: _Memories, path: str = "") -> dict[str, str]:
+    """Why figures of memory are None, by the path to each, or to the dict of which all are.
+
+    Args:
+        figures: A dict of figures and dicts, or one figure.
+        memories: What they were read from.
+        path: Where they stand.
+    """
+    if _is_unknown(figures):
+        return {path: _why_unknown(path, memories)}
+    inner = figures.items() if isinstance(figures, Mapping) else ()
+    parts = (memory_reasons(value, memories, f"{path}.{name}".lstrip(".")) for name, value in inner)
+    return {name: why for part in parts for name, why in part.items()}
+
+
+def _is_unknown(figures: object) -> bool:
+    if isinstance(figures, Mapping) and figures:
+        return all(map(_is_unknown, figures.values()))
+    return figures is None
+
+
+def _why_unknown(path: str, memories: _Memories) -> str:
+    if "gpu" in path:
+        devices = [device for memory in memories for device in memory.accelerators]
+        if not devices:
+            return next((w for m in memories if (w := m.unavailable.get("accelerators"))), NO_ACCELERATOR)
+        known = (
+            (name.removesuffix("_bytes"), why)
+            for device in devices
+            for name, why in device.unavailable.items()
+        )
+        is_share = path.endswith(("_pct", "_ratio", "fragmentation"))
+        otherwise = "it would be a share of 0" if is_share else UNTOLD
+        return next((why for name, why in known if name in path), otherwise)
+    word = "rss" if "process" in path else "ram"
+    return next((why for m in memories for name, why in m.unavailable.items() if word in name), UNTOLD)
 
 
 def _gpu_now(memory: AcceleratorMemory) -> GpuNow:
@@ -327,13 +376,8 @@ def model_state(model: object) -> ModelStateDict:
     """
     if model is None:
         return _unknown_state("no model was given")
-    return read_or(lambda: _state_of(model), _unknown_state)
-
-
-def read_or(read: Callable[[], _Read], otherwise: Callable[[str], _Read]) -> _Read:
-    """What is read off the host's objects; where that fails, what stands for it, by the reason."""
-    reading = attempt(read)
-    return otherwise(reading.reason or "unknown") if reading.value is None else reading.value
+    state = attempt(lambda: _state_of(model))
+    return state.value or _unknown_state(state.reason)
 
 
 def state_now(baseline: object, name: str) -> ModelStateDict:
@@ -347,40 +391,32 @@ def state_now(baseline: object, name: str) -> ModelStateDict:
     if model is None and before["model_id"] is not None:
         return _unknown_state("the model is gone, or takes no weak reference")
     state = model_state(model)
-    if model is not None:
+    if state["class_type"] is not None:
         state["changed"] = changes(before, state)
     return state
 
 
-def _unknown_state(reason: str) -> ModelStateDict:
-    return unknown(ModelStateDict, reason, adapters=[])
+def _unknown_state(reason: str | None) -> ModelStateDict:
+    return as_dict(ModelStateDict, why=reason, adapters=[])
 
 
 def _state_of(model: object) -> ModelStateDict:
     facts = module_facts(model)
-    unavailable = dict(facts.unavailable)
     patcher = model if hasattr(model, "patches_uuid") else getattr(model, "patcher", None)
     patches = getattr(patcher, "patches", None)
-    if not isinstance(patches, Mapping):
-        unavailable |= dict.fromkeys(("patches_count", "patches_uuid"), NO_PATCHER)
-    device = most_common(facts.devices)
-    dtype = most_common(facts.dtypes)
-    if device is None:
-        unavailable.setdefault("device", "it has no weights")
-        unavailable.setdefault("dtype", "it has no weights")
-    return {
-        "model_id": identity(model),
-        "class_type": facts.class_name,
-        "wrapper_class": facts.wrapper_class_name,
-        "device": device,
-        "dtype": dtype,
-        "parameters": facts.parameters,
-        "patches_count": len(patches) if isinstance(patches, Mapping) else None,
-        "patches_uuid": str(getattr(patcher, "patches_uuid", "")) or None if patches is not None else None,
-        "adapters": _adapters(model),
-        "changed": None,
-        "unavailable": unavailable,
-    }
+    uuid = None if patches is None else str(getattr(patcher, "patches_uuid", "")) or None
+    return as_dict(
+        ModelStateDict,
+        facts,
+        model_id=identity(model),
+        class_type=facts.class_name,
+        wrapper_class=facts.wrapper_class_name,
+        device=Reading(most_common(facts.devices), NO_WEIGHTS),
+        dtype=Reading(most_common(facts.dtypes), NO_WEIGHTS),
+        patches_count=Reading(len(patches) if isinstance(patches, Mapping) else None, NO_PATCHER),
+        patches_uuid=Reading(uuid, NO_PATCHER),
+        adapters=_adapters(model),
+    )
 
 
 def most_common(counts: Mapping[_Counted, int]) -> _Counted | None:
@@ -439,37 +475,10 @@ def check_of(problems: Iterable[str], *, known: bool) -> Check:
 
 def tensor_dict(facts: TensorFacts) -> TensorDict:
     """A tensor's facts as analyses hold them."""
-    return facts_as(
+    return as_dict(
         TensorDict,
         facts,
         shape=list(facts.shape),
         size_mb=facts.nbytes / MIB,
-        statistics=facts_as(StatisticsDict, facts),
-        unavailable=dict(facts.unavailable),
+        statistics=as_dict(StatisticsDict, facts),
     )
-
-
-def facts_as(kind: type[_Dict], facts: object, **others: object) -> _Dict:
-    """A dict of `schema` with what an object or a mapping has under its names, and with the others."""
-
-    def fact(name: str) -> object:
-        return facts[name] if isinstance(facts, Mapping) else getattr(facts, name)
-
-    names = kind.__annotations__
-    return cast(_Dict, {name: others[name] if name in others else fact(name) for name in names})
-
-
-def with_reasons(
-    kind: type[_Dict], readings: Mapping[str, tuple[object, str | None]], **others: object
-) -> _Dict:
-    """A dict of `schema` with figures, the reason for each of them that is None, and with the others."""
-    figures = {name: figure for name, (figure, _) in readings.items()}
-    unavailable = {name: why or "unknown" for name, (figure, why) in readings.items() if figure is None}
-    known = {**figures, **others, "unavailable": unavailable}
-    return cast(_Dict, {name: known[name] for name in kind.__annotations__})
-
-
-def unknown(kind: type[_Dict], reason: str, **known: object) -> _Dict:
-    """A dict of `schema` in which all is None for one reason, but for what is known."""
-    names = [name for name in kind.__annotations__ if name != "unavailable" and name not in known]
-    return cast(_Dict, {**dict.fromkeys(names), **known, "unavailable": dict.fromkeys(names, reason)})

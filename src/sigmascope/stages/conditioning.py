@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from sigmascope.files import without_home
 from sigmascope.probes.models import components_of, modules_in, unwrap
-from sigmascope.probes.reading import attempt, node_outputs
+from sigmascope.probes.reading import Reading, attempt, node_outputs
 from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
-from sigmascope.stages.baseline import facts_as, tensor_dict, unknown
+from sigmascope.stages.baseline import tensor_dict
 from sigmascope.stages.prompt_facts import CLIP_TOKENS, as_text
-from sigmascope.stages.schema import ConditioningDict, EncoderDict, EntryDict, TensorDict
+from sigmascope.stages.schema import ConditioningDict, EncoderDict, EntryDict, TensorDict, as_dict
 
 _MOST_LISTS = 8  # nested in each other around ComfyUI's pairs
 MAIN_NAMES = (
@@ -287,19 +287,18 @@ def conditioning_facts(
     assert main is not None
     shape = main["shape"]
     encoder = identify(shape, encoders)
-    return facts_as(
+    return as_dict(
         ConditioningDict,
         {**entry, **main},
+        {"width": encoder["reason"]},
         status="success",
         structure=conditioning.structure,
-        sequence_length=shape[-2] if len(shape) >= 2 else None,
+        sequence_length=Reading(shape[-2] if len(shape) >= 2 else None, "it has one axis"),
         clip_variant=encoder["clip_variant"],
         encoder_family=encoder["family"],
         encoder=encoder,
         entries=entries,
         total_size_mb=sum(tensor["size_mb"] for facts in entries for tensor in tensors_of(facts)),
-        tensor_dump=None,
-        unavailable=dict(main["unavailable"]),
     )
 
 
@@ -325,8 +324,10 @@ def _without_tensor(
         status, why = "missing", "no conditioning was given"
     else:
         status, why = "no_tensor", _why_none(conditioning, entries)
-    known: dict[str, Any] = {"metadata": {}, "entries": entries, "tensor_dump": None}
-    return unknown(ConditioningDict, why, status=status, structure=conditioning.structure, **known)
+    structure = conditioning.structure
+    return as_dict(
+        ConditioningDict, why=why, status=status, structure=structure, metadata={}, entries=entries
+    )
 
 
 def _why_none(conditioning: Conditioning, entries: list[EntryDict]) -> str:
@@ -479,7 +480,7 @@ def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> E
     table = variant_by_width(width)
     variant = variant_of(verdict, width)
     other = None if any(encoder.width == width for encoder in encoders) else by_shape
-    return facts_as(
+    return as_dict(
         EncoderDict,
         verdict,
         candidates=list(verdict.candidates),

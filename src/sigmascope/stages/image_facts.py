@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes.reading import node_outputs
+from sigmascope.probes.reading import attempt, node_outputs
 from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import TensorFacts
-from sigmascope.stages.baseline import facts_as, read_or, unknown
-from sigmascope.stages.schema import PicturesDict
+from sigmascope.stages.schema import PicturesDict, as_dict
 
 NAMES = (
     "frames",
@@ -43,6 +42,8 @@ _COLOURS_BEFORE: dict[int, tuple[Layout, ...]] = {
     4: ("BCHW", "CFHW"),
     5: ("BCFHW", "BFCHW"),
 }
+_VALUES = ("min", "max", "nan_count", "inf_count")
+_AXES = ("batch_size", "length", "channels", "height", "width")
 _NOT_READ = "pictures in a list are not counted as one tensor"
 
 
@@ -64,9 +65,8 @@ class Pictures:
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
     """Facts about pictures or a video. Never raises."""
-    return read_or(
-        lambda: _read(node_outputs(data), vae, statistics), lambda reason: Pictures(None, reason=reason)
-    )
+    read = attempt(lambda: _read(node_outputs(data), vae, statistics))
+    return read.value or Pictures(None, reason=read.reason)
 
 
 def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str = "") -> Pictures:
@@ -111,7 +111,8 @@ def _read_tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, 
 def _read_list(items: Sequence[object], vae: VaeFacts | None, statistics: bool | None) -> Pictures:
     """A list of pictures, of videos, or of one tensor that is a video."""
     if not items:
-        empty = TensorFacts((0,), "unknown", "cpu", 0, 0)
+        why = dict.fromkeys((*_VALUES, "layout"), "the list is empty")
+        empty = TensorFacts((0,), "unknown", "cpu", 0, 0, unavailable=why)
         return Pictures(SampleFacts(empty, frames=0, batch=1, form="empty list"))
     read = [_read_item(item, vae, statistics) for item in items]
     known = [item.facts for item in read if item.facts is not None]
@@ -141,7 +142,7 @@ def _read_image(image: Any) -> Pictures:
         "cpu",
         elements * bits // 8,
         elements,
-        unavailable=dict.fromkeys(("min", "max", "nan_count"), "an image's pixels are not read"),
+        unavailable=dict.fromkeys(_VALUES, "an image's pixels are not read"),
     )
     sample = SampleFacts(facts, "HWC", 1, None, colours, height, width, form="PIL images")
     return Pictures(sample, ((height, width),))
@@ -197,21 +198,19 @@ def pictures_dict(pictures: Pictures) -> PicturesDict:
     """The pictures' facts as an analysis holds them."""
     facts = pictures.facts
     if facts is None:
-        return unknown(PicturesDict, pictures.reason or "unknown", sizes=[])
+        return as_dict(PicturesDict, why=pictures.reason, sizes=[])
     tensor = facts.tensor
-    return facts_as(
+    reasons = {**tensor.unavailable, **facts.unavailable}
+    return as_dict(
         PicturesDict,
         facts,
-        **{
-            name: getattr(tensor, name)
-            for name in ("dtype", "device", "min", "max", "nan_count", "inf_count")
-        },
+        dict.fromkeys(_AXES, reasons.get("layout", "")) | reasons,
+        **{name: getattr(tensor, name) for name in ("dtype", "device", *_VALUES)},
         shape=list(tensor.shape),
         size_mb=mib(tensor.nbytes),
         batch_size=facts.batch,
         length=pictures.length,
         sizes=[list(size) for size in pictures.sizes],
-        unavailable={**tensor.unavailable, **facts.unavailable},
     )
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.probes import Accelerator
-from sigmascope.probes.reading import attempt, lookup
+from sigmascope.probes.reading import Reading, attempt, lookup
 from sigmascope.records.latents import (
     STRATEGIES,
     Direction,
@@ -71,11 +71,11 @@ from sigmascope.stages.baseline import (
     measure,
     memory_before,
     memory_of_now,
+    memory_reasons,
     model_state,
     nbytes_in,
     references_of,
     state_now,
-    with_reasons,
 )
 from sigmascope.stages.image_facts import Pictures, Video, pictures_dict, read_pictures, video_of
 from sigmascope.stages.latent_facts import (
@@ -88,6 +88,7 @@ from sigmascope.stages.latent_facts import (
     no_latent,
     read_latent,
     reference_frames,
+    unknown_vae,
     vace_analysis,
     vae_dict,
     vae_facts,
@@ -108,6 +109,7 @@ from sigmascope.stages.schema import (
     MemoryEfficiency,
     PerformanceAnalysis,
     PicturesDict,
+    as_dict,
 )
 from sigmascope.stages.summary import print_analysis
 
@@ -385,7 +387,7 @@ def _analysis(
     known = record or EncodingRecord(direction, attempts=tuple(attempts))
     elapsed = known.seconds if elapsed_time is None else elapsed_time
     used = used_strategy(strategy_used, record, direction, known.attempts)
-    tried = known.attempts if record or attempts else _named_attempt(used, checked_seconds(elapsed)[0])
+    tried = known.attempts if record or attempts else _named_attempt(used, checked_seconds(elapsed).value)
     measured = measure(baseline, elapsed, _peak_of(tried) if peak_memory is None else peak_memory, error)
     vae = _vae_before(baseline) or known.vae
     media = media_by(vae)
@@ -412,7 +414,7 @@ def _analysis(
         "strategy_number": used.number,
         "strategies": strategy_dicts(tried, direction),
         "dummy": dummy,
-        "vae": vae_dict(vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
+        "vae": vae_dict(vae or unknown_vae(NO_BASELINE)),
         "pictures": pictures,
         "latent_analysis": media.latent,
         "vace_conditioning": media.vace,
@@ -444,10 +446,8 @@ def _named_attempt(used: UsedStrategy, seconds: float | None) -> tuple[StrategyA
     """The strategy that the caller names, where nobody saw what was tried."""
     if used.strategy is None:
         return ()
-    reasons = {
-        "measured_peak_bytes": "it was not watched apart",
-        "predicted_peak_bytes": "nothing was predicted",
-    }
+    reasons = dict.fromkeys(("device", "peak", "measured_peak_bytes"), "it was not watched apart")
+    reasons |= dict.fromkeys(("predicted_peak_bytes", "prediction_basis"), "nothing was predicted")
     return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
 
 
@@ -624,7 +624,12 @@ def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) 
             "strategy": attempt.name,
             "name": strategy_label(attempt.name, direction),
             "peak": None if attempt.peak is None else attempt.peak.as_dict(),
-            "unavailable": {_in_mb(name): reason for name, reason in attempt.unavailable.items()},
+            "unavailable": {_in_mb(name): reason for name, reason in attempt.unavailable.items()}
+            | (
+                {}
+                if attempt.peak is None
+                else memory_reasons(attempt.peak.as_dict(), (attempt.peak,), "peak")
+            ),
         }
         for attempt, shown in zip(attempts, plain, strict=True)
     ]
@@ -648,30 +653,28 @@ def performance_analysis(
     Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
     whatever type the pictures were handed over in; `input_mb` has their real size.
     """
-    seconds, why_no_time = checked_seconds(elapsed)
-    if seconds == 0:
-        why_no_time = "it took no measurable time"
+    seconds = checked_seconds(elapsed)
+    why_no_time = "it took no measurable time" if seconds.value == 0 else seconds.reason
     sizes = {"frames": video.length, "height": video.height, "width": video.width}
     missing = ", ".join(name for name, size in sizes.items() if size is None)
     pixels = None if missing else prod(size or 0 for size in sizes.values())
     megabytes = None if pixels is None else pixels * (colours or COLOURS) / MIB
 
-    def by_second(amount: int | float | None) -> tuple[float | None, str]:
-        rate = amount / seconds if amount is not None and seconds else None
-        return rate, why_no_time or "the size of the video is unknown"
+    def by_second(amount: int | float | None) -> Reading[float]:
+        rate = amount / seconds.value if amount is not None and seconds.value else None
+        return Reading(rate, why_no_time or "the size of the video is unknown")
 
-    return with_reasons(
+    return as_dict(
         PerformanceAnalysis,
-        {
-            "total_pixels": (pixels, f"unknown of the video: {missing}"),
-            "total_mb": (megabytes, f"unknown of the video: {missing}"),
-            "input_mb": (input_mb, "the pictures were not looked at"),
-            "elapsed_time": (seconds, why_no_time),
-            "strategy_used": (strategy, "no strategy was named"),
-            "pixels_per_second": by_second(pixels),
-            "mb_per_second": by_second(megabytes),
-            "frames_per_second": by_second(video.length),
-        },
+        why=dict.fromkeys(("length", "height", "width"), "it was neither given nor read"),
+        total_pixels=Reading(pixels, f"unknown of the video: {missing}"),
+        total_mb=Reading(megabytes, f"unknown of the video: {missing}"),
+        input_mb=Reading(input_mb, "the pictures were not looked at"),
+        elapsed_time=seconds,
+        strategy_used=Reading(strategy, "no strategy was named"),
+        pixels_per_second=by_second(pixels),
+        mb_per_second=by_second(megabytes),
+        frames_per_second=by_second(video.length),
         video_dimensions={"length": video.length, "height": video.height, "width": video.width},
     )
 
@@ -723,11 +726,13 @@ def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
     if isinstance(measured, Mapping):
         by, reason = "caller", "the caller's measurement lacks it"
         allocated, reserved = (nbytes_in(measured, f"{name}_change") for name in ("allocated", "reserved"))
-    readings = {
-        "allocated_change_mb": (mib(allocated), reason),
-        "reserved_change_mb": (mib(reserved), reason),
-    }
-    return with_reasons(GpuChanges, readings, measured_by=by)
+    return as_dict(
+        GpuChanges,
+        why=reason,
+        allocated_change_mb=mib(allocated),
+        reserved_change_mb=mib(reserved),
+        measured_by=by,
+    )
 
 
 def _why_not_told(impact: MemoryImpact | None) -> str:
@@ -740,15 +745,13 @@ def _why_not_told(impact: MemoryImpact | None) -> str:
 def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
     """How the device's allocator stands after the encoding, and the share of the growth that was given back."""
     _, before, after = device_before_and_after(impact)
-    reason = _why_not_told(impact)
-    return with_reasons(
+    return as_dict(
         MemoryEfficiency,
-        {
-            "allocated_reserved_ratio": (after.allocated_ratio(), reason),
-            "fragmentation": (after.fragmentation(), reason),
-            "free_vram_change_mb": (mib(change(before.free_bytes, after.free_bytes)), reason),
-            "cleanup_effectiveness": cleanup_effectiveness(peak, impact),
-        },
+        why=_why_not_told(impact),
+        allocated_reserved_ratio=after.allocated_ratio(),
+        fragmentation=after.fragmentation(),
+        free_vram_change_mb=mib(change(before.free_bytes, after.free_bytes)),
+        cleanup_effectiveness=cleanup_effectiveness(peak, impact),
     )
 
 

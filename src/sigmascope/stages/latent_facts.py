@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import attempt, node_outputs
+from sigmascope.probes.reading import Reading, attempt, node_outputs
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.latents import Layout, VaeFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, ModuleFacts, TensorFacts
-from sigmascope.stages.baseline import facts_as, most_common, read_or, tensor_dict, unknown, with_reasons
+from sigmascope.stages.baseline import NO_WEIGHTS, most_common, tensor_dict
 from sigmascope.stages.image_facts import Sizes, Video, held_by_name, sizes_of, whole
-from sigmascope.stages.schema import LatentAnalysis, VaeDict
+from sigmascope.stages.schema import LatentAnalysis, VaeDict, as_dict
 
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
 UNKNOWN_TYPE = "Unknown Latent"
@@ -249,7 +249,7 @@ def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
 
 
 def expected_shape(vae: VaeFacts | None, video: Video) -> list[int] | None:
-    """[channels, frames, height, width] that a VAE should give, without the frames of pictures.
+    """[channels, frames, height, width] that a VAE should give; a picture has no frames.
 
     None unless all is known. A side that the factor does not divide is cut off.
     """
@@ -288,48 +288,37 @@ def latent_analysis(
     rank = len(tensor["shape"])
     layout, evidence = (None, None) if axes is None else axes
     no_axis = f"no layout is known for a latent of {rank} axes" if axes is None else f"{layout} has none"
-    analysis = with_reasons(
+    return as_dict(
         LatentAnalysis,
-        {
-            "batch_size": (sizes.batch, no_axis),
-            "frames": (sizes.frames, no_axis),
-            "channels": (sizes.channels, no_axis),
-            "height": (sizes.height, no_axis),
-            "width": (sizes.width, no_axis),
-            "latent_layout": (layout, no_axis),
-            "layout_evidence": (evidence, no_axis),
-            **_compression(sizes, vae, video),
-            "unpacked_shape": (
-                None if reading.unpacked is None else list(reading.unpacked.shape),
-                "it is not packed",
-            ),
-            "expected_shape": (
-                expected_shape(vae, video),
-                "it takes the VAE's channels and factor, and the size of the pictures",
-            ),
-        },
-        **{name: value for name, value in tensor.items() if name != "unavailable"},
+        {**tensor, **_compression(sizes, vae, video)},
+        batch_size=Reading(sizes.batch, no_axis),
+        frames=Reading(sizes.frames, no_axis),
+        channels=Reading(sizes.channels, no_axis),
+        height=Reading(sizes.height, no_axis),
+        width=Reading(sizes.width, no_axis),
+        latent_layout=Reading(layout, no_axis),
+        layout_evidence=Reading(evidence, no_axis),
+        unpacked_shape=Reading(
+            None if reading.unpacked is None else list(reading.unpacked.shape), "it is not packed"
+        ),
+        expected_shape=Reading(
+            expected_shape(vae, video), "it takes the VAE's channels and factor, and the size of the pictures"
+        ),
         status="not_finite" if reading.tensor.nan_count or reading.tensor.inf_count else "success",
         structure=structure,
         latent_type=_TYPES.get(
             rank if reading.unpacked is None else len(reading.unpacked.shape), UNKNOWN_TYPE
         ),
     )
-    analysis["unavailable"] |= tensor["unavailable"]
-    return analysis
 
 
 def no_latent(search: LatentSearch) -> LatentAnalysis:
     """The analysis of a latent that is not there."""
     status = "missing" if search.structure == "none" else "failed" if search.raised else "no_tensor"
-    return unknown(
-        LatentAnalysis, search.reason or "there is no latent", status=status, structure=search.structure
-    )
+    return as_dict(LatentAnalysis, why=search.reason, status=status, structure=search.structure)
 
 
-def _compression(
-    sizes: Sizes, vae: VaeFacts | None, video: Video
-) -> dict[str, tuple[float | None, str | None]]:
+def _compression(sizes: Sizes, vae: VaeFacts | None, video: Video) -> dict[str, Reading[float]]:
     """(H·W) / (h·w), and frames by latent frames; of pictures encoded one by one, those by latents."""
     area = None if video.height is None or video.width is None else video.height * video.width
     latent_area = (sizes.height or 0) * (sizes.width or 0)
@@ -338,16 +327,16 @@ def _compression(
         frames = length if sizes.batch == length else None
     factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
     return {
-        "spatial_compression": (
+        "spatial_compression": Reading(
             area / latent_area if area is not None and latent_area else None,
             "the size of the pictures is unknown" if area is None else "the latent's sides are unknown",
         ),
-        "temporal_compression": (
+        "temporal_compression": Reading(
             length / frames if length is not None and frames else None,
             "the number of frames is unknown" if length is None else "the latent has no frames",
         ),
-        "nominal_spatial_compression": (None if factor is None else float(factor**2), _NO_FACTOR),
-        "nominal_temporal_compression": (None if time is None else float(time), _NO_FACTOR),
+        "nominal_spatial_compression": Reading(None if factor is None else float(factor**2), _NO_FACTOR),
+        "nominal_temporal_compression": Reading(None if time is None else float(time), _NO_FACTOR),
     }
 
 
@@ -439,36 +428,42 @@ def vae_facts(vae: object) -> VaeFacts:
 
     What neither config nor layers tell is None, with the reason in `unavailable`.
     """
-    return read_or(
-        lambda: _facts(inner_vae(vae)),
-        lambda reason: VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason)),
-    )
+    facts = attempt(lambda: _facts(inner_vae(vae)))
+    return facts.value or unknown_vae(facts.reason, type(vae).__name__)
 
 
 def _facts(vae: object) -> VaeFacts:
     module = module_facts(vae)
     if vae is None:
-        return _unknown("NoneType", "no VAE was given", module)
+        return unknown_vae("no VAE was given", "NoneType")
     if is_comfyui_vae(vae):
         return _comfyui(vae, module)
-    config = getattr(vae, "config", None)
+    name, config = type(vae).__name__, getattr(vae, "config", None)
     if isinstance(config, Mapping):
-        facts = config_facts(vae, config)
-        return VaeFacts(type(vae).__name__, **_weight_facts(module), **_with_reasons(facts, "config"))
-    return _unknown(type(vae).__name__, f"{type(vae).__name__} has no config that is known", module)
+        return _with_weights(name, module, config_facts(vae, config), "config")
+    return _with_weights(name, module, {}, why=f"{name} has no config that is known")
 
 
-def _unknown(class_name: str, reason: str, module: ModuleFacts) -> VaeFacts:
-    return VaeFacts(class_name, **_weight_facts(module), unavailable=dict.fromkeys(_FACTS, reason))
+def unknown_vae(reason: str | None, class_name: str = "") -> VaeFacts:
+    """The facts of a VAE of which nothing is known."""
+    names = (*_FACTS, "dtype", "device", "nbytes")
+    return VaeFacts(class_name, unavailable=dict.fromkeys(names, reason or "unknown"))
 
 
-def _weight_facts(module: ModuleFacts) -> dict[str, Any]:
-    """Where most of the weights are, of which type, and their bytes."""
-    return {
+def _with_weights(
+    class_name: str, module: ModuleFacts, facts: Mapping[str, Any], source: str = "", *, why: str = ""
+) -> VaeFacts:
+    """The facts that `source` tells, and where most of the weights are, of which type, and their bytes."""
+    weights = {
         "dtype": most_common(module.dtypes),
         "device": most_common(module.devices),
         "nbytes": module.nbytes,
     }
+    reasons = dict.fromkeys(_FACTS, why or f"neither {source} nor layers tell")
+    reasons |= dict.fromkeys(weights, module.unavailable.get("nbytes", NO_WEIGHTS))
+    known = {**facts, **weights}
+    missing = {name: reason for name, reason in reasons.items() if known.get(name) is None}
+    return VaeFacts(class_name, **known, source=source, unavailable=missing)
 
 
 def is_comfyui_vae(vae: object) -> bool:
@@ -491,7 +486,7 @@ def _comfyui(vae: Any, module: ModuleFacts) -> VaeFacts:
         "is_video": is_video,
     }
     name = type(getattr(vae, "first_stage_model", vae)).__name__
-    return VaeFacts(name, **_weight_facts(module), **_with_reasons(facts, "ComfyUI's VAE"))
+    return _with_weights(name, module, facts, "ComfyUI's VAE")
 
 
 def _temporal_factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None, bool]:
@@ -504,15 +499,6 @@ def _temporal_factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None
             causal = latent_frames(1) == 1 and latent_frames(2 * frames - 1) >= 3
             return (frames - 1, True) if causal else (frames // 2, False)
     return None, False
-
-
-def _with_reasons(facts: dict[str, Any], source: str) -> dict[str, Any]:
-    missing = [name for name in _FACTS if facts.get(name) is None]
-    return {
-        **facts,
-        "source": source,
-        "unavailable": dict.fromkeys(missing, f"neither {source} nor layers tell"),
-    }
 
 
 def inner_vae(vae: object) -> object:
@@ -608,4 +594,4 @@ def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
 
 def vae_dict(facts: VaeFacts) -> VaeDict:
     """The VAE's facts as an analysis holds them."""
-    return facts_as(VaeDict, facts, size_mb=mib(facts.nbytes), unavailable=dict(facts.unavailable))
+    return as_dict(VaeDict, facts, size_mb=Reading(mib(facts.nbytes), facts.unavailable.get("nbytes")))

@@ -21,18 +21,17 @@ from sigmascope.lora.compatibility import AppliedVerdict
 from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs
+from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs, reasons
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
     NO_ACCELERATOR,
     NO_BASELINE,
+    UNTOLD,
     References,
     baseline_of,
     beside_the_stage,
     measure,
-    read_or,
     references_of,
-    with_reasons,
 )
 from sigmascope.stages.lora_on_model import (
     FUSED,
@@ -67,6 +66,7 @@ from sigmascope.stages.schema import (
     PlacementChanges,
     UnetBaseline,
     WeightChanges,
+    as_dict,
 )
 from sigmascope.stages.summary import (
     BAD,
@@ -181,31 +181,26 @@ def _model_baseline(
 ) -> _Baseline:
     """One model's part of a baseline. `prefix` stands before the names of what ComfyUI's patcher tells."""
     device = snapshot.accelerator(snapshot.device_in_use() or "")
-    seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
-    why_no_speed = "not asked for" if seconds is None else "there was nothing to look at"
+    seconds, nbytes, why = captured.fingerprint_seconds, captured.fingerprint_bytes, captured.unavailable
+    speed = nbytes / seconds / 1e9 if seconds and nbytes else None
     patcher = {"patches_count": captured.patch_count, "patches_uuid": captured.patches_uuid}
-    names = {name: f"{prefix}{name}" for name in patcher}
-    baseline: Any = with_reasons(
+    return as_dict(
         kind,
-        {
-            "memory_allocated": (device.allocated_bytes, NO_ACCELERATOR),
-            "memory_reserved": (device.reserved_bytes, NO_ACCELERATOR),
-            "fingerprint_seconds": (seconds, "not asked for"),
-            "fingerprint_gb_per_second": (
-                nbytes / seconds / 1e9 if seconds and nbytes else None,
-                why_no_speed,
-            ),
-        },
+        {f"{prefix}{name}": Reading(value, why.get(name)) for name, value in patcher.items()},
+        why,
         **{"class": captured.class_name},
-        **{names[name]: value for name, value in patcher.items()},
         model_id=captured.model_id,
         device=captured.placement.device,
-        keys=len(captured.keys),
+        memory_allocated=Reading(device.allocated_bytes, NO_ACCELERATOR),
+        memory_reserved=Reading(device.reserved_bytes, NO_ACCELERATOR),
+        keys=Reading(None if "weights" in why else len(captured.keys), why.get("weights")),
         fingerprinted_keys=len(captured.fingerprints),
+        fingerprint_seconds=Reading(seconds, why.get("weights", "not asked for")),
+        fingerprint_gb_per_second=Reading(
+            speed, "not asked for" if seconds is None else "there was nothing to look at"
+        ),
         captured=captured,
     )
-    baseline["unavailable"] |= {names.get(name, name): why for name, why in captured.unavailable.items()}
-    return cast(_Baseline, baseline)
 
 
 def analyze_lora_application_results(
@@ -251,13 +246,10 @@ def analyze_lora_application_results(
         left_off=left_off,
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
-    unavailable: dict[str, str] = {}
-    if verdict.value is None:
-        unavailable |= dict.fromkeys(("verdict", "applied_verdict"), verdict.reason or "unknown")
-    if effective is None:
-        unavailable["effective"] = (
-            "contents of before and now could not be compared, and no change is registered"
-        )
+    effect = "contents of before and now could not be compared, and no change is registered"
+    unavailable = reasons(
+        {"verdict": verdict, "applied_verdict": on_model, "effective": Reading(effective, effect)}
+    )
     impact: Mapping[str, Any] = measured.impact_dict() or {}
     lora_file = lookup(baseline, "lora_file")
     return {
@@ -324,20 +316,17 @@ def _analyze_model(
 
 def _safe_weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     """`weight_changes`, or its structure with the reason why there is nothing in it."""
-
-    def nothing(reason: str) -> WeightChanges:
-        snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": reason})
-        return weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()))
-
-    return read_or(lambda: weight_changes(looks), nothing)
+    changes = attempt(lambda: weight_changes(looks))
+    if changes.value is not None:
+        return changes.value
+    snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": changes.reason or UNTOLD})
+    return weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()))
 
 
 def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     """`patch_analysis`, or its structure with the reason why there is nothing in it."""
-    return read_or(
-        lambda: patch_analysis(patches),
-        lambda reason: patch_analysis(ModelPatches(unavailable={"model": reason})),
-    )
+    analysis = attempt(lambda: patch_analysis(patches))
+    return analysis.value or patch_analysis(ModelPatches(unavailable={"model": analysis.reason or UNTOLD}))
 
 
 def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:
@@ -349,7 +338,7 @@ def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:
         has_patches = model.patches["total_patched_keys"]
         if model.weights["keys_compared"] or has_patches:
             was_seen = True
-        elif any(name.endswith("fingerprints") for name in model.weights["unavailable"]):
+        elif "keys_compared" in model.weights["unavailable"]:
             return None  # contents were asked for and none could be compared, as on the meta device
     return False if was_seen else None
 
@@ -516,9 +505,7 @@ def _memory_change(
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"
     )
     size = None if model is None else attempt(lambda: weights_nbytes(model, model_type)).value
-    readings: dict[str, tuple[float | None, str | None]] = {
-        "model_size_mb": (mib(size), "no module was found in the model")
-    }
+    readings = {"model_size_mb": Reading(mib(size), "no module was found in the model")}
     for name, current in (("allocated", device.allocated_bytes), ("reserved", device.reserved_bytes)):
         why = NO_ACCELERATOR
         if device.device:
@@ -527,9 +514,9 @@ def _memory_change(
         if isinstance(before, bool) or not isinstance(before, int):
             before = None
         why_no_change = why if current is None else "the baseline does not say"
-        readings[f"{name}_change_mb"] = (mib(change(before, current)), why_no_change)
-        readings[f"current_{name}_mb"] = (mib(current), why)
-    return with_reasons(MemoryChangeOfModel, readings, error=error)
+        readings[f"{name}_change_mb"] = Reading(mib(change(before, current)), why_no_change)
+        readings[f"current_{name}_mb"] = Reading(mib(current), why)
+    return as_dict(MemoryChangeOfModel, readings, error=error)
 
 
 def print_lora_analysis_summary(analysis: Mapping[str, Any] | None, console: Console | None = None) -> None:

@@ -12,7 +12,7 @@ whole.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -42,11 +42,11 @@ from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
+from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import Fingerprint, fingerprints, positions
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.stages.baseline import facts_as, most_common, read_or, unknown, with_reasons
+from sigmascope.stages.baseline import most_common
 from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
@@ -56,6 +56,7 @@ from sigmascope.stages.schema import (
     SameTwice,
     SourceFacts,
     WeightChanges,
+    as_dict,
 )
 
 NOT_GIVEN = "no file was given"
@@ -68,6 +69,8 @@ FUSED: Final = "the weight has changed by it, and no adapter is left"
 Samples = Mapping[str, tuple[Tensor, Tensor]]
 _FARTHEST: Final = ("failed", "registered", "lazy", "merged", "inactive")
 """Of several changes on one weight, the state that a reader should know of first."""
+_UNREAD: Final = ("patch", "tensors", "adapter_type")
+"""Under which names a change says that it could not be read."""
 _MOST_SOURCES: Final = 6
 _MOST_KEYS: Final = 10
 _MOST_ANGLES: Final = 8
@@ -89,14 +92,12 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         reason = exists.reason or f"{short_path(place)} does not exist"
         return _unknown_file(reason, filename=place.name, file_exists=False)
     size = mib(attempt(lambda: _bytes_of(place)).value)
-    return read_or(
-        lambda: _read_inside(place, size),
-        lambda reason: _unknown_file(reason, filename=place.name, file_exists=True, file_size=size),
-    )
+    facts = attempt(lambda: _read_inside(place, size))
+    return facts.value or _unknown_file(facts.reason, filename=place.name, file_exists=True, file_size=size)
 
 
-def _unknown_file(reason: str, **known: object) -> LoraFileFacts:
-    return unknown(LoraFileFacts, reason, ranks={}, alphas={}, **known)
+def _unknown_file(reason: str | None, **known: object) -> LoraFileFacts:
+    return as_dict(LoraFileFacts, why=reason, ranks={}, alphas={}, **known)
 
 
 def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
@@ -105,19 +106,16 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
         read_alphas = (attempt(lambda name=name: lora.modules[name].alpha).value for name in lora.modules)  # type: ignore[misc]
         alphas = Counter(alpha for alpha in read_alphas if alpha is not None)
         training = read_training_facts(lora.metadata).training
-        rank, alpha = most_common(ranks), most_common(alphas)
         no_rank = "none of its changes has one"
         base_hint = family_in(lora.metadata) or training.get("base model") or training.get("base version")
-        return with_reasons(
+        return as_dict(
             LoraFileFacts,
-            {
-                "rank": (rank, no_rank),
-                "alpha": (alpha, no_rank),
-                "base_hint": (base_hint, "its header names no base model"),
-            },
+            rank=Reading(most_common(ranks), no_rank),
+            alpha=Reading(most_common(alphas), no_rank),
+            base_hint=Reading(base_hint, "its header names no base model"),
             filename=path.name,
             file_exists=True,
-            file_size=size,
+            file_size=Reading(size, "the system does not tell"),
             format=lora.format,
             ranks=dict(sorted(ranks.items())),
             alphas=dict(sorted(alphas.items())),
@@ -289,13 +287,10 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
     Args:
         applied: As read. Its tensors are looked at for NaN, Inf and likeness; an accelerator is waited for.
     """
-    finite = {
-        id(patch): isfinite(patch.strength or 0.0) and _all_finite(patch.tensors.values())
-        for patch in applied.patches
-    }
+    finite = {id(patch): _is_finite(patch) for patch in applied.patches}
     by_key, by_source = applied.by_key(), applied.by_source()
     details = {key: _patch_details(patches, finite) for key, patches in by_key.items()}
-    broken = [key for key, patches in by_key.items() if any(finite[id(p)] is False for p in patches)]
+    broken = [key for key, patches in by_key.items() if any(finite[id(p)].value is False for p in patches)]
     unknown = dict(applied.unavailable)
     return {
         "total_patched_keys": None if unknown and not by_key else len(by_key),
@@ -313,7 +308,7 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
     }
 
 
-def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | None]) -> PatchDetails:
+def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bool]]) -> PatchDetails:
     first = patches[0]
     states = [patch.state for patch in patches]
     return {
@@ -323,37 +318,48 @@ def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, bool | Non
         "patch_count": len({patch.index for patch in patches} | {None}) - 1,
         "adapter_type": first.adapter_type,
         "state": next((state for state in _FARTHEST if state in states), first.state),
-        "patches": [
-            facts_as(OnePatch, patch, finite=finite[id(patch)], unavailable=dict(patch.unavailable))
-            for patch in patches
-        ],
+        "patches": [_one_patch(patch, finite[id(patch)]) for patch in patches],
     }
 
 
-def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, bool | None]) -> SourceFacts:
+def _one_patch(patch: AppliedPatch, finite: Reading[bool]) -> OnePatch:
+    """With the reasons about parts of the change that the dict does not hold, such as its offset."""
+    facts = as_dict(OnePatch, patch, finite=finite)
+    return {**facts, "unavailable": {**patch.unavailable, **facts["unavailable"]}}
+
+
+def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bool]]) -> SourceFacts:
     by_key = ModelPatches(tuple(patches)).by_key()
-    norms = [effect_of(changes, None).delta_norm for changes in by_key.values()]
-    known = [norm for norm in norms if norm is not None]
-    return {
-        "keys": len(by_key),
-        "states": dict(Counter(patch.state for patch in patches)),
-        "adapter_types": dict(Counter(patch.adapter_type for patch in patches)),
-        "ranks": dict(sorted(Counter(patch.rank for patch in patches if patch.rank is not None).items())),
-        "strengths": sorted({patch.strength for patch in patches if patch.strength is not None}),
-        "delta_norm": root_sum_square(known) if len(known) == len(norms) else None,
-        "not_finite": [patch.key for patch in patches if finite[id(patch)] is False],
-    }
+    effects = [effect_of(changes, None) for changes in by_key.values()]
+    norms = [effect.delta_norm for effect in effects if effect.delta_norm is not None]
+    why = next((effect.unavailable["delta_norm"] for effect in effects if effect.delta_norm is None), None)
+    return as_dict(
+        SourceFacts,
+        keys=len(by_key),
+        states=dict(Counter(patch.state for patch in patches)),
+        adapter_types=dict(Counter(patch.adapter_type for patch in patches)),
+        ranks=dict(sorted(Counter(patch.rank for patch in patches if patch.rank is not None).items())),
+        strengths=sorted({patch.strength for patch in patches if patch.strength is not None}),
+        delta_norm=Reading(root_sum_square(norms) if why is None else None, why),
+        not_finite=[patch.key for patch in patches if finite[id(patch)].value is False],
+    )
 
 
-def _all_finite(tensors: Iterable[Tensor]) -> bool | None:
-    try:
-        with torch.no_grad():
-            return all(_is_finite(tensor.detach()) for tensor in tensors)
-    except PROBE_ERRORS:
-        return None
+def _is_finite(patch: AppliedPatch) -> Reading[bool]:
+    """Whether its strength and tensors are finite, or why that is not known."""
+    unread = next((patch.unavailable[name] for name in _UNREAD if name in patch.unavailable), None)
+    if unread is not None and not patch.tensors:
+        return Reading(None, unread)
+    with torch.no_grad():
+        return attempt(
+            lambda: (
+                isfinite(patch.strength or 0.0)
+                and all(_has_finite(t.detach()) for t in patch.tensors.values())
+            )
+        )
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _has_finite(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
@@ -424,8 +430,13 @@ def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: i
         [patch for key in keys[::step] for patch in side.get(key, ())] for side in (of_a, of_b)
     )
     both = overlap(compared_a, compared_b)
-    unavailable = dict(both.unavailable)
-    if step > 1:
+    figures = {name: getattr(both, name) for name in ("overall", "columns", "rows", "chance", "cosine")}
+    nothing = both.unavailable.get("overall", "it could not be calculated")
+    unavailable = {name: nothing for name, value in figures.items() if value is None}
+    unread = [why for name, why in both.unavailable.items() if name not in figures]
+    if unread:
+        unavailable["keys"] = f"{len(unread)} of {len(keys)} weights could not be compared: {unread[0]}"
+    elif step > 1:
         unavailable["keys"] = f"1 in {step} of {len(keys)} weights was compared: all would take too long"
     largest = []
     for weight in sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]:
@@ -439,11 +450,10 @@ def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: i
                 "row_angles": list(rows)[:_MOST_ANGLES],
             }
         )
-    figures = ("overall", "columns", "rows", "chance", "cosine")
     return {
         "a": a,
         "b": b,
-        **{figure: getattr(both, figure) for figure in figures},
+        **figures,
         "shared_keys": len(of_a.keys() & of_b.keys()),
         "compared_keys": len(both.keys),
         "only_a": len(of_a.keys() - of_b.keys()),

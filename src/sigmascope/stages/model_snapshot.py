@@ -26,10 +26,10 @@ from sigmascope.probes.comfyui_patcher import (
 )
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
-from sigmascope.probes.reading import Reading, attempt, attribute
+from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.probes.tensors import Fingerprint, fingerprints, samples
-from sigmascope.stages.baseline import most_common, with_reasons
-from sigmascope.stages.schema import IdentityChanges, PlacementChanges
+from sigmascope.stages.baseline import NO_WEIGHTS, most_common
+from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
 
 NOT_GIVEN = "no model was given"
 NO_PATCHER = "only ComfyUI's patchers have one"
@@ -148,36 +148,52 @@ def take_snapshot(
     if model is None:
         names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
         return ModelSnapshot(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
-    unavailable: dict[str, str] = {}
     weights = attempt(lambda: weights_in(model, model_type))
-    if weights.value is None:
-        unavailable["weights"] = weights.reason or "unknown"
     applied = read_model_patches(model, model_type)
     tensors = weights.value or Weights({}, {})
     parts = attempt(lambda: parts_of(model, model_type)).value or {}
     references = {name: attempt(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
-    count, uuid = _patch_count_and_uuid(model, applied, unavailable)
-    placement = placement_of(model, tensors, unavailable)
-    prints, taken, seconds, nbytes = (
-        _look_at_contents(tensors, keys, unavailable) if contents else ({}, {}, None, 0)
+    count, uuid = _patch_count(model, applied), attribute(patcher_in(model), "patches_uuid")
+    placement = placement_of(model, tensors)
+    began = time.perf_counter()
+    unpatched = tensors.unpatched if contents else {}
+    wanted = {name: w for name, w in unpatched.items() if keys is None or name in keys}
+    prints = fingerprints(wanted)
+    known = {name: reading.value for name, reading in prints.items() if reading.value is not None}
+    taken = samples({name: wanted[name] for name in known})
+    seconds = time.perf_counter() - began
+    unread = reasons(prints)
+    unavailable = reasons(
+        {
+            "weights": weights,
+            "patches_count": count,
+            "patches_uuid": Reading(uuid, NO_PATCHER),
+            "device": Reading(placement.device, NO_WEIGHTS),
+            "load_device": Reading(placement.load_device, NO_PATCHER),
+            "offload_device": Reading(placement.offload_device, NO_PATCHER),
+        }
     )
+    if unread:
+        unavailable["fingerprints"] = (
+            f"of {len(unread)} of {len(wanted)} weights: {next(iter(unread.values()))}"
+        )
     return ModelSnapshot(
         model_type,
         id(model),
         type(model),
         attempt(lambda: weakref.ref(model)).value,
         references,
-        count,
+        count.value,
         uuid,
         placement,
         {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()},
         {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
         tuple(tensors.adapters),
         len(tensors.wrapped),
-        prints,
+        known,
         taken,
-        seconds,
-        nbytes,
+        seconds if contents else None,
+        sum(wanted[name].nbytes for name in known),
         unavailable,
     )
 
@@ -232,19 +248,13 @@ def _grouped(named: Iterable[tuple[str, AppliedPatch]]) -> dict[str, list[Applie
     return groups
 
 
-def _patch_count_and_uuid(
-    model: object, applied: ModelPatches, unavailable: dict[str, str]
-) -> tuple[int | None, object]:
-    patcher = patcher_in(model)
-    patches, uuid = attribute(patcher, "patches"), attribute(patcher, "patches_uuid")
-    if uuid is None:
-        unavailable["patches_uuid"] = NO_PATCHER
+def _patch_count(model: object, applied: ModelPatches) -> Reading[int]:
+    patches = attribute(patcher_in(model), "patches")
     if isinstance(patches, Mapping):
-        return attempt(lambda: len(patches)).value, uuid
+        return attempt(lambda: len(patches))
     if applied.unavailable:
-        unavailable["patches_count"] = "; ".join(applied.unavailable.values())
-        return None, uuid
-    return len(applied.by_key()), uuid
+        return Reading(None, "; ".join(applied.unavailable.values()))
+    return Reading(len(applied.by_key()))
 
 
 def patcher_in(model: object) -> object:
@@ -252,8 +262,8 @@ def patcher_in(model: object) -> object:
     return model if isinstance(attribute(model, "patches"), Mapping) else attribute(model, "patcher")
 
 
-def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
-    """Read where a model is; reasons go to `unavailable`."""
+def placement_of(model: object, weights: Weights) -> Placement:
+    """Read where a model is."""
     patcher = patcher_in(model)
     inner = attribute(patcher, "model")
     named = [_device(attribute(thing, "device")) for thing in (model, inner)]
@@ -263,12 +273,7 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
         for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
             elements[weight.device] += weight.numel()
         device = most_common(elements)
-    placement = Placement(
-        device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
-    )
-    reasons = {"device": "it has no weights", "load_device": NO_PATCHER, "offload_device": NO_PATCHER}
-    unavailable |= {name: why for name, why in reasons.items() if getattr(placement, name) is None}
-    return placement
+    return Placement(device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload")))
 
 
 def _device(value: object) -> torch.device | None:
@@ -277,44 +282,28 @@ def _device(value: object) -> torch.device | None:
     return attempt(lambda: torch.device(value)).value if isinstance(value, str) else None
 
 
-def _look_at_contents(
-    weights: Weights, keys: Collection[str] | None, unavailable: dict[str, str]
-) -> tuple[dict[str, Fingerprint], dict[str, Tensor], float, int]:
-    began = time.perf_counter()
-    wanted = {name: w for name, w in weights.unpatched.items() if keys is None or name in keys}
-    readings = fingerprints(wanted)
-    prints = {name: reading.value for name, reading in readings.items() if reading.value is not None}
-    lacking = [reading.reason for reading in readings.values() if reading.value is None]
-    if lacking:
-        unavailable["fingerprints"] = f"of {len(lacking)} of {len(readings)} weights: {lacking[0]}"
-    nbytes = sum(wanted[name].nbytes for name in prints)
-    return prints, samples({n: wanted[n] for n in prints}), time.perf_counter() - began, nbytes
-
-
 def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | None) -> IdentityChanges:
     """Compare two moments."""
     known = before.kind is not None and after.kind is not None
     why = before.unavailable.get("class") or after.unavailable.get("class")
     old, new = before.patch_count, after.patch_count
     uuids = before.patches_uuid, after.patches_uuid
-    return with_reasons(
+    return as_dict(
         IdentityChanges,
-        {
-            "model_cloned": (None if same is None else not same, why),
-            "class_changed": (before.kind != after.kind if known else None, why),
-            "patches_added": (
-                None if old is None or new is None else new - old,
-                "the changes of one of the two could not be counted",
-            ),
-            "uuid_changed": (
-                None if None in uuids else bool(uuids[0] != uuids[1]),
-                after.unavailable.get("patches_uuid", "there is none to compare with"),
-            ),
-            "original_patch_count": (old, before.unavailable.get("patches_count")),
-            "modified_patch_count": (new, after.unavailable.get("patches_count")),
-            "original_class": (before.class_name, before.unavailable.get("class")),
-            "modified_class": (after.class_name, after.unavailable.get("class")),
-        },
+        model_cloned=Reading(None if same is None else not same, why),
+        class_changed=Reading(before.kind != after.kind if known else None, why),
+        patches_added=Reading(
+            None if old is None or new is None else new - old,
+            "the changes of one of the two could not be counted",
+        ),
+        uuid_changed=Reading(
+            None if None in uuids else bool(uuids[0] != uuids[1]),
+            after.unavailable.get("patches_uuid", "there is none to compare with"),
+        ),
+        original_patch_count=Reading(old, before.unavailable.get("patches_count")),
+        modified_patch_count=Reading(new, after.unavailable.get("patches_count")),
+        original_class=Reading(before.class_name, before.unavailable.get("class")),
+        modified_class=Reading(after.class_name, after.unavailable.get("class")),
     )
 
 
@@ -339,7 +328,7 @@ def is_same(before: ModelSnapshot, modified: object) -> bool | None:
 def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementChanges:
     """Compare two moments of a model; a text encoder has three more keys, `clip_…`."""
     changes: dict[str, Any] = {}
-    reasons = {**before.unavailable, **after.unavailable}
+    why_unknown = {**before.unavailable, **after.unavailable}
     unavailable: dict[str, str] = {}
     names = {"device": "model_device", "load_device": "load_device", "offload_device": "offload_device"}
     for kind, name in names.items():
@@ -352,7 +341,7 @@ def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementC
         if is_text(after.model_type):
             of_clip = "clip_model_device" if kind == "device" else f"clip_patcher_{kind}"
             figures[of_clip] = figures[f"modified_{kind}"]
-        why = reasons.get(kind, reasons.get("device", "nothing is known of where it is"))
+        why = why_unknown.get(kind, why_unknown.get("device", "nothing is known of where it is"))
         unavailable |= {figure: why for figure, value in figures.items() if value is None}
         changes |= figures
     changes["unavailable"] = unavailable

@@ -26,17 +26,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from sigmascope.probes.reading import attempt
-from sigmascope.records.prompts import PromptPrivacy, privacy_of, prompt_sha256
-from sigmascope.stages.baseline import facts_as, unknown
-from sigmascope.stages.schema import PromptFacts, TokenFacts
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.records.prompts import Privacy, PromptPrivacy, privacy_of, prompt_sha256
+from sigmascope.stages.schema import PromptFacts, TokenFacts, as_dict
 
 PRIVATE = "prompts are kept as {!r}"
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 EMPHASIS = 1.1
 CLIP_TOKENS = 77
 _ESCAPED = re.compile(r"\\([()])")
-_NO_LIMIT = 1_000_000
+_NO_LIMIT = {"token_limit": "the tokenizer names no limit"}
+_STANDS_FOR_NO_LIMIT = 1_000_000
 """transformers writes 10³⁰ where a tokenizer names no limit."""
 
 # The characters of UAX #29, by letters that `_WORD` is written in: what a category does not tell comes first.
@@ -108,47 +108,38 @@ def prompt_facts(
     if text is None:
         kind = type(prompt).__name__
         why = "no prompt was given" if prompt is None else f"the prompt is of type {kind}"
-        return unknown(PromptFacts, why, tokenizers={})
+        return as_dict(PromptFacts, why=why, tokenizers={})
     kept = privacy_of(privacy)
-    full = kept.keeps_text
     # The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen.
     main = max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
-    unavailable = {} if full else dict.fromkeys(("text_content", "truncated_words"), PRIVATE.format(privacy))
-    if not kept.keeps_hash:
-        unavailable["text_sha256"] = PRIVATE.format(privacy)
-    if main is None:
-        names = ("token_count", "truncated_tokens", "truncated_words", "token_limit")
-        unavailable |= dict.fromkeys(names, reason or "no tokenizer was found")
-    else:
-        unavailable |= main.unavailable
+    private = PRIVATE.format(privacy)
     weights = [piece for line in texts for piece in weighted_pieces(line) if piece.weight != 1.0]
-    no_tokens: dict[str, None] = dict.fromkeys(TokenFacts.__annotations__)
-    return facts_as(
+    return as_dict(
         PromptFacts,
-        no_tokens if main is None else _token_facts(main, full),
-        text_content=text if full else None,
-        text_sha256=prompt_sha256(text) if kept.keeps_hash else None,
+        {} if main is None else _token_facts(main, kept),
+        reason or "no tokenizer was found" if main is None else None,
+        text_content=Reading(text if kept.keeps_text else None, private),
+        text_sha256=Reading(prompt_sha256(text) if kept.keeps_hash else None, private),
         character_length=sum(map(len, texts)),
         word_count=sum(len(word_spans(line)) for line in texts),
         special_characters=sum(map(special_characters, texts)),
         whitespace_characters=sum(character.isspace() for line in texts for character in line),
         control_characters=sum(map(control_characters, texts)),
-        prompt_weights=[{"text": w.text if full else None, "weight": w.weight} for w in weights],
-        tokenizers={count.name: _token_facts(count, full) for count in tokens},
-        unavailable=unavailable,
+        prompt_weights=[{"text": w.text if kept.keeps_text else None, "weight": w.weight} for w in weights],
+        tokenizers={count.name: _token_facts(count, kept) for count in tokens},
     )
 
 
-def _token_facts(count: TokenCount, full: bool) -> TokenFacts:
-    return {
-        "token_count": count.tokens,
-        "truncated_tokens": count.truncated,
-        "truncated_words": list(count.truncated_words)
-        if full and count.truncated_words is not None
-        else None,
-        "token_limit": count.limit,
-        "chunks": count.chunks,
-    }
+def _token_facts(count: TokenCount, kept: Privacy) -> TokenFacts:
+    words = None if count.truncated_words is None else list(count.truncated_words)
+    return as_dict(
+        TokenFacts,
+        count,
+        token_count=count.tokens,
+        truncated_tokens=count.truncated,
+        truncated_words=words if kept.keeps_text else Reading(None, PRIVATE.format(kept.name)),
+        token_limit=count.limit,
+    )
 
 
 def as_text(prompt: object) -> str | None:
@@ -246,7 +237,7 @@ def _count_in_chunks(name: str, tokenizer: Any, prompt: str) -> list[TokenCount]
     """
     empty = {encoder: tokens for encoder, tokens, _ in _word_tokens(name, tokenizer, "")}
     return [
-        TokenCount(encoder, max(0, tokens - empty.get(encoder, 0)), 0, chunks=chunks)
+        TokenCount(encoder, max(0, tokens - empty.get(encoder, 0)), 0, chunks=chunks, unavailable=_NO_LIMIT)
         for encoder, tokens, chunks in _word_tokens(name, tokenizer, prompt)
     ]
 
@@ -268,15 +259,14 @@ def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) ->
         total = len(encoded)
         longest = limit
         own = getattr(tokenizer, "model_max_length", None)
-        if isinstance(own, int | float) and 0 < own < _NO_LIMIT:
+        if isinstance(own, int | float) and 0 < own < _STANDS_FOR_NO_LIMIT:
             # `max_sequence_length` of FLUX and SD 3 is for T5; their CLIPs have 77 positions.
             if limit is None:
                 longest = int(own)
             elif int(own) == CLIP_TOKENS:
                 longest = min(CLIP_TOKENS, limit)
         if longest is None:
-            reason = {"token_limit": "the tokenizer names no limit"}
-            return TokenCount(name, total, 0, limit=None, unavailable=reason)
+            return TokenCount(name, total, 0, limit=None, unavailable=_NO_LIMIT)
         special = getattr(tokenizer, "num_special_tokens_to_add", None)
         room = max(0, longest - (0 if special is None else int(special())))
         cut = max(0, total - room)

@@ -1,18 +1,54 @@
-"""The dicts of every stage's baseline and analysis. MB are MiB, percentages 0-100, None is unknown.
+"""The dicts of every stage's baseline and analysis, and how they are filled. MB are MiB, percentages 0-100.
 
-Each dict that can lack something has `unavailable`: the reason for each of its keys that is None.
+None is unknown, with the reason in `unavailable`: that of the dict, or of the nearest one around it that has one.
+There the reason stands under the key, the path to it ("gpu.total_mb"), or the name of a dict all of which it is about.
 
 What all stages share comes first, then LoRA application, text encoding, and latent encoding with decoding. In
 each part the pieces stand above the baseline and the analysis that are made of them.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar, cast
 from uuid import UUID
 
 import torch
 
+from sigmascope.probes.reading import Reading
 from sigmascope.records.memory import GpuImpact, MemoryImpactDict, PeakMemoryDict, ProcessImpact, RamImpact
+
+_Dict = TypeVar("_Dict")
+
+
+def as_dict(
+    kind: type[_Dict], facts: object = None, why: str | Mapping[str, str] | None = None, **known: object
+) -> _Dict:
+    """A dict of one of the kinds below, with the reason for each value that is None.
+
+    Args:
+        kind: Which one. A name that nothing has a value for is None.
+        facts: Its values by name, as attributes or in a mapping, with their own `unavailable` if they have one.
+        why: The reason for all that is None, or more reasons by name.
+        known: Values that come before those of `facts`; a `Reading` has its reason with it.
+    """
+
+    def get(name: str) -> Any:
+        return facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
+
+    reasons = {**(get("unavailable") or {}), **(why if isinstance(why, Mapping) else {})}
+    values: dict[str, Any] = {}
+    for name in kind.__annotations__:
+        values[name] = value = known[name] if name in known else get(name)
+        if isinstance(value, Reading):
+            values[name], reasons[name] = value.value, value.reason or reasons.get(name)
+    inner = [value for value in values.values() if isinstance(value, Mapping) and "unavailable" not in value]
+    values.pop("unavailable", None)
+    gaps = [name for held in (values, *inner) for name, value in held.items() if value is None]
+    for_all = why if isinstance(why, str) else None
+    if "unavailable" in kind.__annotations__:
+        values["unavailable"] = {
+            name: reason for name in gaps if (reason := reasons.get(name) or for_all) is not None
+        }
+    return cast(_Dict, values)
 
 
 class ModelStateDict(TypedDict):
@@ -121,7 +157,7 @@ _ModelBaseline = TypedDict(
         "device": torch.device | None,
         "memory_allocated": int | None,
         "memory_reserved": int | None,
-        "keys": int,
+        "keys": int | None,
         "fingerprinted_keys": int,
         "fingerprint_seconds": float | None,
         "fingerprint_gb_per_second": float | None,
@@ -325,6 +361,7 @@ class SourceFacts(TypedDict):
     strengths: list[float]
     delta_norm: float | None
     not_finite: list[str]
+    unavailable: dict[str, str]
 
 
 class SameTwice(TypedDict):
@@ -386,6 +423,7 @@ class TokenFacts(TypedDict):
     truncated_words: list[str] | None
     token_limit: int | None
     chunks: int | None
+    unavailable: dict[str, str]
 
 
 class PromptFacts(TypedDict):

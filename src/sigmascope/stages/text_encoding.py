@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from sigmascope.probes import Accelerator, read_nvml
-from sigmascope.probes.reading import attempt, keeping_words, keeps_words
+from sigmascope.probes.reading import Reading, attempt, keeping_words, keeps_words
 from sigmascope.records.memory import PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, privacy_of, quoting
 from sigmascope.stages.baseline import (
@@ -31,7 +31,6 @@ from sigmascope.stages.baseline import (
     model_state,
     references_of,
     state_now,
-    with_reasons,
 )
 from sigmascope.stages.conditioning import (
     DumpFolder,
@@ -51,6 +50,7 @@ from sigmascope.stages.schema import (
     PromptFacts,
     TextEncodingAnalysis,
     TextEncodingBaseline,
+    as_dict,
 )
 from sigmascope.stages.summary import (
     BAD,
@@ -203,7 +203,7 @@ def analyze_text_encoding_results(
             clip,
             list(known.encoders),
             measured.impact,
-            measured.seconds,
+            measured.seconds.value,
             thresholds or TextEncodingThresholds(),
         )
         counts = _count_both(prompts)
@@ -292,18 +292,17 @@ def performance(
     measured: Measurement, positive_seconds: object, negative_seconds: object, counts: _Counts
 ) -> Performance:
     """Seconds in all, for each prompt, and by character and token of both prompts together."""
-    total, why = measured.seconds, measured.why_no_time
-    return with_reasons(
+    total, why = measured.seconds.value, measured.seconds.reason
+    by_count = {
+        f"time_per_{what}": Reading(_ratio(total, count), why or _why_no_rate(what, count))
+        for what, count in counts.items()
+    }
+    return as_dict(
         Performance,
-        {
-            "total_execution_time": (total, why),
-            "positive_encoding_time": (checked_seconds(positive_seconds)[0], _NOT_APART),
-            "negative_encoding_time": (checked_seconds(negative_seconds)[0], _NOT_APART),
-            **{
-                f"time_per_{what}": (_ratio(total, count), why or _why_no_rate(what, count))
-                for what, count in counts.items()
-            },
-        },
+        by_count,
+        total_execution_time=measured.seconds,
+        positive_encoding_time=Reading(checked_seconds(positive_seconds).value, _NOT_APART),
+        negative_encoding_time=Reading(checked_seconds(negative_seconds).value, _NOT_APART),
     )
 
 
@@ -336,33 +335,32 @@ def efficiency(
     `gpu_utilization` is NVML's mean over its last sample period (1/6 to 1 s) for the device of the
     conditioning.
     """
-    total = measured.seconds
-    why = "it took no measurable time" if total == 0 else measured.why_no_time
+    total = measured.seconds.value
+    why = "it took no measurable time" if total == 0 else measured.seconds.reason
     sizes = [facts["total_size_mb"] for facts in conditionings if facts["total_size_mb"] is not None]
     device = next((facts["device"] for facts in conditionings if facts["device"]), None)
     characters = counts["character"]
-    return with_reasons(
+    rates = {
+        f"{what}s_per_second": Reading(_ratio(count, total), why or _why_no_rate(what, count))
+        for what, count in counts.items()
+    }
+    return as_dict(
         Efficiency,
-        {
-            **{
-                f"{what}s_per_second": (_ratio(count, total), why or _why_no_rate(what, count))
-                for what, count in counts.items()
-            },
-            "memory_per_character_mb": (
-                _ratio(sum(sizes), characters) if sizes else None,
-                _why_no_rate("character", characters) if sizes else "there is no conditioning",
-            ),
-            "gpu_utilization": _gpu_utilization(device),
-            "cleanup_effectiveness": cleanup_effectiveness(measured.peak, measured.impact),
-        },
+        rates,
+        memory_per_character_mb=Reading(
+            _ratio(sum(sizes), characters) if sizes else None,
+            _why_no_rate("character", characters) if sizes else "there is no conditioning",
+        ),
+        gpu_utilization=_gpu_utilization(device),
+        cleanup_effectiveness=cleanup_effectiveness(measured.peak, measured.impact),
     )
 
 
-def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:
+def _gpu_utilization(device: str | None) -> Reading[float]:
     if device is None or not device.startswith("cuda"):
-        return None, "the conditioning is on no NVIDIA device"
+        return Reading(None, "the conditioning is on no NVIDIA device")
     facts = read_nvml(device)
-    return facts.utilization_percent, facts.unavailable.get("utilization_percent")
+    return Reading(facts.utilization_percent, facts.unavailable.get("utilization_percent"))
 
 
 def print_text_encoding_analysis_summary(

@@ -18,9 +18,8 @@ from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
 from sigmascope.lora.linalg import blocked_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import fingerprint, fingerprints, place_of, samples
-from sigmascope.stages.baseline import with_reasons
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -29,7 +28,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Drift, ValueChange, WeightChanges
+from sigmascope.stages.schema import Drift, ValueChange, WeightChanges, as_dict
 
 _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
 _SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
@@ -67,10 +66,14 @@ def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
     keys_before, keys_after = set(before.keys), set(after.keys)
     names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
     unavailable = {
-        f"{which}_{name}": snapshot.unavailable[name]
-        for which, snapshot in (("original", before), ("modified", after))
-        for name in ("weights", "fingerprints")
-        if name in snapshot.unavailable
+        name: snapshot.unavailable[what]
+        for name, what, snapshot in (
+            ("total_keys_original", "weights", before),
+            ("total_keys_modified", "weights", after),
+            ("keys_compared", "fingerprints", before),
+            ("keys_compared", "fingerprints", after),
+        )
+        if what in snapshot.unavailable
     }
     return {
         "keys_added": [key for key in after.keys if key not in keys_before] if names_known else [],
@@ -332,9 +335,10 @@ def _best_known(
     for effect, source in ((measured, "contents"), (predicted, "patches"), (sampled, "sample")):
         if effect is not None and effect.delta_norm is not None:
             return effect, source
-    reason = {} if predicted is None else dict(predicted.unavailable)
+    if predicted is not None:
+        return replace(predicted, predicted=False), None
     names = ("delta_norm", "relative_change", "weight_norm")
-    why = reason or dict.fromkeys(names, "the old content is gone and no change explains the new one")
+    why = dict.fromkeys(names, "the old content is gone and no change explains the new one")
     return Effect(None, None, None, False, unavailable=why), None
 
 
@@ -347,20 +351,15 @@ def _value_change(
 ) -> ValueChange:
     why, by_patches, by_sample = effect.unavailable, predicted or _NO_EFFECT, sampled or _NO_EFFECT
     why_no_prediction = "no new change acts on it" if predicted is None else "unknown"
-    return with_reasons(
+    return as_dict(
         ValueChange,
-        {
-            "content_changed": (weight.content_changed, NOT_LOOKED_AT),
-            "delta_norm": (effect.delta_norm, why.get("delta_norm")),
-            "relative_change": (effect.relative_change, why.get("relative_change")),
-            "weight_norm": (effect.weight_norm, why.get("weight_norm")),
-            "measured_from": (source, why.get("delta_norm")),
-            "predicted_delta_norm": (
-                by_patches.delta_norm,
-                by_patches.unavailable.get("delta_norm", why_no_prediction),
-            ),
-            "sampled_delta_norm": (by_sample.delta_norm, "no sample of both contents was taken"),
-        },
+        effect,
+        content_changed=Reading(weight.content_changed, NOT_LOOKED_AT),
+        measured_from=Reading(source, why.get("delta_norm")),
+        predicted_delta_norm=Reading(
+            by_patches.delta_norm, by_patches.unavailable.get("delta_norm", why_no_prediction)
+        ),
+        sampled_delta_norm=Reading(by_sample.delta_norm, "no sample of both contents was taken"),
         predicted=source == "patches",
     )
 

@@ -2,7 +2,6 @@
 
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,25 +132,6 @@ def test_the_analysis_is_plain_json_and_has_the_baseline(apply: Apply) -> None:
     found = json.loads(json.dumps(apply(patches(), load=True)))
     assert found["baseline"]["unet"]["device"] == "cpu"
     assert "captured" not in found["baseline"]["unet"]
-
-
-def walk(value: object) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-        for inner in value.values():
-            yield from walk(inner)
-    if isinstance(value, list):
-        for inner in value:
-            yield from walk(inner)
-
-
-def test_nothing_that_is_unknown_lacks_its_reason(apply: Apply) -> None:
-    may_be_absent = {"error", "exception_details", "rank", "alpha", "source", "finite"}
-    impact = {"ram", "process", "gpu"}
-    for part in walk(apply(patches())):
-        if "unavailable" in part:
-            unknown = {name for name, value in part.items() if value is None}
-            assert unknown <= set(part["unavailable"]) | may_be_absent | impact, part
 
 
 def test_what_the_application_raised_is_on_record(unet: ModelPatcher) -> None:
