@@ -433,9 +433,8 @@ def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int
         return "lbm"
     if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
         return _unet_family(shapes)
-    candidates = likeliest(
-        family for family in families_with(shapes) if family_misfit(family, shapes) is None
-    )
+    fitting = [family for family in families_with(shapes) if family_misfit(family, shapes) is None]
+    candidates = likeliest(fitting, shapes)
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
@@ -524,7 +523,7 @@ def _by_most_names(lora: LoraFile) -> str | None:
     candidates = [
         family for family in counts if counts[family] == most and family_misfit(family, layers) is None
     ]
-    first = likeliest(candidates)
+    first = likeliest(candidates, layers)
     return first[0] if len(first) == 1 and 2 * most >= len(layers) > 0 else None
 
 

@@ -1,18 +1,21 @@
 """The records of families against the models themselves: diffusers' classes, and its conversion of single files."""
 
+import math
+import re
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.lora.families.real_shapes import MODELS, published
 from torch import Tensor, nn
 
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import FAMILIES, TRANSFORMERS, family_misfit, layout_of, row_of_diffusers
+from sigmascope.lora.families import FAMILIES, family_misfit, layout_of, row_of_diffusers
 from sigmascope.lora.families.known import FLOW
-from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layer_names import block_of_module, in_coverage
+from sigmascope.lora.file import LoraFile, lora_header
+from sigmascope.lora.layer_names import block_of_module, in_coverage, to_sgm, usual_blocks
 from sigmascope.lora.module_names import file_family
 
 Z_IMAGE: dict[str, Any] = {
@@ -137,50 +140,71 @@ def test_no_two_families_have_a_name_in_headers() -> None:
         assert len(set(names)) == len(names)
 
 
-@cache
-def real_shapes(family: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a family's matrices at their real widths, with few blocks, by diffusers' path."""
-    import diffusers
-
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "flux": lambda: diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1),
-        "flux2": lambda: diffusers.Flux2Transformer2DModel(num_layers=1, num_single_layers=1),
-        "sd3": lambda: diffusers.SD3Transformer2DModel(num_layers=2),
-        "wan": lambda: diffusers.WanTransformer3DModel(num_layers=1),
-        "qwen_image": lambda: diffusers.QwenImageTransformer2DModel(num_layers=1),
-        "z_image": lambda: diffusers.ZImageTransformer2DModel(n_layers=1, n_refiner_layers=1),
-    }
-    with torch.device("meta"):
-        modules = makers[family]().named_modules()
-        return {name: tuple(module.weight.shape) for name, module in modules if isinstance(module, nn.Linear)}
-
-
-def lora_of(family: str, naming: str, only: str) -> LoraFile:
-    """A LoRA of some layers, in the names of diffusers or of the original."""
+def lora_of(name: str, naming: str, only: Callable[[str], object]) -> LoraFile:
+    """A LoRA of some layers of a published model, in the names of diffusers or of the original."""
+    family, real = published(name)
+    is_unet = FAMILIES[family].is_unet
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in real_shapes(family).items():
-        row = row_of_diffusers(family, name)
-        if only not in name or row is None:
+    for path, shape in real.items():
+        row = row_of_diffusers(family, path)
+        if len(shape) < 2 or not only(path) or (row is None and not is_unet):
             continue
         if naming == "diffusers":
-            shapes[f"transformer.{name}"] = shape
-        else:
-            width = sum(real_shapes(family)[part][0] for part in row.parts)
-            shapes[f"diffusion_model.{row.original}"] = (width, shape[1])
+            shapes[f"{FAMILIES[family].component}.{path}"] = shape
+        elif is_unet:
+            shapes[f"diffusion_model.{to_sgm(path, usual_blocks(family))}"] = shape
+        elif row is not None:
+            outputs = sum(real[part][0] for part in row.parts)
+            shapes[f"diffusion_model.{row.original}"] = (outputs, *shape[1:])
     factors = {
-        name: LoraFactors(torch.zeros(out, 1), torch.zeros(1, inner), 1.0, (out, inner))
-        for name, (out, inner) in shapes.items()
+        name: LoraFactors(torch.zeros(shape[0], 1), torch.zeros(1, math.prod(shape[1:])), 1.0, shape)
+        for name, shape in shapes.items()
     }
     return LoraFile(factors, format="peft" if naming == "diffusers" else "comfyui")
 
 
+NAMINGS = ("diffusers", "original")
+LAYERS: dict[str, Callable[[str], object]] = {
+    "whole": lambda path: True,
+    "blocks": re.compile(r"(?:^|_)blocks\.|^layers|refiner").search,
+    "attention": re.compile(r"attn|attention|to_[qkv]").search,
+    "double": re.compile(r"^(?!single).*(?:attn|attention)").search,
+    "feed-forward": re.compile(r"\.ff|feed_forward|mlp").search,
+}
+# Files whose names, widths and blocks are those of several models, and what is assumed of them.
+# Qwen-Image has the attention of FLUX.1's double blocks, in diffusers' names, and more blocks.
+OPEN: dict[tuple[str, str], dict[str, str | None]] = {
+    **{
+        ("chroma", layers): dict.fromkeys(NAMINGS, "flux")
+        for layers in ("blocks", "attention", "feed-forward")
+    },
+    **{
+        (name, "double"): {"diffusers": None, "original": "flux"}
+        for name in ("flux1", "chroma", "flux2-klein-4b")
+    },
+    ("lbm", "feed-forward"): dict.fromkeys(NAMINGS, "sdxl"),
+    ("sd15", "feed-forward"): dict.fromkeys(NAMINGS),
+    ("sd21", "feed-forward"): dict.fromkeys(NAMINGS),
+}
+
+
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use of it
-@pytest.mark.parametrize("naming", ["diffusers", "original"])
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_no_family_is_taken_for_another(name: str, naming: str) -> None:
-    if naming == "original":
-        assert file_family(lora_of(name, naming, "")).family == name
-    for only in ("", "attn", "attention", "ff", "feed_forward"):
-        part = lora_of(name, naming, only)
-        if part.modules:
-            assert file_family(part).family in {name, FAMILIES[name].else_, None}, only
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_family_is_taken_for_another(name: str, layers: str, naming: str) -> None:
+    lora = lora_of(name, naming, LAYERS[layers])
+    assert lora.modules
+    expected = OPEN.get((name, layers), {}).get(naming, MODELS[name].family)
+    assert file_family(lora).family == expected
+    told = file_family(replace(lora, metadata=lora_header("kohya", MODELS[name].family, 1, None)))
+    assert told.family == MODELS[name].family
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use of it
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_is_told_and_has_a_width_that_its_family_knows(name: str) -> None:
+    family, shapes = published(name)
+    assert layout_of({f"{path}.weight": shape for path, shape in shapes.items()}).family == family
+    inner = [shape for path, shape in shapes.items() if path.endswith(("to_q", "to_qkv_mlp_proj"))]
+    assert FAMILIES[family].is_unet or {shape[1] for shape in inner} <= set(FAMILIES[family].widths)

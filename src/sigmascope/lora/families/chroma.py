@@ -17,6 +17,7 @@ CHROMA = Family(
     ratios=FLUX.ratios,
     most_blocks=FLUX.most_blocks,
     widest=FLUX.widest,
+    widths=FLUX.widths,
     else_="flux",
     layers="\n".join(line for line in FLUX.layers.splitlines() if not any(gone in line for gone in _GONE))
     + """

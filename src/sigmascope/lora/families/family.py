@@ -119,6 +119,7 @@ class Family:
         ratios: What another family that shares names differs in; see `family_misfit`.
         most_blocks: How many numbered blocks it has at most, by the name of the list.
         widest: Features that attention reads at most; None for any number.
+        widths: Features of the blocks of its published models; they tell where names and shapes fit several families.
         else_: The family to assume of a file of names that both have, unless shapes or blocks speak against it.
         layers: One a line, `original = diffusers`; `#` is the number of a block. A name alone is the same in both.
             Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
@@ -149,6 +150,7 @@ class Family:
     ratios: tuple[Ratio, ...] = ()
     most_blocks: Mapping[str, int] = field(default_factory=dict)
     widest: int | None = None
+    widths: tuple[int, ...] = ()
     else_: str | None = None
     layers: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)

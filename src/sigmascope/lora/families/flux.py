@@ -30,6 +30,7 @@ FLUX: Final = Family(
         "single_transformer_blocks": 38,
     },
     widest=3072,
+    widths=(3072,),
     layers="""
         double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
         double_blocks.#.txt_attn.qkv = transformer_blocks.#.attn.add_q_proj, transformer_blocks.#.attn.add_k_proj, transformer_blocks.#.attn.add_v_proj

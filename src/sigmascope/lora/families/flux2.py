@@ -29,6 +29,7 @@ FLUX2: Final = Family(
         "transformer_blocks": 8,
         "single_transformer_blocks": 48,
     },
+    widths=(3072, 4096, 6144),
     else_="flux",
     layers="""
         double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v

@@ -20,6 +20,7 @@ HIDREAM = Family(
     signatures={
         "diffusers": "x_embedder.proj.weight caption_projection.0.linear.weight double_stream_blocks.0.block.attn1.to_q.weight"
     },
+    widths=(2560,),
     layers="".join(_BLOCK.replace("LIST", name) for name in ("double_stream_blocks", "single_stream_blocks"))
     + "".join(f"caption_projection.{number}.linear\n" for number in range(50))
     + """

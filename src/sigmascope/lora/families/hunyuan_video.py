@@ -13,6 +13,7 @@ HUNYUAN_VIDEO = Family(
         "original": "img_in.proj.weight txt_in.input_embedder.weight double_blocks.0.img_attn.qkv.weight",
     },
     widest=FLUX.widest,
+    widths=(3072,),
     ratios=FLUX.ratios,
     most_blocks={
         "double_blocks": 20,

@@ -4,13 +4,14 @@ To add a family, write a file with its `Family` and add it to `_ALL`. The order 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from typing import Final
 
 from sigmascope.lora.families.chroma import CHROMA
-from sigmascope.lora.families.family import Family, Part, Row
+from sigmascope.lora.families.family import Family, Part, Row, Shapes
 from sigmascope.lora.families.flux import FLUX
 from sigmascope.lora.families.flux2 import FLUX2
 from sigmascope.lora.families.hidream import HIDREAM
@@ -63,10 +64,23 @@ def family_named(name: str | None) -> Family:
     return FAMILIES.get(name or "", UNKNOWN)
 
 
-def likeliest(families: Iterable[str]) -> list[str]:
-    """Of families that fit, those that are not assumed to be another one that fits as well (`Family.else_`)."""
+def likeliest(families: Iterable[str], shapes: Shapes) -> list[str]:
+    """Of families that fit, those with models of that width; and of these, those that are not assumed to be another.
+
+    Args:
+        families: Their names.
+        shapes: Of weights, by the layer's path in the denoiser.
+    """
     fitting = list(families)
-    return [name for name in fitting if FAMILIES[name].else_ not in fitting]
+    width = _width(shapes)
+    as_wide = [name for name in fitting if width in FAMILIES[name].widths] or fitting
+    return [name for name in as_wide if FAMILIES[name].else_ not in as_wide]
+
+
+def _width(shapes: Shapes) -> int | None:
+    """The shorter side that most matrices have; of two as frequent, the wider: key and value may be narrow."""
+    sides = Counter(min(shape) for shape in shapes.values() if len(shape) == 2)
+    return max(sides, key=lambda side: (sides[side], side), default=None)
 
 
 def _parts_by_encoder() -> dict[str, Part]:

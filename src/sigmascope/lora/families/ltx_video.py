@@ -15,6 +15,7 @@ LTX_VIDEO = Family(
         Ratio(r"transformer_blocks\.\d+\.ff\.net\.0\.proj", 4, 1),
         Ratio(r"transformer_blocks\.\d+\.ff\.net\.2", 1, 4),
     ),
+    widths=(2048, 4096),
     layers="\n".join(
         f"transformer_blocks.#.{attn}.{layer}"
         for attn in ("attn1", "attn2")

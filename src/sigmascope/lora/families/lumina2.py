@@ -22,6 +22,7 @@ LUMINA2 = Family(
         "diffusers": "x_embedder.weight time_caption_embed.caption_embedder.1.weight layers.0.attn.to_q.weight",
         "original": "x_embedder.weight cap_embedder.1.weight layers.0.attention.qkv.weight layers.0.adaLN_modulation.1.weight",
     },
+    widths=(2304,),
     layers="".join(_BLOCK.replace("LIST", name) for name in ("noise_refiner", "context_refiner", "layers"))
     + """
     x_embedder

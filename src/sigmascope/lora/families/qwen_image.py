@@ -10,6 +10,7 @@ QWEN_IMAGE: Final = Family(
     architecture="qwen-image",
     base_version="qwen_image",
     signatures={"diffusers": "img_in.weight txt_norm.weight transformer_blocks.0.img_mod.1.weight"},
+    widths=(3072,),
     layers="""
         transformer_blocks.#.attn.to_q
         transformer_blocks.#.attn.to_k

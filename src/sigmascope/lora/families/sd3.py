@@ -19,6 +19,7 @@ SD3: Final = Family(
         Ratio(r"joint_blocks\.\d+\.(?:x|context)_block\.mlp\.fc1", 4, 1),
         Ratio(r"joint_blocks\.\d+\.(?:x|context)_block\.mlp\.fc2", 1, 4),
     ),
+    widths=(1536, 2432),
     layers="""
         joint_blocks.#.x_block.attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
         joint_blocks.#.x_block.attn2.qkv = transformer_blocks.#.attn2.to_q, transformer_blocks.#.attn2.to_k, transformer_blocks.#.attn2.to_v

@@ -13,6 +13,7 @@ WAN: Final = Family(
         "diffusers": "patch_embedding.weight condition_embedder.time_embedder.linear_1.weight blocks.0.attn1.to_q.weight",
         "original": "patch_embedding.weight head.modulation blocks.0.self_attn.q.weight",
     },
+    widths=(1536, 3072, 5120),
     layers="""
         blocks.#.self_attn.q = blocks.#.attn1.to_q
         blocks.#.self_attn.k = blocks.#.attn1.to_k

@@ -32,6 +32,7 @@ Z_IMAGE: Final = Family(
     ratios=(
         Ratio(r"(?:layers|noise_refiner|context_refiner)\.\d+\.attention\.qkv", 3, 1),
     ),  # Lumina 2: 5 to 3
+    widths=(3840,),
     layers="".join(_BLOCK.replace("LIST", name) for name in _LISTS)
     + """
     x_embedder = all_x_embedder.2-1
