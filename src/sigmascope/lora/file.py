@@ -22,7 +22,7 @@ from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, Wri
 from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import FAMILIES
+from sigmascope.lora.families import FAMILIES, family_of_header
 
 __all__ = ["LoraFile", "ModuleFacts", "WeightChange"]
 
@@ -343,14 +343,10 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def family_in(metadata: Mapping[str, str]) -> str | None:
     """The family that a header names; None if it names no known one."""
-    for value, field_name in (
-        (metadata.get("modelspec.architecture", "").partition("/")[0], "architecture"),
-        (metadata.get("ss_base_model_version", ""), "base_version"),
-    ):
-        names = {family: getattr(known, field_name) for family, known in FAMILIES.items()}
-        matching = [family for family, name in names.items() if value.startswith(name)]
-        if matching:
-            return max(matching, key=lambda family: len(names[family]))
+    for key in ("modelspec.architecture", "ss_base_model_version"):
+        family = family_of_header(metadata.get(key, "").partition("/")[0])
+        if family is not None:
+            return family
     return None
 
 

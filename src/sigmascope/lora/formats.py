@@ -366,13 +366,16 @@ PEFT = LoraFormat(
 def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         return f"diffusion_model.{path}"
-    encoder = family_named(layout.family).encoders.get(part) or COMFYUI_ENCODERS.get(part)
-    if encoder is None:
+    whole = layout.prefixes.get(part, "")
+    if whole.startswith("text_encoders."):
+        return whole + path  # the checkpoint says which of the family's encoders it has
+    encoders = family_named(layout.family).encoders.get(part) or (COMFYUI_ENCODERS.get(part),)
+    if encoders[0] is None:
         raise LoraFormatError(
             f"ComfyUI's format has no names for {path} of the part {part}.",
             hint="Leave that part out, or write the format native.",
         )
-    return f"text_encoders.{encoder}.transformer.{path}"
+    return f"text_encoders.{encoders[0]}.transformer.{path}"
 
 
 COMFYUI = LoraFormat(

@@ -24,7 +24,6 @@ from sigmascope.lora.families import (
     CONTEXT_WIDTHS,
     FAMILIES,
     SINGLE_FILE,
-    TRANSFORMERS,
     UNET_FAMILIES,
     ModelLayout,
     Part,
@@ -34,12 +33,14 @@ from sigmascope.lora.families import (
     family_misfit,
     family_named,
     is_layer_of,
+    known_names,
     likeliest,
     row_of_diffusers,
     row_of_original,
     unflattened,
+    without_twin,
 )
-from sigmascope.lora.families.known import WIDTHS_BY_NAMES
+from sigmascope.lora.families.known import ENCODER_PARTS, WIDTHS_BY_NAMES
 from sigmascope.lora.file import LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -61,6 +62,7 @@ _PARTS: Final[tuple[Part, ...]] = (
     "text_encoder",
     "text_encoder_2",
     "text_encoder_3",
+    "text_encoder_4",
     "vae",
     "other",
 )
@@ -72,33 +74,43 @@ _OWN_PREFIXES: Final[dict[Part, str]] = {
     "text_encoder": "text_encoder.",
     "text_encoder_2": "text_encoder_2.",
     "text_encoder_3": "text_encoder_3.",
+    "text_encoder_4": "text_encoder_4.",
     "vae": "vae.",
 }
 # How names begin, and the parts that they may be of, the likeliest first.
-# T5 is FLUX' second encoder, SD 3's third.
-_TEXT_3: Final[tuple[Part, ...]] = ("text_encoder_3", "text_encoder_2")
-_FLAT_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("lora_unet_", ("denoiser",)),
-    ("lora_transformer_", ("denoiser",)),
-    ("lycoris_", ("denoiser",)),
-    ("lora_te1_", ("text_encoder",)),
-    ("lora_te2_", ("text_encoder_2", "text_encoder")),
-    ("lora_te3_", _TEXT_3),
-    ("lora_te_", ("text_encoder", "text_encoder_2")),
-)
-_DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("diffusion_model.", ("denoiser",)),
-    ("denoiser.", ("denoiser",)),
-    ("unet.", ("denoiser",)),
-    ("transformer_2.", ("denoiser_2",)),
-    ("text_encoder.", ("text_encoder",)),
-    ("text_encoder_2.", ("text_encoder_2",)),
-    ("text_encoder_3.", ("text_encoder_3",)),
-    ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
-    ("text_encoders.t5xxl.transformer.", _TEXT_3),
-    ("vae.vae_model.", ("vae",)),
-    *((prefix, (part,)) for part, prefix in SINGLE_FILE),
-)
+_FLAT_STARTS: Final[dict[str, tuple[Part, ...]]] = {
+    "lora_unet_": ("denoiser",),
+    "lora_transformer_": ("denoiser",),
+    "lycoris_": ("denoiser",),
+    "lora_te_": ("text_encoder", "text_encoder_2"),
+    "lora_te1_": ("text_encoder",),
+    "lora_te2_": ("text_encoder_2", "text_encoder"),
+    # T5: SD 3's third encoder, FLUX' second, Chroma's only one
+    "lora_te3_": ("text_encoder_3", "text_encoder_2", "text_encoder"),
+    "lora_te4_": ("text_encoder_4",),
+}
+_DOTTED_STARTS: Final[dict[str, tuple[Part, ...]]] = {
+    "diffusion_model.": ("denoiser",),
+    "denoiser.": ("denoiser",),
+    "unet.": ("denoiser",),
+    "transformer_2.": ("denoiser_2",),
+    "text_encoder.": ("text_encoder",),
+    "text_encoder_2.": ("text_encoder_2",),
+    "text_encoder_3.": ("text_encoder_3",),
+    "text_encoder_4.": ("text_encoder_4",),
+    "vae.vae_model.": ("vae",),
+    **{prefix: (part,) for part, prefix in SINGLE_FILE},
+    **{f"text_encoders.{encoder}.transformer.": parts for encoder, parts in ENCODER_PARTS.items()},
+}
+_ENCODER: Final = re.compile(r"text_encoders\.(\w+)\.transformer\.")
+
+
+def _any_start(starts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(starts, key=len, reverse=True))))
+
+
+_FLAT_START: Final = _any_start(_FLAT_STARTS)
+_DOTTED_START: Final = _any_start(_DOTTED_STARTS)
 _TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
 
 # Names with underscores for dots.
@@ -127,11 +139,13 @@ class ModuleName:
         parts: The parts of the model that it may be of, the likeliest first; none where the name does not say.
         path: The layer's path inside the part.
         is_flat: Whether the path has underscores where it had dots.
+        encoder: ComfyUI's name of the text encoder, where the name has it.
     """
 
     parts: tuple[Part, ...]
     path: str
     is_flat: bool = False
+    encoder: str | None = None
 
     def dotted(self, part: Part) -> str | None:
         """The path in one of the parts with its dots; None for a flat one of no known architecture."""
@@ -143,13 +157,15 @@ class ModuleName:
 
 def parse_name(name: str) -> ModuleName:
     """Take the name of a LoRA's module apart, in any format."""
-    if "." not in name:
-        for prefix, parts in _FLAT_STARTS:
-            if name.startswith(prefix):
-                return ModuleName(parts, name.removeprefix(prefix), is_flat=True)
-    for prefix, parts in _DOTTED_STARTS:
-        if name.startswith(prefix):
-            return ModuleName(parts, name.removeprefix(prefix))
+    flat_start = None if "." in name else _FLAT_START.match(name)
+    if flat_start is not None:
+        return ModuleName(_FLAT_STARTS[flat_start[0]], name[flat_start.end() :], is_flat=True)
+    start = _DOTTED_START.match(name)
+    if start is not None:
+        encoder = _ENCODER.match(name)
+        return ModuleName(
+            _DOTTED_STARTS[start[0]], name[start.end() :], encoder=None if encoder is None else encoder[1]
+        )
     if name.startswith(_TRANSFORMER) and not name.startswith(f"{_TRANSFORMER}resblocks."):
         return ModuleName(("denoiser",), name.removeprefix(_TRANSFORMER))
     return ModuleName((), name)
@@ -184,7 +200,7 @@ def unflattened_denoiser(name: str) -> str | None:
         return _TOP_NAMES[name]
     block = _BLOCKS.fullmatch(name)
     if block is None:
-        return unflattened(name, TRANSFORMERS)
+        return unflattened(name)
     *start, rest = (piece for piece in block.groups() if piece is not None)
     inner = _inside_block(rest)
     return None if inner is None else ".".join([*start, inner])
@@ -218,7 +234,7 @@ def unflattened_text_encoder(name: str) -> str | None:
     """
     if name == "text_projection":
         return name
-    inner = unflattened(name.removeprefix(_TEXT_MODEL), ("open_clip", "t5"))
+    inner = unflattened(name.removeprefix(_TEXT_MODEL), text_encoder=True)
     if inner is None:
         return None
     return f"text_model.{inner}" if name.startswith(_TEXT_MODEL) else inner
@@ -409,7 +425,7 @@ def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
     family = family or _family(lora, placed, shapes)
     naming, blocks = _naming(lora, family, shapes), blocks_of(shapes, usual_blocks(family), complete=False)
     layers = {
-        name: _OWN_PREFIXES.get(part, "")
+        name: _OWN_PREFIXES.get(_part_of(family, name) if part.startswith("text") else part, "")
         + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)
         for name, (part, path) in placed.items()
     }
@@ -423,6 +439,16 @@ def _placed(name: str) -> tuple[Part, str] | None:
     part: Part = parsed.parts[0] if parsed.parts else "denoiser"
     path = parsed.dotted(part)
     return None if path is None else (part, path)
+
+
+def _part_of(family: str, name: str) -> Part:
+    """The part of a module: of those that its name leaves open, the one that a family's encoder is."""
+    parsed = parse_name(name.removesuffix(_BIAS))
+    encoders = family_named(family).encoders
+    fitting = (
+        part for part in parsed.parts if part in encoders and parsed.encoder in (None, *encoders[part])
+    )
+    return next(fitting, parsed.parts[0] if parsed.parts else "denoiser")
 
 
 def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -518,8 +544,8 @@ def _by_names(lora: LoraFile) -> str | None:
 def _by_most_names(lora: LoraFile) -> str | None:
     """The family whose tables have most of the denoiser's names: some may be renamed, or of a variant."""
     layers = _denoiser_layers(lora)
-    counts = _known_names(layers)
-    most = max(counts.values())
+    counts = known_names(layers)
+    most = max(counts.values(), default=0)
     candidates = [
         family for family in counts if counts[family] == most and family_misfit(family, layers) is None
     ]
@@ -532,12 +558,6 @@ def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
     return {path: lora.shape_of(name) for name in lora.names if (path := _denoiser_path(name)) is not None}
 
 
-def _known_names(paths: Iterable[str]) -> dict[str, int]:
-    """How many of these paths each family has."""
-    known = list(paths)
-    return {family: sum(is_layer_of(family, path) for path in known) for family in TRANSFORMERS}
-
-
 def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
     """Say which family is nearest to a denoiser that is of none, and what is otherwise there.
 
@@ -547,10 +567,10 @@ def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
     Returns:
         The end of a sentence, such as "the nearest is FLUX, but …"; "" where no family has any of the names.
     """
-    counts = _known_names(layers)
-    family = max(counts, key=lambda family: counts[family])
-    if counts[family] == 0:
+    counts = known_names(layers)
+    if not counts:
         return ""
+    family = max(sorted(counts), key=lambda family: (counts[family], FAMILIES[family].else_ is None))
     others = [path for path in layers if not is_layer_of(family, path)]
     lacking = f"{len(others)} of {len(layers)} names are none of its ({others[0]})" if others else None
     otherwise = family_misfit(family, layers) or lacking
@@ -561,14 +581,8 @@ def _denoiser_path(name: str) -> str | None:
     parsed = parse_name(name.removesuffix(_BIAS))
     if parsed.parts and not parsed.parts[0].startswith("denoiser"):
         return None
-    parsed = replace(parsed, path=parsed.path.removeprefix(_twin(parsed.path)))
+    parsed = replace(parsed, path=without_twin(parsed.path))
     return parsed.dotted("denoiser") or parsed.path
-
-
-def _twin(path: str) -> str:
-    """How a path begins that is of the blocks that a variant has beside the model's own."""
-    twins = (family.twin for family in FAMILIES.values() if family.twin is not None)
-    return next((twin for twin in twins if path.startswith(twin)), "")
 
 
 def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:

@@ -10,7 +10,7 @@ import torch
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.families import ModelLayout, UnetBlocks, row_of_diffusers, row_of_original, rows
+from sigmascope.lora.families import FAMILIES, ModelLayout, UnetBlocks, row_of_diffusers, row_of_original
 from sigmascope.lora.families.unet import SD_BLOCKS, SDXL_BLOCKS
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import format_named
@@ -173,7 +173,7 @@ def test_every_layer_of_a_transformer_is_in_its_table(family: str) -> None:
         assert row_of_original(family, row.original) == row
         assert unflattened_denoiser(flat(path)) is not None
         assert unflattened_denoiser(flat(row.original)) is not None
-    originals = [row.original for row in rows(family)]
+    originals = [row.original for row in FAMILIES[family].rows]
     assert len(set(originals)) == len(originals)
 
 

@@ -10,6 +10,7 @@ CHROMA = Family(
     title="Chroma",
     architecture="chroma",
     base_version="chroma",
+    also_called=("Chroma1",),
     signatures={
         "diffusers": "x_embedder.weight distilled_guidance_layer.in_proj.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.weight distilled_guidance_layer.in_proj.weight double_blocks.0.img_attn.qkv.weight",
@@ -27,5 +28,5 @@ CHROMA = Family(
         distilled_guidance_layer.layers.#.out_layer = distilled_guidance_layer.layers.#.linear_2
     """,
     blocks="distilled_guidance_layer\n" + FLUX.blocks,
-    encoders={"text_encoder": "t5xxl"},
+    encoders={"text_encoder": ("t5xxl",)},
 )

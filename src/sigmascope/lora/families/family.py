@@ -3,18 +3,32 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
 from sigmascope.lora.format_names import FormatName
 
-Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
+Part = Literal[
+    "denoiser",
+    "denoiser_2",
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "text_encoder_4",
+    "other",
+]
 Shapes = Mapping[str, tuple[int, ...]]
 Naming = Literal["diffusers", "original"]
 
 KOHYA_ENCODERS: Final[Mapping[Part, str]] = MappingProxyType(
-    {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"}
+    {
+        "text_encoder": "lora_te1_",
+        "text_encoder_2": "lora_te2_",
+        "text_encoder_3": "lora_te3_",
+        "text_encoder_4": "lora_te4_",
+    }
 )
 """How kohya's tools begin the names of text encoders' modules, where a family has nothing else."""
 COMFYUI_ENCODERS: Final[Mapping[Part, str]] = MappingProxyType(
@@ -32,6 +46,9 @@ class Row:
         parts: Diffusers' layers that are its rows, in order; one where nothing is fused.
         swapped: Whether the halves of the rows lie the other way round, in a layer of twice as many outputs as
             inputs.
+        grouped: Whether the parts are query, key and value of grouped attention: the query has as many rows as the
+            matrix has columns, key and value have one half of the rest each.
+        also: The layer's name in a second dialect of original files.
     """
 
     original: str
@@ -41,12 +58,19 @@ class Row:
     also: str | None = None
 
     @property
+    def originals(self) -> tuple[str, ...]:
+        """The layer's names in original files."""
+        return (self.original,) if self.also is None else (self.original, self.also)
+
+    @property
     def is_rename(self) -> bool:
         """Whether the two layers hold the same matrix under two names."""
         return len(self.parts) == 1 and not self.swapped
 
     def numbered(self, number: str) -> "Row":
-        """The line for one block."""
+        """The line for one block; itself for no number."""
+        if not number:
+            return self
         return Row(
             self.original.replace("#", number),
             tuple(part.replace("#", number) for part in self.parts),
@@ -84,8 +108,13 @@ class Ratio:
     inputs: int
 
     def matches(self, path: str) -> bool:
-        """Whether it is about that layer."""
-        return re.fullmatch(self.layers, path) is not None
+        """Whether it is about that layer; remembered, so ask with one number for all blocks."""
+        return _matches(self.layers, path)
+
+
+@cache
+def _matches(pattern: str, path: str) -> bool:
+    return re.fullmatch(pattern, path) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +136,15 @@ class Lost:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. To add one, write a file with its record and name it in `known`.
+    """A family of models. To add one, write a file with its record beside this one; `known` reads them all.
 
     Attributes:
         name: In options, reports and `ModelLayout.family`.
         title: What its users call it.
-        architecture: In `modelspec.architecture`.
-        base_version: In kohya's `ss_base_model_version`.
+        architecture: What is written as `modelspec.architecture`.
+        base_version: What is written as kohya's `ss_base_model_version`.
+        also_called: What other tools write there; case, dots, dashes and underscores do not matter, nor what follows.
+        not_called: How the names of other models begin, where they begin with one of the names above.
         component: The diffusers pipeline's component that is the denoiser.
         signatures: Keys that a checkpoint of the family has, by the naming of its denoiser; separated by spaces.
         ratios: What another family that shares names differs in; see `family_misfit`.
@@ -121,9 +152,12 @@ class Family:
         widest: Features that attention reads at most; None for any number.
         widths: Features of the blocks of its published models; they tell where names and shapes fit several families.
         else_: The family to assume of a file of names that both have, unless shapes or blocks speak against it.
-        layers: One a line, `original = diffusers`; `#` is the number of a block. A name alone is the same in both.
+        layers: One a line, `original = diffusers`; `#` is the number of a block, the first
+            number of the name. A name alone is the same in both.
             Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
             `swapped`: the halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+            `grouped`: the parts are the query, key and value of grouped attention (`Row.grouped`).
+        aliases: What a second dialect of original files writes for parts of the names in `layers`.
         variant: A regular expression of the layers that only variants of it have.
         twin: How the blocks begin that a variant has beside the model's own, and with the same layers.
         blocks: Lists of blocks, and layers outside of them, in the order in which a latent passes them, and what
@@ -131,7 +165,9 @@ class Family:
         extra_blocks: Layers outside of blocks that have no place in that order.
         attention: A regular expression of attention's layers whose names do not say so (`attn`).
         around: The same of the layers around attention, which are not called `ff`, `mlp` or the like.
-        encoders: What ComfyUI calls the text encoders.
+        encoders: What ComfyUI calls the text encoders; several names where models of the family differ, the one to assume first.
+        decides: Of these, those that are other parts in other families: in a model of no known family, they are the
+            parts that they are here.
         kohya_encoders: How kohya's tools begin the names of modules of text encoders.
         kohya_naming: The naming that kohya's files of this family have.
         lost: What hosts leave out of the formats' files.
@@ -145,6 +181,8 @@ class Family:
     title: str
     architecture: str
     base_version: str
+    also_called: tuple[str, ...] = ()
+    not_called: tuple[str, ...] = ()
     component: Literal["unet", "transformer"] = "transformer"
     signatures: Mapping[str, str] = field(default_factory=dict)
     ratios: tuple[Ratio, ...] = ()
@@ -160,7 +198,8 @@ class Family:
     extra_blocks: tuple[str, ...] = ()
     attention: str | None = None
     around: str | None = None
-    encoders: Mapping[Part, str] = field(default_factory=dict)
+    encoders: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
+    decides: tuple[str, ...] = ()
     kohya_encoders: Mapping[Part, str] = field(default_factory=lambda: KOHYA_ENCODERS)
     kohya_naming: Naming = "original"
     lost: tuple[Lost, ...] = ()
@@ -190,6 +229,17 @@ class Family:
             for lost in self.lost
         )
 
+    @property
+    def header_names(self) -> tuple[str, ...]:
+        """All that headers call it."""
+        return self.architecture, self.base_version, *self.also_called
+
+    @cached_property
+    def shown_blocks(self) -> tuple[tuple[str, str], ...]:
+        """Each list of blocks or layer outside of them, `.#` after a list's name, and what reports call it."""
+        lines = [line.partition(" = ") for line in map(str.strip, self.blocks.splitlines()) if line]
+        return tuple((name, shown or name.removesuffix(".#")) for name, _, shown in lines)
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The lines of `layers`."""
@@ -202,24 +252,17 @@ class Family:
 
 
 def parsed_rows(text: str, aliases: Mapping[str, str] = MappingProxyType({})) -> tuple[Row, ...]:
-    """Read a table of layers; see `Family.layers`."""
-    rows = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        original, _, names = line.partition(" = ")
-        parts = tuple(
-            name.strip()
-            for name in (names or original).removesuffix(" swapped").removesuffix(" grouped").split(",")
-        )
-        also = original
-        for own, other in aliases.items():
-            also = also.replace(own, other)
-        rows.append(
-            Row(
-                original,
-                parts,
-                names.endswith(" swapped"),
-                names.endswith(" grouped"),
-                None if also == original else also,
-            )
-        )
-    return tuple(rows)
+    """Read a table of layers; see `Family.layers` and `Family.aliases`."""
+    return tuple(_parsed_row(line, aliases) for line in filter(None, map(str.strip, text.splitlines())))
+
+
+def _parsed_row(line: str, aliases: Mapping[str, str]) -> Row:
+    original, _, right = line.partition(" = ")
+    *names, last = (right or original).split(", ")
+    last, _, mark = last.partition(" ")
+    also = original
+    for name, other in aliases.items():
+        also = also.replace(name, other)
+    return Row(
+        original, (*names, last), mark == "swapped", mark == "grouped", also if also != original else None
+    )

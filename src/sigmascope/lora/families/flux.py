@@ -9,6 +9,7 @@ FLUX: Final = Family(
     title="FLUX",
     architecture="flux-1",
     base_version="flux1",
+    also_called=("Flux.1", "flux_kontext"),  # OneTrainer, musubi-tuner
     signatures={
         "diffusers": "x_embedder.weight time_text_embed.text_embedder.linear_1.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.weight vector_in.in_layer.weight double_blocks.0.img_attn.qkv.weight single_blocks.0.linear1.weight",
@@ -76,7 +77,8 @@ FLUX: Final = Family(
     """,
     attention=r"single_blocks\.\d+\.linear1$",
     around=r"single_blocks\.\d+\.linear2$",
-    encoders={"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
+    encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("t5xxl",)},
+    decides=("clip_l", "t5xxl"),
     kohya_encoders={**KOHYA_ENCODERS, "text_encoder_2": "lora_te3_"},
     lost=(Lost("diffusers", "comfyui", down="lora_A"), Lost("diffusers", "kohya")),
 )

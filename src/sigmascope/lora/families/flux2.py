@@ -74,6 +74,6 @@ FLUX2: Final = Family(
         proj_out
         final_layer.linear = proj_out
     """,
-    encoders={"text_encoder": "mistral3_24b"},
+    encoders={"text_encoder": ("mistral3_24b", "qwen3_4b", "qwen3_8b")},
     lost=(Lost("diffusers", "comfyui", down="lora_down"),),
 )

@@ -42,6 +42,11 @@ HIDREAM = Family(
         final_layer.adaLN = norm_out
         final_layer.linear = proj_out
     """,
-    encoders={"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
+    encoders={
+        "text_encoder": ("clip_l",),
+        "text_encoder_2": ("clip_g",),
+        "text_encoder_3": ("t5xxl",),
+        "text_encoder_4": ("llama",),
+    },
     kohya_naming="diffusers",
 )

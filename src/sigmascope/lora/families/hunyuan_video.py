@@ -8,6 +8,8 @@ HUNYUAN_VIDEO = Family(
     title="HunyuanVideo",
     architecture="hunyuan-video",
     base_version="hunyuan_video",
+    also_called=("framepack",),  # it has the same blocks
+    not_called=("hunyuan-video-1.5",),
     signatures={
         "diffusers": "x_embedder.proj.weight context_embedder.proj_in.weight single_transformer_blocks.0.proj_mlp.weight",
         "original": "img_in.proj.weight txt_in.input_embedder.weight double_blocks.0.img_attn.qkv.weight",
@@ -59,5 +61,6 @@ HUNYUAN_VIDEO = Family(
     blocks=FLUX.blocks,
     attention=FLUX.attention,
     around=FLUX.around,
-    encoders={"text_encoder": "llama", "text_encoder_2": "clip_l"},
+    encoders={"text_encoder": ("llama",), "text_encoder_2": ("clip_l",)},
+    decides=("llama",),
 )

@@ -1,67 +1,246 @@
 """The families that are known, and what follows from all of them together.
 
-To add a family, write a file with its `Family` and add it to `_ALL`. The order counts where two fit equally well.
+Every module beside this one that has a `Family` is read: to add a family, write a file. The order of the files has no
+meaning. A name is looked up in one index of all families (`RowIndex`), so that what a look-up costs does not grow with their number.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Final
 
-from sigmascope.lora.families.chroma import CHROMA
-from sigmascope.lora.families.family import Family, Part, Row, Shapes
-from sigmascope.lora.families.flux import FLUX
-from sigmascope.lora.families.flux2 import FLUX2
-from sigmascope.lora.families.hidream import HIDREAM
-from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO
-from sigmascope.lora.families.lbm import LBM
-from sigmascope.lora.families.ltx_video import LTX_VIDEO
-from sigmascope.lora.families.lumina2 import LUMINA2
-from sigmascope.lora.families.qwen_image import QWEN_IMAGE
-from sigmascope.lora.families.sd2 import SD2
-from sigmascope.lora.families.sd3 import SD3
-from sigmascope.lora.families.sd15 import SD15
-from sigmascope.lora.families.sdxl import SDXL
+from sigmascope.lora.families.family import COMFYUI_ENCODERS, Family, Part, Row, Shapes
 from sigmascope.lora.families.text_encoders import ENCODERS
-from sigmascope.lora.families.wan import WAN
-from sigmascope.lora.families.z_image import Z_IMAGE
 
-_ALL: Final = (
-    LBM,
-    SD15,
-    SD2,
-    SDXL,
-    FLUX,
-    FLUX2,
-    SD3,
-    WAN,
-    QWEN_IMAGE,
-    Z_IMAGE,
-    LUMINA2,
-    CHROMA,
-    HUNYUAN_VIDEO,
-    LTX_VIDEO,
-    HIDREAM,
-)
+_OF_THEM_ALL: Final = frozenset({"family", "known", "layouts"})
+"""The modules here that are about all families, and so hold no record."""
 
+
+def recorded() -> list[Family]:
+    """The records of the modules here, by name."""
+    package = __name__.rpartition(".")[0]
+    names = (module.name for module in iter_modules(sys.modules[package].__path__))
+    modules = [import_module(f"{package}.{name}") for name in names if name not in _OF_THEM_ALL]
+    families = {
+        id(value): value for module in modules for value in vars(module).values() if isinstance(value, Family)
+    }
+    return sorted(families.values(), key=lambda family: family.name)
+
+
+class RowIndex:
+    """The layers of all families, and of kinds of text encoders, by name.
+
+    Attributes:
+        by_original: The line of each table that has a layer of this original name; `#` is the number of a block.
+        by_part: The same by diffusers' name.
+        by_flat: The names whose dots became underscores. A name of a second dialect (`Row.also`) gives way to one that
+            is a layer's own.
+    """
+
+    def __init__(self, tables: Mapping[str, Iterable[Row]]) -> None:
+        self.by_original: dict[str, dict[str, Row]] = {}
+        self.by_part: dict[str, dict[str, Row]] = {}
+        own: set[str] = set()
+        others: set[str] = set()
+        for table, rows in tables.items():
+            for row in rows:
+                own |= {row.original, *row.parts}
+                others.update(row.originals)
+                for name in row.originals:
+                    self.by_original.setdefault(name, {})[table] = row
+                for name in row.parts:
+                    self.by_part.setdefault(name, {})[table] = row
+        self._having: dict[str, frozenset[str]] = {
+            name: frozenset({*self.by_original.get(name, ()), *self.by_part.get(name, ())})
+            for name in own | others
+        }
+        names = (*sorted(others), *sorted(own))  # the last of one flat name stays
+        self.by_flat: dict[str, str] = {name.replace(".", "_"): name for name in names}
+
+    def original(self, table: str, path: str) -> Row | None:
+        """The line of a layer by its original name, with the block's number in it."""
+        return _looked_up(self.by_original, table, path)
+
+    def part(self, table: str, path: str) -> Row | None:
+        """The line of a layer by its name in diffusers, with the block's number in it."""
+        return _looked_up(self.by_part, table, path)
+
+    def tables_with(self, path: str) -> frozenset[str]:
+        """The tables that have a layer of that name, in either naming."""
+        template, _ = _template(path)
+        return self._having.get(template) or self._having.get(path, frozenset())
+
+    def dotted(self, flat: str) -> str | None:
+        """The path of a layer whose dots became underscores, such as `double_blocks_3_img_attn_proj`."""
+        path = self.by_flat.get(flat)
+        block = _FLAT_BLOCK.search(flat) if path is None else None
+        if block is None:
+            return path
+        path = self.by_flat.get(f"{flat[: block.start()]}_#_{flat[block.end() :]}")
+        return None if path is None else path.replace("#", block[1])
+
+
+_BLOCK: Final = re.compile(r"\.(\d+)\.")
+_FLAT_BLOCK: Final = re.compile(r"_(\d+)_")
+
+
+def _template(path: str) -> tuple[str, str]:
+    """A path with `#` for its first number, and that number; what tables call it, if it is in a block."""
+    block = _BLOCK.search(path)
+    return (path, "") if block is None else (f"{path[: block.start()]}.#.{path[block.end() :]}", block[1])
+
+
+def _looked_up(names: Mapping[str, Mapping[str, Row]], table: str, path: str) -> Row | None:
+    template, number = _template(path)
+    row = names.get(template, {}).get(table)
+    return names.get(path, {}).get(table) if row is None else row.numbered(number)
+
+
+def parts_by_encoder(families: Iterable[Family]) -> dict[str, Part]:
+    """Which part of a model of no known family a text encoder is, by ComfyUI's name: that which all families say, or one decides.
+
+    Raises:
+        ValueError: Families differ, and none of them decides, or several.
+    """
+    said: dict[str, set[Part]] = {}
+    decided: dict[str, set[Part]] = {}
+    for family in families:
+        for part, encoders in family.encoders.items():
+            for encoder in encoders:
+                said.setdefault(encoder, set()).add(part)
+                if encoder in family.decides:
+                    decided.setdefault(encoder, set()).add(part)
+    parts = {encoder: decided.get(encoder, said[encoder]) for encoder in sorted(said)}
+    for encoder, of_encoder in parts.items():
+        if len(of_encoder) > 1:
+            raise ValueError(
+                f"{encoder} is {' and '.join(sorted(of_encoder))}: one family's record has to name it in `decides`"
+            )
+    return {encoder: next(iter(of_encoder)) for encoder, of_encoder in parts.items()}
+
+
+def encoder_parts(families: Iterable[Family]) -> dict[str, tuple[Part, ...]]:
+    """The parts that a text encoder may be, by ComfyUI's name: the usual one, those of families, and a model's only one."""
+    usual = {encoder: part for part, encoder in COMFYUI_ENCODERS.items()}
+    known = list(families)
+    said = {
+        (encoder, part) for family in known for part, names in family.encoders.items() for encoder in names
+    }
+    return {
+        encoder: tuple(
+            dict.fromkeys(
+                (
+                    usual.get(encoder, part),
+                    *sorted(also for name, also in said if name == encoder),
+                    "text_encoder",
+                )
+            )
+        )
+        for encoder, part in parts_by_encoder(known).items()
+    }
+
+
+def shown_blocks(families: Iterable[Family]) -> tuple[dict[str, str], dict[str, str]]:
+    """What reports call numbered lists of blocks, and layers outside of blocks, by any family's name for them.
+
+    Raises:
+        ValueError: Two families show one name differently.
+    """
+    lists: dict[str, str] = {}
+    singles: dict[str, str] = {}
+    for family in families:
+        for name, shown in (*family.shown_blocks, *((name, name) for name in family.extra_blocks)):
+            table = lists if name.endswith(".#") else singles
+            known = table.setdefault(name.removesuffix(".#"), shown)
+            if known != shown:
+                raise ValueError(f"{family.name} calls {name} {shown}, another family {known}")
+    return lists, singles
+
+
+def flow(families: Iterable[Family]) -> tuple[str, ...]:
+    """One order for what reports call the blocks of all families, in which each family's own are in its order."""
+    before: dict[str, set[str]] = {}
+    for family in families:
+        order = list(dict.fromkeys(shown for _, shown in family.shown_blocks))
+        for index, shown in enumerate(order):
+            before.setdefault(shown, set()).update(order[:index])
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ordered: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())  # by name where nothing else says so: the same in every run
+        ordered += ready
+        sorter.done(*ready)
+    return tuple(ordered)
+
+
+def by_header(families: Iterable[Family]) -> dict[str, str]:
+    """The family of each name that headers call it by, in the letters and digits of it alone; "" for another model.
+
+    Raises:
+        ValueError: Two families have one name.
+    """
+    named: dict[str, str] = {}
+    for family in families:
+        for names, name in ((family.header_names, family.name), (family.not_called, "")):
+            for spelling in map(plain, names):
+                if named.setdefault(spelling, name) != name:
+                    raise ValueError(f"{spelling} is the name of {name} and of {named[spelling]}")
+    return named
+
+
+def plain(name: str) -> str:
+    """Letters and digits alone: tools write Flux.2-dev, flux-2-dev and flux_2_dev."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_ALL: Final = tuple(recorded())
 FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in _ALL}
 """The families of models that are known, by name."""
 UNKNOWN: Final = Family(name="unknown", title="an unknown family", architecture="", base_version="")
 """What holds of a model of no family."""
 
 UNET_FAMILIES: Final = frozenset(name for name, family in FAMILIES.items() if family.is_unet)
-TRANSFORMERS: Final = tuple(name for name, family in FAMILIES.items() if family.rows)
 CONTEXT_WIDTHS: Final = {family.context_widths[0]: family.name for family in _ALL if family.context_widths}
 """U-Nets are told apart by the width of the context that their cross attention reads."""
 WIDTHS_BY_NAMES: Final = {width: family.name for family in _ALL for width in family.context_widths}
 """The same where only names are known, not what else the model has."""
+PARTS_BY_ENCODER: Final = parts_by_encoder(_ALL)
+ENCODER_PARTS: Final = encoder_parts(_ALL)
+BLOCK_LISTS, SINGLE_BLOCKS = shown_blocks(_ALL)
+FLOW: Final = flow(_ALL)
+"""What reports call blocks, in the order in which a latent passes them."""
+ATTENTION: Final = tuple(family.attention for family in _ALL if family.attention is not None)
+AROUND_ATTENTION: Final = tuple(family.around for family in _ALL if family.around is not None)
+
+_LAYERS: Final = RowIndex({family.name: family.rows for family in _ALL})
+_ENCODER_LAYERS: Final = RowIndex(ENCODERS)
+_VARIANTS: Final = [
+    (family.name, re.compile(family.variant)) for family in _ALL if family.variant is not None
+]
+_TWINS: Final = {family.twin: family.name for family in _ALL if family.twin is not None}
+_TWIN: Final = re.compile("|".join(map(re.escape, _TWINS)))
+_BY_HEADER: Final = by_header(_ALL)
 
 
 def family_named(name: str | None) -> Family:
     """The record of a family; `UNKNOWN` of any other name."""
     return FAMILIES.get(name or "", UNKNOWN)
+
+
+def family_of_header(text: str) -> str | None:
+    """The family that a value of a header names, such as `Flux.2-klein-4b`; None where it names none that is known.
+
+    Names of models are followed by their version, so the longest known name that the value begins with counts.
+    """
+    value = plain(text)
+    beginnings = (value[:length] for length in range(len(value), 0, -1))
+    return next((_BY_HEADER[name] or None for name in beginnings if name in _BY_HEADER), None)
 
 
 def likeliest(families: Iterable[str], shapes: Shapes) -> list[str]:
@@ -72,9 +251,11 @@ def likeliest(families: Iterable[str], shapes: Shapes) -> list[str]:
         shapes: Of weights, by the layer's path in the denoiser.
     """
     fitting = list(families)
+    if len(fitting) < 2:
+        return fitting
     width = _width(shapes)
-    as_wide = [name for name in fitting if width in FAMILIES[name].widths] or fitting
-    return [name for name in as_wide if FAMILIES[name].else_ not in as_wide]
+    as_wide = [name for name in fitting if width in family_named(name).widths] or fitting
+    return [name for name in as_wide if family_named(name).else_ not in as_wide]
 
 
 def _width(shapes: Shapes) -> int | None:
@@ -83,148 +264,64 @@ def _width(shapes: Shapes) -> int | None:
     return max(sides, key=lambda side: (sides[side], side), default=None)
 
 
-def _parts_by_encoder() -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    for family in _ALL:
-        for part, encoder in family.encoders.items():
-            parts.setdefault(encoder, part)
-    return parts
-
-
-PARTS_BY_ENCODER: Final = _parts_by_encoder()
-"""Which part a text encoder is, by ComfyUI's name, in a model of no known family: that of the first family that has it."""
-
-
 # Layers by name.
 
 
 def row_of_original(table: str, path: str) -> Row | None:
-    """The line of a layer by its original name, with the block's number in it."""
-    return _looked_up(table, _by_original(table), path)
+    """The line of a layer of a family, or of a kind of text encoder, by its original name, with the block's number in it."""
+    return (_ENCODER_LAYERS if table in ENCODERS else _LAYERS).original(table, path)
 
 
 def row_of_diffusers(table: str, path: str) -> Row | None:
-    """The line of a layer by its name in diffusers, with the block's number in it."""
-    return _looked_up(table, _by_part(table), path)
+    """The same by its name in diffusers."""
+    return (_ENCODER_LAYERS if table in ENCODERS else _LAYERS).part(table, path)
 
 
-def unflattened(flat: str, tables: Iterable[str]) -> str | None:
+def unflattened(flat: str, *, text_encoder: bool = False) -> str | None:
     """The dotted path of a layer whose dots became underscores, in the naming that it is of.
 
     Args:
         flat: Such as `double_blocks_3_img_attn_proj`.
-        tables: Families, or kinds of text encoders, whose layers to look through, in order.
+        text_encoder: Whether it is a text encoder's layer, and not a denoiser's.
 
     Returns:
-        The path; None for one that is in no table.
+        The path; None for one that no family has.
     """
-    numbers = re.findall(r"_(\d+)_", flat)
-    templates = (flat, *(flat.replace(f"_{number}_", "_#_", 1) for number in numbers[:1]))
-    for table in tables:
-        for template in templates:
-            path = _flat_names(table).get(template)
-            if path is not None:
-                return path.replace("#", numbers[0]) if "#" in path else path
-    return None
+    return (_ENCODER_LAYERS if text_encoder else _LAYERS).dotted(flat)
 
 
 def families_with(paths: Iterable[str]) -> list[str]:
     """The families that have every one of these dotted paths, in either naming."""
-    wanted = list(paths)
-    return [
-        family
-        for family in TRANSFORMERS
-        if wanted and all(row_of_original(family, path) or row_of_diffusers(family, path) for path in wanted)
-    ]
+    having: frozenset[str] | None = None
+    for path in paths:
+        having = _LAYERS.tables_with(path) if having is None else having & _LAYERS.tables_with(path)
+        if not having:
+            return []
+    return sorted(having or ())
+
+
+def known_names(paths: Iterable[str]) -> Counter[str]:
+    """How many of these paths each family has, or a variant of it; only families that have any."""
+    return Counter(family for path in paths for family in _families_of(path))
 
 
 def is_layer_of(family: str, path: str) -> bool:
     """Whether a transformer of a family, or of a variant of it, has a layer of that path in either naming."""
-    record = family_named(family)
-    if record.variant is not None and re.fullmatch(record.variant, path):
-        return True
-    own = path if record.twin is None else path.removeprefix(record.twin)
-    return row_of_original(family, own) is not None or row_of_diffusers(family, own) is not None
+    return family in _families_of(path)
+
+
+def without_twin(path: str) -> str:
+    """A layer's path, dotted or flat, as in the model's own blocks: without `Family.twin`."""
+    return path[len(_twin(path)) :]
+
+
+def _twin(path: str) -> str:
+    match = _TWIN.match(path)
+    return "" if match is None else match[0]
 
 
 @cache
-def rows(table: str) -> tuple[Row, ...]:
-    """The layers of a family, or of a kind of text encoder; empty for one that is not looked up by name."""
-    return ENCODERS.get(table, ()) or family_named(table).rows
-
-
-@cache
-def _numbered(table: str) -> re.Pattern[str]:
-    """What stands before and after the number of a block in the names of a table."""
-    lists = {
-        name.partition(".#.")[0]
-        for row in rows(table)
-        for name in (row.original, *row.parts)
-        if ".#." in name
-    }
-    return re.compile(rf"({'|'.join(map(re.escape, sorted(lists)))})\.(\d+)\.(.+)")
-
-
-def _looked_up(table: str, rows: Mapping[str, Row], path: str) -> Row | None:
-    block = _numbered(table).fullmatch(path)
-    if block is None:
-        return rows.get(path)
-    row = rows.get(f"{block[1]}.#.{block[3]}")
-    return None if row is None else row.numbered(block[2])
-
-
-@cache
-def _by_original(table: str) -> dict[str, Row]:
-    return {name: row for row in rows(table) for name in (row.original, row.also) if name is not None}
-
-
-@cache
-def _by_part(table: str) -> dict[str, Row]:
-    return {part: row for row in rows(table) for part in row.parts}
-
-
-@cache
-def _flat_names(table: str) -> dict[str, str]:
-    names = [name for row in rows(table) for name in (row.original, *row.parts, row.also) if name is not None]
-    return {name.replace(".", "_"): name for name in names}
-
-
-# Blocks by name.
-
-
-def _blocks(family: Family) -> list[tuple[str, str]]:
-    """Each list of blocks or layer outside of them, `.#` after a list's name, and what reports call it."""
-    lines = [line.partition(" = ") for line in map(str.strip, family.blocks.splitlines()) if line]
-    return [(name, shown or name.removesuffix(".#")) for name, _, shown in lines]
-
-
-def _shown() -> tuple[dict[str, str], dict[str, str]]:
-    lists: dict[str, str] = {}
-    singles: dict[str, str] = {}
-    for family in _ALL:
-        for name, shown in (*_blocks(family), *((name, name) for name in family.extra_blocks)):
-            table = lists if name.endswith(".#") else singles
-            known = table.setdefault(name.removesuffix(".#"), shown)
-            if known != shown:
-                raise ValueError(f"{family.name} calls {name} {shown}, another family {known}")
-    return lists, singles
-
-
-BLOCK_LISTS, SINGLE_BLOCKS = _shown()
-"""What reports call numbered lists of blocks, and layers outside of blocks, by any family's name for them."""
-
-
-def _flow() -> tuple[str, ...]:
-    """One order for the blocks of all families, in which each family's own are in its order."""
-    before: dict[str, list[str]] = {}  # lists: a set's order would differ from run to run
-    for family in _ALL:
-        order = list(dict.fromkeys(shown for _, shown in _blocks(family)))
-        for index, shown in enumerate(order):
-            before.setdefault(shown, []).extend(order[:index])
-    return tuple(TopologicalSorter(before).static_order())
-
-
-FLOW: Final = _flow()
-"""What reports call blocks, in the order in which a latent passes them."""
-ATTENTION: Final = tuple(family.attention for family in _ALL if family.attention is not None)
-AROUND_ATTENTION: Final = tuple(family.around for family in _ALL if family.around is not None)
+def _families_of(path: str) -> frozenset[str]:
+    families = _LAYERS.tables_with(path) | {name for name, variant in _VARIANTS if variant.fullmatch(path)}
+    twin = _twin(path)
+    return families | ({_TWINS[twin]} & _LAYERS.tables_with(path[len(twin) :]) if twin else set())

@@ -5,14 +5,22 @@ diffusers' models and of the files that the families were published in; what ano
 differs from in shapes or blocks (`family_misfit`). A U-Net's family shows in the width of its cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from sigmascope.lora.families.family import Part, Shapes
-from sigmascope.lora.families.known import CONTEXT_WIDTHS, FAMILIES, PARTS_BY_ENCODER, family_named
+from sigmascope.lora.families.known import (
+    CONTEXT_WIDTHS,
+    FAMILIES,
+    PARTS_BY_ENCODER,
+    family_named,
+    likeliest,
+)
 
 _WEIGHT: Final = ".weight"
+_NUMBER: Final = re.compile(r"\.\d+\.")
 _DENOISER_PREFIXES: Final = ("", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.")
 # What stands before the keys of each part: in diffusers' folders, in single files, and in LBM's checkpoints.
 _COMPONENTS: Final[tuple[tuple[Part, str], ...]] = (
@@ -23,6 +31,7 @@ _COMPONENTS: Final[tuple[tuple[Part, str], ...]] = (
     ("text_encoder", "text_encoder."),
     ("text_encoder_2", "text_encoder_2."),
     ("text_encoder_3", "text_encoder_3."),
+    ("text_encoder_4", "text_encoder_4."),
 )
 SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
     ("denoiser", "model.diffusion_model."),
@@ -98,14 +107,27 @@ def layout_of(infos: Shapes) -> ModelLayout:
     if any(key.startswith("denoiser.") and key.endswith(".weight") for key in infos):
         return ModelLayout("lbm", "lbm", _present(infos, _LBM))
     for prefix in _DENOISER_PREFIXES:
-        for family in FAMILIES.values():
-            for naming, keys in family.signatures.items():
-                if not all(prefix + key in infos for key in keys.split()):
-                    continue
-                name = unet_family(infos, prefix) if family.is_unet else family.name
-                if family_misfit(name, _layers_under(infos, prefix)) is None:
-                    return ModelLayout(name, naming, _prefixes(infos, prefix, name))
+        namings = dict(_signed(infos, prefix))
+        layers = _layers_under(infos, prefix) if namings else {}
+        fitting = [name for name in namings if family_misfit(name, layers) is None]
+        told = likeliest(fitting, layers)
+        if len(told) == 1:
+            return ModelLayout(told[0], namings[told[0]], _prefixes(infos, prefix, told[0]))
     return _without_denoiser(infos)
+
+
+def _signed(infos: Shapes, prefix: str) -> Iterator[tuple[str, str]]:
+    """The families that a denoiser has the signature of, and its naming there; of U-Nets the one that it is."""
+    unets: dict[str, str] = {}
+    for family in FAMILIES.values():
+        for naming, keys in family.signatures.items():
+            if not all(prefix + key in infos for key in keys.split()):
+                continue
+            if not family.is_unet:
+                yield family.name, naming
+            elif not unets:  # all U-Nets have one signature
+                unets = {unet_family(infos, prefix): naming}
+                yield from unets.items()
 
 
 def _layers_under(infos: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -141,8 +163,9 @@ def family_misfit(family: str, shapes: Shapes) -> str | None:
         if widest is not None and name in blocks and "attn." in path:
             wide = f"{path} reads {shape[1]} features, more than {widest}"
             attention.append(wide if shape[1] > widest else None)
+        layer = _NUMBER.sub(".0.", path)
         for ratio in record.ratios:
-            if ratio.matches(path):
+            if ratio.matches(layer):
                 out, inner = ratio.outputs, ratio.inputs
                 times = f"{out} times as many outputs as inputs"
                 if inner > out:
@@ -158,11 +181,14 @@ def family_misfit(family: str, shapes: Shapes) -> str | None:
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
     if denoiser in {"unet.", "transformer."}:
         return _present(infos, _COMPONENTS) | {"denoiser": denoiser}
-    own = {
-        f"text_encoders.{encoder}.transformer.": part
-        for part, encoder in family_named(family).encoders.items()
-    }
-    prefixes = _present(infos, ((own.get(prefix, part), prefix) for part, prefix in SINGLE_FILE))
+    own = [
+        (part, f"text_encoders.{encoder}.transformer.")
+        for part, encoders in family_named(family).encoders.items()
+        for encoder in encoders
+    ]
+    taken = {prefix for _, prefix in own}
+    others = (entry for entry in SINGLE_FILE if entry[1] not in taken)
+    prefixes = _present(infos, (*own, *others))
     return prefixes | {"denoiser": denoiser}
 
 

@@ -39,5 +39,5 @@ LTX_VIDEO = Family(
         transformer_blocks.#
         proj_out
     """,
-    encoders={"text_encoder": "t5xxl"},
+    encoders={"text_encoder": ("t5xxl",)},
 )

@@ -45,5 +45,5 @@ LUMINA2 = Family(
     """,
     attention=r"(?:layers|refiner)\.\d+\.attention\.",
     around=r"\.feed_forward\.",
-    encoders={"text_encoder": "gemma2_2b"},
+    encoders={"text_encoder": ("gemma2_2b",)},
 )

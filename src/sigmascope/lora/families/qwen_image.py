@@ -41,6 +41,6 @@ QWEN_IMAGE: Final = Family(
         norm_out
         proj_out
     """,
-    encoders={"text_encoder": "qwen25_7b"},
+    encoders={"text_encoder": ("qwen25_7b",)},
     kohya_naming="diffusers",
 )

@@ -9,6 +9,7 @@ SD3: Final = Family(
     title="Stable Diffusion 3",
     architecture="stable-diffusion-3",
     base_version="sd3",
+    also_called=("stable-diffusion-v3",),  # OneTrainer
     signatures={
         "diffusers": "pos_embed.proj.weight context_embedder.weight transformer_blocks.0.norm1_context.linear.weight",
         "original": "x_embedder.proj.weight context_embedder.weight joint_blocks.0.x_block.attn.qkv.weight",
@@ -56,6 +57,6 @@ SD3: Final = Family(
         proj_out
         final_layer.linear = proj_out
     """,
-    encoders={"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
+    encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("clip_g",), "text_encoder_3": ("t5xxl",)},
     lost=(Lost("diffusers", "comfyui"), Lost("diffusers", "kohya")),
 )

@@ -67,6 +67,6 @@ WAN: Final = Family(
         head = proj_out
     """,
     extra_blocks=("audio_injector", "casual_audio_encoder"),
-    encoders={"text_encoder": "umt5xxl"},
+    encoders={"text_encoder": ("umt5xxl",)},
     lost=(Lost("diffusers", "kohya"),),
 )

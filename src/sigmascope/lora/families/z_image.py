@@ -60,7 +60,7 @@ Z_IMAGE: Final = Family(
     """,
     attention=r"(?:layers|refiner)\.\d+\.attention\.",
     around=r"\.feed_forward\.",
-    encoders={"text_encoder": "qwen3_4b"},
+    encoders={"text_encoder": ("qwen3_4b",)},
     lost=(
         Lost("diffusers", "comfyui", r".*\.attention\.qkv|x_embedder|final_layer\..*"),
         Lost("diffusers", "comfyui", r".*\.attention\.out", down="lora_A"),
