@@ -115,6 +115,16 @@ class KeyGroups:
     unused: list[str] = field(default_factory=list)
     by_peft: bool = False
 
+    @property
+    def any_flat(self) -> bool:
+        """Whether some name is one word, as kohya's are."""
+        return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in self.groups)
+
+    @property
+    def any_of_comfyui(self) -> bool:
+        """Whether some name begins as ComfyUI's do."""
+        return any(name.startswith(COMFYUI_STARTS) for name in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class FactorKeys:
@@ -156,7 +166,8 @@ class LoraFormat:
 
     Attributes:
         name: As in `LoraFile.format`.
-        recognises: Whether a file with these keys is of this format.
+        recognises: Whether a file with these keys is of this format, and of no other that recognises it.
+        takes_rest: Whether it takes the files that no other format recognises.
         used_by: Who reads it, for users.
         usual_naming: In which naming of a known family's layers its names are; None: the checkpoint's own.
         writable: Namings of a model whose family is not known that it can be written from: such a model's own names
@@ -173,6 +184,7 @@ class LoraFormat:
     writable: frozenset[str]
     module_name: Callable[[Part, str, ModelLayout, str | None], str]
     keys: FactorKeys = field(default_factory=FactorKeys)
+    takes_rest: bool = False
 
     def naming(self, family: str) -> Naming | None:
         """In which naming of a family's layers the names are; None: the checkpoint's own."""
@@ -294,9 +306,7 @@ KOHYA = LoraFormat(
     name="kohya",
     used_by="ComfyUI, Forge, sd-scripts, LyCORIS",
     writable=frozenset({"original", "unknown"}),
-    recognises=lambda groups: any(
-        name.startswith(FLAT_PREFIXES) and "." not in name for name in groups.groups
-    ),
+    recognises=lambda groups: groups.any_flat,
     usual_naming="original",
     module_name=_kohya_module_name,
 )
@@ -350,7 +360,7 @@ PEFT = LoraFormat(
     name="peft",
     used_by="pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
     writable=frozenset({"diffusers"}),
-    recognises=lambda groups: groups.by_peft,
+    recognises=lambda groups: groups.by_peft and not (groups.any_flat or groups.any_of_comfyui),
     usual_naming="diffusers",
     module_name=_peft_module_name,
     keys=FactorKeys(
@@ -382,7 +392,7 @@ COMFYUI = LoraFormat(
     name="comfyui",
     used_by="ComfyUI's LoRA loaders",
     writable=frozenset({"original"}),
-    recognises=lambda groups: any(name.startswith(COMFYUI_STARTS) for name in groups.groups),
+    recognises=lambda groups: groups.any_of_comfyui and not groups.any_flat,
     usual_naming="original",
     module_name=_comfyui_module_name,
 )
@@ -392,12 +402,13 @@ NATIVE = LoraFormat(
     name="native",
     used_by="sigmascope lora validate, merge, inspect; sigmascope lbm infer --lora_path",
     writable=frozenset({"diffusers", "original", "unknown"}),
-    recognises=lambda groups: bool(groups.groups),  # every file of dotted paths that no other format claims
+    recognises=lambda groups: bool(groups.groups),
+    takes_rest=True,
     usual_naming=None,
     module_name=lambda part, path, layout, prefix: layout.prefixes.get(part, "") + path,
 )
-FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
-"""In the order in which they are tried."""
+FORMATS: Final = tuple(value for value in list(globals().values()) if isinstance(value, LoraFormat))
+"""All that this module defines."""
 
 
 def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat:
@@ -411,9 +422,9 @@ def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat
     Raises:
         LoraFormatError: Its keys follow none.
     """
-    for lora_format in FORMATS:
-        if lora_format.recognises(groups):
-            return lora_format
+    matching = [lora_format for lora_format in FORMATS if lora_format.recognises(groups)]
+    if matching:
+        return min(matching, key=lambda lora_format: lora_format.takes_rest)
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     if not keys:
         raise LoraFormatError(

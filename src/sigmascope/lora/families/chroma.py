@@ -1,11 +1,11 @@
 """Chroma: FLUX.1 without modulation in the blocks, which one network gives to all."""
 
-from sigmascope.lora.families.family import Family
-from sigmascope.lora.families.flux import FLUX
+from typing import Final
 
-_GONE = ("_mod.lin", "modulation", "time_in", "vector_in", "guidance_in", "adaLN")
-_NUMBER = r"distilled_guidance_layer"
-CHROMA = Family(
+from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX
+
+CHROMA: Final = Family(
     name="chroma",
     title="Chroma",
     architecture="chroma",
@@ -20,8 +20,11 @@ CHROMA = Family(
     widest=FLUX.widest,
     widths=FLUX.widths,
     else_="flux",
-    layers="\n".join(line for line in FLUX.layers.splitlines() if not any(gone in line for gone in _GONE))
+    layers=BLOCK_LAYERS
     + """
+        img_in = x_embedder
+        txt_in = context_embedder
+        final_layer.linear = proj_out
         distilled_guidance_layer.in_proj
         distilled_guidance_layer.out_proj
         distilled_guidance_layer.layers.#.in_layer = distilled_guidance_layer.layers.#.linear_1

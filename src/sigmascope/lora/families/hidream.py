@@ -1,18 +1,41 @@
 """HiDream-I1. Its own names are diffusers'."""
 
+from typing import Final
+
 from sigmascope.lora.families.family import Family
 
-_ATTENTION = "".join(
-    f"LIST.#.block.attn1.{layer}\n"
-    for layer in ("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t")
-)
-_FEED = "".join(
-    f"LIST.#.block.{net}.w{number}\n"
-    for net in ("ff_t", "ff_i.shared_experts", *(f"ff_i.experts.{expert}" for expert in range(4)))
-    for number in (1, 2, 3)
-)
-_BLOCK = _ATTENTION + _FEED + "LIST.#.block.adaLN_modulation.1\n"
-HIDREAM = Family(
+_BLOCK: Final = """
+    LIST.#.block.attn1.to_q
+    LIST.#.block.attn1.to_k
+    LIST.#.block.attn1.to_v
+    LIST.#.block.attn1.to_out
+    LIST.#.block.attn1.to_q_t
+    LIST.#.block.attn1.to_k_t
+    LIST.#.block.attn1.to_v_t
+    LIST.#.block.attn1.to_out_t
+    LIST.#.block.ff_t.w1
+    LIST.#.block.ff_t.w2
+    LIST.#.block.ff_t.w3
+    LIST.#.block.ff_i.shared_experts.w1
+    LIST.#.block.ff_i.shared_experts.w2
+    LIST.#.block.ff_i.shared_experts.w3
+    LIST.#.block.ff_i.experts.0.w1
+    LIST.#.block.ff_i.experts.0.w2
+    LIST.#.block.ff_i.experts.0.w3
+    LIST.#.block.ff_i.experts.1.w1
+    LIST.#.block.ff_i.experts.1.w2
+    LIST.#.block.ff_i.experts.1.w3
+    LIST.#.block.ff_i.experts.2.w1
+    LIST.#.block.ff_i.experts.2.w2
+    LIST.#.block.ff_i.experts.2.w3
+    LIST.#.block.ff_i.experts.3.w1
+    LIST.#.block.ff_i.experts.3.w2
+    LIST.#.block.ff_i.experts.3.w3
+    LIST.#.block.adaLN_modulation.1
+"""
+_CAPTIONS: Final = 49
+"""Matrices of `caption_projection`: one for each of the 48 blocks, which read a layer of Llama each, and one for T5."""
+HIDREAM: Final = Family(
     name="hidream",
     title="HiDream",
     architecture="hidream-i1",
@@ -22,7 +45,7 @@ HIDREAM = Family(
     },
     widths=(2560,),
     layers="".join(_BLOCK.replace("LIST", name) for name in ("double_stream_blocks", "single_stream_blocks"))
-    + "".join(f"caption_projection.{number}.linear\n" for number in range(50))
+    + "".join(f"caption_projection.{number}.linear\n" for number in range(_CAPTIONS))
     + """
         x_embedder.proj
         t_embedder.timestep_embedder.linear_1

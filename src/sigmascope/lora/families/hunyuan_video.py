@@ -1,9 +1,11 @@
 """HunyuanVideo: FLUX.1's blocks, more of them; its own files say `img_attn_qkv` and `fc1`, ComfyUI's FLUX' names."""
 
-from sigmascope.lora.families.family import Family
-from sigmascope.lora.families.flux import FLUX
+from typing import Final
 
-HUNYUAN_VIDEO = Family(
+from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, POOLED_TEXT
+
+HUNYUAN_VIDEO: Final = Family(
     name="hunyuan_video",
     title="HunyuanVideo",
     architecture="hunyuan-video",
@@ -24,11 +26,10 @@ HUNYUAN_VIDEO = Family(
         "single_transformer_blocks": 40,
     },
     else_="flux",
-    layers="\n".join(
-        line
-        for line in FLUX.layers.splitlines()
-        if "blocks.#" in line or "vector_in" in line or "final_layer" in line
-    )
+    layers=BLOCK_LAYERS
+    + MODULATION
+    + POOLED_TEXT
+    + LAST
     + """
         img_in.proj = x_embedder.proj
         txt_in.input_embedder = context_embedder.proj_in

@@ -1,8 +1,10 @@
 """LTX-Video: diffusers' names but for three."""
 
+from typing import Final
+
 from sigmascope.lora.families.family import Family, Ratio
 
-LTX_VIDEO = Family(
+LTX_VIDEO: Final = Family(
     name="ltx_video",
     title="LTX-Video",
     architecture="ltx-video",
@@ -16,12 +18,15 @@ LTX_VIDEO = Family(
         Ratio(r"transformer_blocks\.\d+\.ff\.net\.2", 1, 4),
     ),
     widths=(2048, 4096),
-    layers="\n".join(
-        f"transformer_blocks.#.{attn}.{layer}"
-        for attn in ("attn1", "attn2")
-        for layer in ("to_q", "to_k", "to_v", "to_out.0")
-    )
-    + """
+    layers="""
+        transformer_blocks.#.attn1.to_q
+        transformer_blocks.#.attn1.to_k
+        transformer_blocks.#.attn1.to_v
+        transformer_blocks.#.attn1.to_out.0
+        transformer_blocks.#.attn2.to_q
+        transformer_blocks.#.attn2.to_k
+        transformer_blocks.#.attn2.to_v
+        transformer_blocks.#.attn2.to_out.0
         transformer_blocks.#.ff.net.0.proj
         transformer_blocks.#.ff.net.2
         patchify_proj = proj_in

@@ -1,8 +1,11 @@
 """Lumina 2: grouped attention, whose queries are as wide as the model and whose keys and values are narrower."""
 
-from sigmascope.lora.families.family import Family
+from typing import Final
 
-_BLOCK = """
+from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
+
+_LISTS: Final = ("noise_refiner", "context_refiner", "layers")
+_BLOCK: Final = """
     LIST.#.attention.qkv = LIST.#.attn.to_q, LIST.#.attn.to_k, LIST.#.attn.to_v grouped
     LIST.#.attention.out = LIST.#.attn.to_out.0
     LIST.#.attention.q_norm = LIST.#.attn.norm_q
@@ -12,8 +15,7 @@ _BLOCK = """
     LIST.#.feed_forward.w3 = LIST.#.feed_forward.linear_3
     LIST.#.adaLN_modulation.1 = LIST.#.norm1.linear
 """
-LUMINA2 = Family(
-    else_="z_image",
+LUMINA2: Final = Family(
     name="lumina2",
     title="Lumina 2",
     architecture="lumina-2",
@@ -23,7 +25,8 @@ LUMINA2 = Family(
         "original": "x_embedder.weight cap_embedder.1.weight layers.0.attention.qkv.weight layers.0.adaLN_modulation.1.weight",
     },
     widths=(2304,),
-    layers="".join(_BLOCK.replace("LIST", name) for name in ("noise_refiner", "context_refiner", "layers"))
+    else_="z_image",
+    layers="".join(_BLOCK.replace("LIST", name) for name in _LISTS)
     + """
     x_embedder
     cap_embedder.0 = time_caption_embed.caption_embedder.0
@@ -45,5 +48,6 @@ LUMINA2 = Family(
     """,
     attention=r"(?:layers|refiner)\.\d+\.attention\.",
     around=r"\.feed_forward\.",
+    kohya_encoders={**KOHYA_ENCODERS, "text_encoder": "lora_te_"},
     encoders={"text_encoder": ("gemma2_2b",)},
 )
