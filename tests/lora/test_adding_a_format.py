@@ -23,14 +23,13 @@ SHOUTED = LoraFormat(
 """
 USE = """
 import torch
-from sigmascope.lora import convert_lora, load_lora
+from sigmascope import convert_lora, load_lora
 from safetensors.torch import save_file
 name = "transformer.transformer_blocks.0.attn.to_q"
 save_file({f"{name}.lora_A.weight": torch.ones(1, 4), f"{name}.lora_B.weight": torch.ones(4, 1)}, "peft.safetensors")
 convert_lora("peft.safetensors", "shouted.safetensors", "shouted", family="flux")
 lora = load_lora("shouted.safetensors")
 print(lora.format, *lora.modules)
-convert_lora("shouted.safetensors", "kohya.safetensors", "native", family="flux")
 """
 
 
@@ -54,7 +53,7 @@ def test_a_format_is_its_class_and_its_name(tmp_path: Path) -> None:
         )
         return run.stdout
 
-    assert "shouted" in said("-m", "sigmascope", "lora", "convert", "--help")
+    assert "shouted" in said("-m", "sigmascope", "lora", "extract", "--help")
     assert said("-c", USE) == "shouted LOUD!transformer_blocks.0.attn.to_q\n"
 
 

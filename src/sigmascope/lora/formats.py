@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -407,8 +407,13 @@ NATIVE = LoraFormat(
     usual_naming=None,
     module_name=lambda part, path, layout, prefix: layout.prefixes.get(part, "") + path,
 )
-FORMATS: Final = tuple(value for value in list(globals().values()) if isinstance(value, LoraFormat))
-"""All that this module defines."""
+FORMATS: Final = tuple(
+    sorted(
+        (value for value in list(globals().values()) if isinstance(value, LoraFormat)),
+        key=lambda lora_format: get_args(FormatName).index(lora_format.name),
+    )
+)
+"""All that this module defines, as commands list them."""
 
 
 def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat:

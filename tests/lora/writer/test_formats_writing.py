@@ -402,7 +402,7 @@ def test_a_layer_is_not_written_twice(make_factors: MakeFactors, file: Path) -> 
 
 
 def test_an_unknown_format_is_refused_with_those_that_there_are(file: Path) -> None:
-    with pytest.raises(LoraFormatError, match=r"no LoRA format 'gguf'.*kohya, comfyui, peft, native"):
+    with pytest.raises(LoraFormatError, match=r"no LoRA format 'gguf'.*native, kohya, peft, comfyui"):
         LoraWriter(file, format="gguf")
 
 
