@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from sigmascope import convert_lora, merge_into_checkpoint
 
 
-def ltx(d: Any) -> nn.Module:
+def ltx(d: Any) -> Any:
     return d.LTXVideoTransformer3DModel(
         in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=32,
         num_layers=2, caption_channels=32,
     )  # fmt: skip
 
 
-def hidream(d: Any) -> nn.Module:
+def hidream(d: Any) -> Any:
     return d.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
         num_attention_heads=4, caption_channels=[32, 16], text_emb_dim=64, axes_dims_rope=(4, 2, 2),
@@ -31,28 +31,28 @@ def hidream(d: Any) -> nn.Module:
     )  # fmt: skip
 
 
-def lumina2(d: Any) -> nn.Module:
+def lumina2(d: Any) -> Any:
     return d.Lumina2Transformer2DModel(
         sample_size=16, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4,
         num_kv_heads=2, multiple_of=16, axes_dim_rope=[4, 4, 4], axes_lens=[32, 32, 32], cap_feat_dim=32,
     )  # fmt: skip
 
 
-def hunyuan(d: Any) -> nn.Module:
+def hunyuan(d: Any) -> Any:
     return d.HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=2,
         num_single_layers=2, num_refiner_layers=1, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
     )  # fmt: skip
 
 
-def flux(d: Any) -> nn.Module:
+def flux(d: Any) -> Any:
     return d.FluxTransformer2DModel(
         in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8],
     )  # fmt: skip
 
 
-REPORTS: dict[str, tuple[Callable[[Any], nn.Module], str, tuple[str, str], float | None]] = {
+REPORTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, str], float | None]] = {
     "ltx-diffsynth": (ltx, "", ("lora_A.default.weight", "lora_B.default.weight"), None),
     "ltx-finetrainers": (ltx, "transformer.", ("lora_A.weight", "lora_B.weight"), None),
     "hidream-onetrainer": (hidream, "transformer.", ("lora_down.weight", "lora_up.weight"), 2.0),
