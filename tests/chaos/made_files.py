@@ -86,7 +86,7 @@ def make_specimens(folder: Path) -> list[Specimen]:
     add("weights", "in.gguf", _gguf, beside)
     add("index", "in.safetensors.index.json", lambda path: _index(path, models[0]), beside)
     _run(folder / "other.json")
-    old = Path(__file__).parents[1] / "records/data/run_schema_1.json"
+    old = Path(__file__).parents[1] / "records/data/run_schema_2.json"
     for make in (_run, lambda path: shutil.copy(old, path)):
         add("run", "in.json", make, [folder / "other.json"])
     add("dump", "in.safetensors", _dump)

@@ -5,8 +5,7 @@ understood. One of an earlier schema is migrated: each step is a pure function o
 to the next, so that a run of any age passes through all of them. Whoever changes a type in `records` in a way
 that shows in the file raises `CURRENT_SCHEMA` and adds the step.
 
-* Schema 1: the columns of `steps` were `started_ms`, `step_ms` and `gpu_ms`, in milliseconds.
-* Schema 2: they are `started`, `seconds` and `gpu_seconds`, in seconds, as all other times are.
+* Schema 2: the first.
 * Schema 3: `folded`, the sums of earlier stages. A run without is written in schema 2, which it is word for word.
 
 Plain values become the types of `records`, and these plain values, strictly: nothing is coerced, nothing
@@ -43,8 +42,6 @@ _MOST_BYTES = 128 << 20
 CURRENT_SCHEMA = 3
 _WITHOUT_FOLDED: Final = 2
 Plain = dict[str, Any]
-_COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
-"""What schema 2 calls the columns of schema 1."""
 
 Record = TypeVar("Record")
 _MOST: Final = 2**64
@@ -146,8 +143,9 @@ def _schema_and_run(document: object, source: Path) -> tuple[int, dict[str, Any]
     if not isinstance(document, dict) or not {"schema", "run"} <= document.keys():
         raise RecordError(source, "is JSON, but not a run of Sigmascope.", hint=_HINT)
     schema, plain = document["schema"], document["run"]
-    if type(schema) is not int or schema < 1:
-        raise RecordError(source, f"is damaged: its schema is {schema!r}, not a positive integer.")
+    oldest = min(MIGRATIONS)
+    if type(schema) is not int or schema < oldest:
+        raise RecordError(source, f"is damaged: its schema is {schema!r}, not {oldest} to {CURRENT_SCHEMA}.")
     if schema > CURRENT_SCHEMA:
         message = f"has schema {schema}; this version of Sigmascope reads schemas up to {CURRENT_SCHEMA}."
         raise NewerSchemaError(source, message, hint="Upgrade Sigmascope.")
@@ -168,45 +166,12 @@ def migrate(run: Plain, schema: int) -> Plain:
     return run
 
 
-def seconds_for_milliseconds(run: Plain) -> Plain:
-    """From schema 1 to 2: step columns in seconds, under the names they have since."""
-    return {**run, "stages": [_stage_in_seconds(stage) for stage in _objects(run, "stages")]}
-
-
-def _stage_in_seconds(stage: Plain) -> Plain:
-    children = [_stage_in_seconds(child) for child in _objects(stage, "children")]
-    return {**stage, "children": children, "steps": _steps_in_seconds(stage.get("steps", {}))}
-
-
-def _objects(parent: Plain, name: str) -> list[Plain]:
-    """The objects in a list of the file, which may be damaged."""
-    objects = parent.get(name, [])
-    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
-        raise TypeError(f"{name} is not a list of objects")
-    return objects
-
-
-def _steps_in_seconds(steps: object) -> Plain:
-    if not isinstance(steps, dict):
-        raise TypeError("steps is not an object")
-    others = {name: column for name, column in steps.items() if name not in _COLUMNS}
-    renamed = {
-        new: [None if value is None else value / 1e3 for value in steps[old]]
-        for old, new in _COLUMNS.items()
-        if old in steps
-    }
-    reasons = {_COLUMNS.get(name, name): reason for name, reason in steps.get("unavailable", {}).items()}
-    return {**others, **renamed, "unavailable": reasons}
-
-
 def nothing_folded(run: Plain) -> Plain:
     """From schema 2 to 3: all stages are there one by one."""
     return run
 
 
-MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType(
-    {1: seconds_for_milliseconds, 2: nothing_folded}
-)
+MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({2: nothing_folded})
 """The step from each older schema to the next."""
 
 
