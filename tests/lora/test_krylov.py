@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sigmascope.lora import linalg as krylov
 from sigmascope.lora.decompose import leading_vectors, left_directions, to_ordinary_scale
-from sigmascope.lora.linalg import leading_subspace, orthonormal, orthonormal_rows, whitening
+from sigmascope.lora.linalg import leading_subspace, orthonormal_rows, whitening
 
 TOLERANCE = 1e-3
 
@@ -101,15 +101,13 @@ def test_what_bfloat16_cannot_resolve_is_found_in_float32(monkeypatch: pytest.Mo
     assert error_over_optimum(matrix, found.vectors, 16) <= 1 + 5 * TOLERANCE
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_energy() -> None:
+def test_the_same_matrix_gives_the_same_bits_whatever_was_drawn_before() -> None:
     matrix = with_spectrum(200, 260, power_law(200, 0.7))
     energy = float(matrix.double().square().sum())
-    first, again, other = (
-        leading_subspace(matrix, 8, total_energy=energy, tolerance=TOLERANCE, seed=seed) for seed in (0, 0, 1)
-    )
+    first = leading_subspace(matrix, 8, total_energy=energy, tolerance=TOLERANCE)
+    torch.randn(3)
+    again = leading_subspace(matrix, 8, total_energy=energy, tolerance=TOLERANCE)
     assert torch.equal(first.vectors, again.vectors)
-    assert not torch.equal(first.vectors, other.vectors)
-    assert first.captured == pytest.approx(other.captured, rel=TOLERANCE)
 
 
 def test_a_matrix_of_lower_rank_than_asked_gives_that_many_directions() -> None:
@@ -138,16 +136,16 @@ def test_scaling_by_powers_of_two_is_exact_and_brings_squares_into_range(magnitu
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 100))
-def test_orthonormal_columns_span_what_they_were_made_of(rows: int, columns: int, seed: int) -> None:
+def test_orthonormal_rows_span_what_they_were_made_of(rows: int, columns: int, seed: int) -> None:
     block = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    once = orthonormal(block)
-    assert once.shape[1] <= min(rows, columns)
-    identity = torch.eye(once.shape[1], dtype=torch.float64)
+    once = orthonormal_rows(block)
+    assert once.shape[0] <= min(rows, columns)
+    identity = torch.eye(once.shape[0], dtype=torch.float64)
     # What is kept has 8·√k·eps of the largest eigenvalue, whose rounding is about eps: off by 1 / 8√k at most.
     bound = 1.2 / (8 * math.sqrt(min(rows, columns)))
-    torch.testing.assert_close(once.double().T @ once.double(), identity, atol=bound, rtol=0)
-    twice = orthonormal(once).double()
-    torch.testing.assert_close(twice.T @ twice, identity, atol=1e-5, rtol=0)
+    torch.testing.assert_close(once.double() @ once.double().T, identity, atol=bound, rtol=0)
+    twice = orthonormal_rows(once).double()
+    torch.testing.assert_close(twice @ twice.T, identity, atol=1e-5, rtol=0)
 
 
 def test_whitening_leaves_out_what_is_dependent() -> None:
@@ -158,8 +156,8 @@ def test_whitening_leaves_out_what_is_dependent() -> None:
     torch.testing.assert_close(white.T @ (columns.T @ columns) @ white, torch.eye(6), atol=1e-3, rtol=0)
 
 
-def test_zero_columns_have_no_orthonormal_basis() -> None:
-    assert orthonormal(torch.zeros(10, 3)).shape == (10, 0)
+def test_zero_rows_have_no_orthonormal_basis() -> None:
+    assert orthonormal_rows(torch.zeros(3, 10)).shape == (0, 10)
 
 
 @pytest.mark.usefixtures("fast_dtype")

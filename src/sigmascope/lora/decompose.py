@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
+from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
 from sigmascope.lora.linalg import (
     GOOD_PART,
@@ -45,8 +45,8 @@ from sigmascope.lora.linalg import (
 )
 from sigmascope.lora.statistics import LayerMetric
 
-TOLERANCE: Final = 1e-3
-"""By default the error may exceed the optimum by at most this share of it."""
+_TOLERANCE: Final = 1e-3
+"""The error may exceed the optimum by at most this share of it."""
 _SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
 _ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
@@ -310,8 +310,6 @@ def leading_vectors(
     rank: int,
     *,
     total_energy: float,
-    tolerance: float = TOLERANCE,
-    seed: int = 0,
     rounded: Float[Tensor, "m n"] | None = None,
     steep: bool = False,
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "m k"]]:
@@ -324,8 +322,6 @@ def leading_vectors(
         work: float32 or float64, finite, of ordinary scale (see `to_ordinary_scale`).
         rank: At least 1.
         total_energy: ‖work‖², summed in float64.
-        tolerance: Largest relative excess of the error over the optimum.
-        seed: Of the iteration's random start.
         rounded: `work` in bfloat16, where it is at hand.
         steep: Its singular values are likely to fall fast, as those of a weighed change do.
     """
@@ -337,8 +333,7 @@ def leading_vectors(
             work,
             kept,
             total_energy=total_energy,
-            tolerance=tolerance,
-            seed=seed,
+            tolerance=_TOLERANCE,
             rounded=rounded,
             steep=steep,
         )
@@ -403,16 +398,6 @@ class Projection:
     def energies(self) -> Float[Tensor, " r"]:
         """The squared singular values of P·A, falling."""
         return self._eigen[0]
-
-    @property
-    def coordinates(self) -> Float[Tensor, "j r"]:
-        """L·coordinates are the left singular vectors of P·A."""
-        return self.white @ self._eigen[1]
-
-    @property
-    def images(self) -> Float[Tensor, "r n"]:
-        """σᵢvᵢᵀ: the right singular vectors, each times its singular value."""
-        return self.coordinates.mT @ self.products
 
     @property
     def least_squares(self) -> Float[Tensor, "j n"]:
@@ -571,110 +556,6 @@ def require_finite(matrix: Tensor) -> None:
             f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
             hint="Check the two checkpoints; a diverged training leaves such weights.",
         )
-
-
-@dataclass(frozen=True, eq=False)
-class TruncatedSvd:
-    """A ≈ up · down, with the singular values and what was kept of ‖A‖².
-
-    The square root of each singular value goes to either side. Rounding to bfloat16 or float16 is relative,
-    so it costs the same however the values are split, until float16 runs out of exponent: below 6·10⁻⁵ it
-    loses bits. Real differences of fine-tunes have σ far below 1, and √σ in both factors keeps their
-    smallest values farthest from that edge.
-
-    Attributes:
-        up: (m, r), U·√Σ.
-        singular_values: (r,), falling.
-        down: (r, n), √Σ·Vᵀ.
-        total_energy: ‖A‖², summed in float64.
-        kept_energy: Σ_{i≤r} σᵢ².
-    """
-
-    up: Float[Tensor, "m r"]
-    singular_values: Float[Tensor, " r"]
-    down: Float[Tensor, "r n"]
-    total_energy: float
-    kept_energy: float
-
-    @property
-    def rank(self) -> int:
-        """The number of singular values kept."""
-        return self.up.shape[1]
-
-    @property
-    def discarded_energy(self) -> float:
-        """‖A − up·down‖², never below 0."""
-        return max(self.total_energy - self.kept_energy, 0.0)
-
-    @property
-    def relative_error(self) -> float:
-        """‖A − up·down‖ / ‖A‖, as a fraction; 0 for a zero matrix."""
-        return math.sqrt(self.discarded_energy / self.total_energy) if self.total_energy > 0.0 else 0.0
-
-    def factors(self, weight_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> LoraFactors:
-        """Give the pair as LoRA factors with alpha = rank.
-
-        Args:
-            weight_shape: (out, in) or (out, in, kh, kw), whose matrix was decomposed.
-            dtype: Storage dtype; that of the decomposition when left out.
-
-        Raises:
-            LoraFormatError: The factors do not fit `weight_shape`.
-        """
-        pair = LoraFactors(self.up, self.down, float(self.rank), weight_shape)
-        return pair if dtype is None else pair.to(dtype=dtype)
-
-
-def truncated_svd(
-    matrix: Float[Tensor, "m n"], rank: int, *, tolerance: float = TOLERANCE, seed: int = 0
-) -> TruncatedSvd:
-    """Decompose a matrix and keep the largest `rank` singular values.
-
-    A float64 matrix, a small one, or a large part of any is decomposed exactly; else, in float32, by block
-    Krylov iteration until the error is within `tolerance` of the optimum. The energies reported are exact
-    either way.
-
-    Args:
-        matrix: Finite, on any device.
-        rank: At least 1; above min(m, n) it is taken as min(m, n). The result has fewer where the matrix does.
-        tolerance: Largest relative excess of the error over the optimum.
-        seed: Of the iteration's random start.
-
-    Raises:
-        ConfigError: `rank` is below 1.
-        NonFiniteError: The matrix holds NaN or Inf.
-        SigmascopeError: The decomposition does not converge.
-    """
-    if rank < 1:
-        raise ConfigError(f"a rank of {rank} keeps nothing.", hint="Give a rank of 1 or more.")
-    work = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
-    require_finite(work)
-    unit = 1.0
-    if work.dtype == torch.float64 or min(work.shape) <= LAPACK_UP_TO:
-        u, sigma, vh = full_svd(work)
-        kept = min(rank, sigma.shape[0])
-        energies = sigma.double().square()
-        total = float(energies[:kept].sum()) + float(energies[kept:].sum())
-        u, energies, right = u[:, :kept], energies[:kept], vh[:kept]
-        sigma = sigma[:kept]
-    else:
-        work, unit = to_ordinary_scale(work)
-        total = frobenius_norm(work) ** 2
-        _, images = leading_vectors(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
-        left = left_directions(images, rank)
-        factors = project(work, left)
-        energies = factors.energies
-        sigma = energies.sqrt()
-        u = as_float64(left) @ factors.coordinates
-        right = factors.images / sigma.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
-    root = sigma.sqrt() * math.sqrt(unit)
-    return TruncatedSvd(
-        up=(u * root).to(work),
-        singular_values=(sigma * unit).to(work),
-        down=(root[:, None] * right).to(work),
-        total_energy=total * unit**2,
-        kept_energy=min(float(energies.sum()), total) * unit**2,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -106,17 +106,6 @@ class LoraFactors:
         product = (self.up.to(compute) @ self.down.to(compute)).mul(self.scale)
         return product.to(dtype).reshape(self.weight_shape)
 
-    def matvec(self, x: Float[Tensor, "inner *columns"]) -> Float[Tensor, "out *columns"]:
-        """ΔW·x in r·(out + in) products a column, for a vector (in,) or a matrix (in, k).
-
-        Computed in x's dtype, on the factors' device.
-        """
-        return (self.up.to(x.dtype) @ (self.down.to(x.dtype) @ x)).mul(self.scale)
-
-    def rmatvec(self, y: Float[Tensor, "out *columns"]) -> Float[Tensor, "inner *columns"]:
-        """ΔWᵀ·y, for a vector (out,) or a matrix (out, k)."""
-        return (self.down.to(y.dtype).mT @ (self.up.to(y.dtype).mT @ y)).mul(self.scale)
-
     def inner(self, other: "LoraFactors") -> float:
         """Frobenius inner product <ΔW₁, ΔW₂> of two changes of the same weight.
 
@@ -157,33 +146,6 @@ class LoraFactors:
         _, right_core = torch.linalg.qr(as_float64(self.down).mT, mode="r")
         values: Tensor = torch.linalg.svdvals((left_core @ right_core.mT).mul(self.scale))
         return values
-
-    def recompress(self, rank: int) -> "LoraFactors":
-        """Give the best approximation of ΔW of at most this rank (Eckart-Young), without forming ΔW.
-
-        Both factors are QR-decomposed and the small core is cut by SVD, in float64. The result has alpha = its
-        rank, balanced factors, and the inputs' dtype but no less than float32.
-
-        Raises:
-            LoraFormatError: `rank` is below 1.
-        """
-        if rank < 1:
-            raise LoraFormatError(f"cannot recompress to rank {rank}.", hint="Give a rank of 1 or more.")
-        left, core, right = self.orthogonal_form()
-        u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
-        kept = min(rank, sigma.shape[0])
-        root = sigma[:kept].sqrt()
-        dtype = at_least_float32(self.up.dtype, self.down.dtype)
-        up = ((left @ u[:, :kept]) * root).to(self.up.device, dtype)
-        down = (root[:, None] * (vh[:kept] @ right.mT)).to(self.down.device, dtype)
-        return LoraFactors(up, down, float(kept), self.weight_shape)
-
-    def with_unit_scale(self) -> "LoraFactors":
-        """The same ΔW with alpha = rank, which every reader understands: the scale moves into `up`."""
-        if self.scale == 1.0:
-            return replace(self, alpha=float(self.rank))
-        scaled = self.up.to(at_least_float32(self.up.dtype)).mul(self.scale)
-        return replace(self, up=scaled.to(self.up.dtype), alpha=float(self.rank))
 
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError
@@ -149,15 +148,12 @@ class FactorKeys:
         return [f"{module}.{end}" for end in (self.up, self.down, self.alpha) if end is not None]
 
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
-        """The tensors of factors of scale 1 by key, with alpha = rank (float32), contiguous."""
+        """The tensors of up and down by key, contiguous; alpha waits for the ranks of all modules."""
         up, down = factors.up.detach(), factors.down.detach()
         if is_convolution(factors.weight_shape):
             up = up.reshape(*up.shape, *(1 for _ in factors.weight_shape[2:]))
             down = down.reshape(factors.rank, *factors.weight_shape[1:])
-        tensors = {f"{module}.{self.up}": up.contiguous(), f"{module}.{self.down}": down.contiguous()}
-        if self.alpha is not None:
-            tensors[f"{module}.{self.alpha}"] = torch.tensor(float(factors.rank))
-        return tensors
+        return {f"{module}.{self.up}": up.contiguous(), f"{module}.{self.down}": down.contiguous()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,6 @@ def orthonormal_rows(rows: Float[Tensor, "k n"]) -> Float[Tensor, "j n"]:
     return basis
 
 
-def orthonormal(columns: Float[Tensor, "n k"]) -> Float[Tensor, "n j"]:
-    """As `orthonormal_rows`, of columns."""
-    return orthonormal_rows(columns.mT).mT
-
-
 def whitening(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k j"]:
     """T with Tᵀ·gram·T = 1, leaving out what is linearly dependent."""
     factor, failed = torch.linalg.cholesky_ex(gram.cpu())
@@ -247,7 +242,6 @@ def leading_subspace(
     *,
     total_energy: float,
     tolerance: float,
-    seed: int = 0,
     rounded: Float[Tensor, "m n"] | None = None,
     steep: bool = False,
 ) -> Subspace:
@@ -261,7 +255,6 @@ def leading_subspace(
         rank: At least 1 and well below min(m, n).
         total_energy: ‖matrix‖², summed in float64.
         tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
-        seed: Of the random start. The same seed gives the same subspace on the same kind of machine.
         rounded: The matrix in the device's `fast_dtype`, where it is at hand.
         steep: The singular values are likely to fall so fast that what is found first has to be taken out.
 
@@ -270,7 +263,7 @@ def leading_subspace(
     """
     goal = _Goal(rank, total_energy, tolerance, _NOTHING * total_energy)
     dtype = (fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None) or matrix.dtype
-    start = random = _random_start(matrix, rank, seed)
+    start = random = _random_start(matrix, rank)
     if steep:
         start = _sharpened(matrix, random)
         images = _images(matrix, start)
@@ -362,8 +355,8 @@ def _block_width(rank: int) -> int:
     return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
 
 
-def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _random_start(matrix: Tensor, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the same bits in each run
     random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
     return orthonormal_rows(random.to(matrix))
 

@@ -359,14 +359,12 @@ class LoraWriter:
     def _write_tensors(self, module: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one module's tensors, by key. Alphas of plain factors wait until all ranks are known."""
         keys = self.format.keys
-        down, alpha = f"{module}.{keys.down}", f"{module}.{keys.alpha}"
-        is_plain = down in tensors and f"{module}.{MID}" not in tensors
-        if is_plain:
+        down = f"{module}.{keys.down}"
+        if down in tensors and f"{module}.{MID}" not in tensors:
             self._ranks[module] = tensors[down].shape[0]
         self._has_dora |= f"{module}.{keys.magnitude}" in tensors
         for key, tensor in tensors.items():
-            if not (is_plain and key == alpha):
-                self._file.write(key, tensor)
+            self._file.write(key, tensor)
 
     def _write_alphas(self) -> int | None:
         """Write each module's rank as its alpha; or one alpha for all, where a loader would mix them up.

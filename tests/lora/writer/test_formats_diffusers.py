@@ -250,7 +250,12 @@ def test_text_encoder_files_act_as_merging_does(format: str, file: Path) -> None
     encoder = transformers.CLIPTextModel(config).eval()
     lora = random_lora(encoder, "text_encoder.")
     place = ModelLayout("sdxl", "diffusers", {"denoiser": "unet.", "text_encoder": "text_encoder."})
-    equal = LoraFile({name: factors.recompress(1) for name, factors in lora.modules.items()})
+    equal = LoraFile(
+        {
+            name: LoraFactors(factors.up[:, :1], factors.down[:1], 0.5, factors.weight_shape)
+            for name, factors in lora.modules.items()
+        }
+    )
     save_lora(file, equal, format=format, layout=place)
     pipeline, model = diffusers.StableDiffusionXLPipeline, copy.deepcopy(encoder)
     state, alphas = pipeline.lora_state_dict(str(file))
