@@ -11,8 +11,8 @@ Values are taken by falling density, as many as a file holds or as few as an err
 fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best choice but for the last value, which
 may not fit. What room or error is left is then used by single values out of order.
 
-No layer is decomposed further than the outcome needs: the search says which unknown values could still matter
-(`Allocation.wanted`), and once none can, the choice is that of complete spectra.
+Layers need not be decomposed to the end. Singular values fall, so a layer that has a known value to spare gains
+nothing from unknown ones. Only of the others are twice as many wanted (`Allocation.wanted`), until none is left.
 """
 
 import json
@@ -34,22 +34,19 @@ from sigmascope.checkpoints.safetensors import ALIGNMENT, LENGTH_BYTES, encoded_
 from sigmascope.errors import ConfigError
 from sigmascope.lora.families import family_named
 from sigmascope.lora.layer_names import matches, require_matches, require_pattern
-from sigmascope.lora.linalg import GOOD_PART, Spectrum, is_convolution, matrix_shape, max_rank
+from sigmascope.lora.linalg import Spectrum, is_convolution, matrix_shape, max_rank
 from sigmascope.lora.ranks import require_limits, split_patterns
 from sigmascope.units import format_size
 
 __all__ = ["Allocation", "Budget", "StorageCost"]
 
-_FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
-_LEAST_GUESS: Final = 16  # the same with a size, at least
-_BISECTIONS: Final = 60  # of the interval in which a density is searched
-_SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread,
-_WHOLE_UP_TO: Final = 8  # and all of it up to this rank,
-_NEARLY: Final = 0.05  # give or take so much, which is within a header's length
-_FITTINGS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
-_FEWER_LETTERS: Final = 32  # of a header, at most
-_FEW: Final = 8  # least number of values that `wanted` aims at
-_NO_DENSITY: Final = 1e-30  # of the largest
+_FIRST_VALUES: Final = 64  # of a layer, to compute without a size to go by
+_FEWEST_FIRST_VALUES: Final = 16  # with a size
+_SPREAD_SHARE: Final = 7 / 8  # of one rank for all, that each layer gets where ranks are spread,
+_SPREAD_WHOLLY_UP_TO: Final = 8  # and all of it up to this rank,
+_HEADER_IN_RANKS: Final = 0.05  # give or take so much, which is within a header's length
+_MOST_HEADER_FITS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
+_MOST_BYTES_OF_EQUAL_RANKS: Final = 32  # that the header saves where all layers get the same rank
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
 # Of a file, for `StorageCost`.
@@ -74,8 +71,8 @@ class Allocation:
 
     Attributes:
         ranks: By layer; 0 is left out of the file.
-        wanted: Layers of which more singular values could change the outcome, with how many to compute next.
-            Empty: the ranks are final. Otherwise they are the best of what is known.
+        wanted: Layers of which every known singular value is taken, with how many to compute next. Empty: the ranks
+            are final. Otherwise they are the best of what is known.
         error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
             Without weights this is the overall relative error.
         bytes: What the file takes, as `StorageCost` knows it.
@@ -118,13 +115,6 @@ class BudgetLayer:
     def open(self) -> bool:
         """Whether unknown values might be taken if they were known."""
         return self.cap > self.spectrum.known and not self.spectrum.complete
-
-    @property
-    def unknown_energy(self) -> float:
-        """Weighted energy of the unknown values, with room for rounding; 0 when none might be taken."""
-        if not self.open:
-            return 0.0
-        return self.weight * (self.spectrum.tail_energy + self.spectrum.energy_rounding)
 
     @property
     def energy(self) -> float:
@@ -369,10 +359,10 @@ class Budget:
             storage: What the values and modules take.
             has_statistics: Whether statistics weigh the errors, by which a few layers matter most.
         """
-        guess = _FIRST_GUESS
+        guess = _FIRST_VALUES
         if self.max_bytes is not None:
             uniform = _one_rank(self.max_bytes, shapes, storage)
-            guess = max(math.floor(uniform if has_statistics else 2 * uniform), _LEAST_GUESS)
+            guess = max(math.floor(uniform if has_statistics else 2 * uniform), _FEWEST_FIRST_VALUES)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
 
     def check(self, layers: Sequence[str]) -> None:
@@ -450,9 +440,7 @@ class BudgetArrays:
         cap: Values that may be taken.
         rank_bytes: Bytes of one value.
         module_bytes: Bytes of the module beside its values.
-        next_benefit: The most that the first unknown value can bring; 0 when none might be taken.
-        unknown_energy: The most that all unknown values bring together; 0 when none might be taken.
-        unknown_values: How many they are.
+        open: Whether unknown values might be taken if they were known.
     """
 
     layers: tuple[str, ...]
@@ -464,9 +452,7 @@ class BudgetArrays:
     cap: Int[Tensor, " layers"]
     rank_bytes: Int[Tensor, " layers"]
     module_bytes: Int[Tensor, " layers"]
-    next_benefit: Float[Tensor, " layers"]
-    unknown_energy: Float[Tensor, " layers"]
-    unknown_values: Int[Tensor, " layers"]
+    open: Bool[Tensor, " layers"]
 
     @classmethod
     def of(cls, contestants: Sequence[BudgetLayer]) -> "BudgetArrays":
@@ -489,21 +475,13 @@ class BudgetArrays:
             layers=tuple(contestant.layer for contestant in contestants),
             benefits=benefits,
             densities=_densities(benefits, rank_bytes, torch.where(floor > 0, 0, module_bytes)),
-            energy=_floats(contestant.energy for contestant in contestants),
+            energy=torch.tensor([contestant.energy for contestant in contestants], dtype=torch.float64),
             known=_ints(contestant.known for contestant in contestants),
             floor=floor,
             cap=_ints(contestant.cap for contestant in contestants),
             rank_bytes=rank_bytes,
             module_bytes=module_bytes,
-            next_benefit=_floats(
-                contestant.weight * contestant.spectrum.next_value_bound**2 if contestant.open else 0.0
-                for contestant in contestants
-            ),
-            unknown_energy=_floats(contestant.unknown_energy for contestant in contestants),
-            unknown_values=_ints(
-                contestant.spectrum.largest_rank - contestant.spectrum.known if contestant.open else 0
-                for contestant in contestants
-            ),
+            open=torch.tensor([contestant.open for contestant in contestants], dtype=torch.bool),
         )
 
     def best_first(self) -> tuple[Int[Tensor, " items"], Int[Tensor, " items"]]:
@@ -561,10 +539,6 @@ def _densities(
     return densities.cummin(dim=1).values  # rounding must not bring a layer's values out of order
 
 
-def _floats(values: Iterable[float]) -> Float[Tensor, " layers"]:
-    return torch.tensor(list(values), dtype=torch.float64)
-
-
 def _pick(table: Float[Tensor, "layers values"], column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
     inside = (column >= 0) & (column < table.shape[1])
     picked = table.gather(1, column.clamp(0, table.shape[1] - 1)[:, None])[:, 0]
@@ -598,15 +572,15 @@ def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCo
 
 def _spread_rank(one_rank: float) -> int:
     """What each layer gets of one rank for all where ranks are spread."""
-    share = math.ceil(_SHARE * (one_rank - _NEARLY))
-    return max(share, min(math.floor(one_rank + _NEARLY), _WHOLE_UP_TO))
+    share = math.ceil(_SPREAD_SHARE * (one_rank - _HEADER_IN_RANKS))
+    return max(share, min(math.floor(one_rank + _HEADER_IN_RANKS), _SPREAD_WHOLLY_UP_TO))
 
 
 def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, max_bytes: int) -> Allocation:
     """Choose again with the header that the file really has, in place of the most that it could take."""
     storage = storage.within(max_bytes)
     allocation, fitting, size = choose(storage), None, 0
-    for attempt in range(_FITTINGS):
+    for attempt in range(_MOST_HEADER_FITS):
         if storage.measure is None or allocation.wanted:
             return allocation
         size = storage.measure(allocation.ranks)
@@ -618,8 +592,7 @@ def _filled(choose: Callable[[StorageCost], Allocation], storage: StorageCost, m
         allocation = choose(storage)
     if fitting is None:
         refuse_size(max_bytes, size)
-    # Where all layers get the same rank, the header says so in fewer letters.
-    bolder = choose(replace(storage, fixed_bytes=storage.fixed_bytes - _FEWER_LETTERS))
+    bolder = choose(replace(storage, fixed_bytes=storage.fixed_bytes - _MOST_BYTES_OF_EQUAL_RANKS))
     if storage.measure is None or bolder.wanted or (size := storage.measure(bolder.ranks)) > max_bytes:
         return fitting
     return replace(bolder, bytes=size)
@@ -643,32 +616,25 @@ def allocate(
         room = max_bytes - storage.empty_bytes
         if (least := contest.bytes_at(contest.floor)) > room:
             refuse_size(max_bytes, storage.empty_bytes + least)
-        ranks, threshold, in_order = most_within(contest, room)
+        ranks = most_within(contest, room)
     else:
-        ranks, threshold = _within_error(contest, storage, max_error or 0.0)
-    asked = wanted(contest, threshold)
-    if max_bytes is not None:
-        if asked:  # first of the layers that are likely to get them
-            asked = wanted(contest, _expected_density(contest, room, threshold)) or asked
-        elif contest.layers:
-            asked = wanted(contest, threshold, _may_fill(contest, in_order, ranks, room))
+        ranks = _within_error(contest, storage, max_error or 0.0)
+    wanted = _next_wanted(contest, ranks)
     error = _error(contest, ranks, storage)
-    if not asked:
+    if not wanted:
         if max_error is not None and error > max_error * (1.0 + 1e-9):
             refuse_error(max_error, error)
         if max_bytes is not None:
             _require_something(contest, ranks, storage, max_bytes)
     return Allocation(
         ranks=dict(zip(contest.layers, ranks.tolist(), strict=True)),
-        wanted=asked,
+        wanted=wanted,
         error=error,
         bytes=storage.empty_bytes + contest.bytes_at(ranks),
     )
 
 
-def _within_error(
-    contest: BudgetArrays, storage: StorageCost, error: float
-) -> tuple[Int[Tensor, " layers"], float]:
+def _within_error(contest: BudgetArrays, storage: StorageCost, error: float) -> Int[Tensor, " layers"]:
     """The fewest bytes at which discarded energy and rounding together stay below error².
 
     Rounding adds ρ²·(T − d) to the d discarded of T in all: d ≤ (e² − ρ²)·T / (1 − ρ²).
@@ -679,8 +645,7 @@ def _within_error(
     total = float(contest.energy.sum())
     allowed = (error**2 - rounding**2) / (1.0 - rounding**2) * total
     needed = total - allowed - float(contest.kept_at(contest.floor).sum())
-    ranks, threshold = least_for(contest, needed)
-    return ranks, max(threshold, density_for(contest, allowed))
+    return least_for(contest, needed)
 
 
 def _error(contest: BudgetArrays, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
@@ -688,6 +653,13 @@ def _error(contest: BudgetArrays, ranks: Int[Tensor, " layers"], storage: Storag
     kept = contest.kept_at(ranks)
     lost = float((contest.energy - kept).clamp(min=0.0).sum()) + storage.rounding**2 * float(kept.sum())
     return math.sqrt(lost / total) if total > 0.0 else 0.0
+
+
+def _next_wanted(contest: BudgetArrays, ranks: Int[Tensor, " layers"]) -> dict[str, int]:
+    """Layers whose known values are all taken: how many to compute next, twice as many."""
+    at_end = contest.open & (ranks >= contest.known)
+    target = (2 * contest.known).clamp(min=1).maximum(contest.floor).minimum(contest.cap)
+    return {contest.layers[row]: int(target[row]) for row in at_end.nonzero()[:, 0].tolist()}
 
 
 def _require_something(
@@ -699,35 +671,25 @@ def _require_something(
         refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
 
 
-def most_within(
-    contest: BudgetArrays, limit: int
-) -> tuple[Int[Tensor, " layers"], float, Int[Tensor, " layers"]]:
+def most_within(contest: BudgetArrays, limit: int) -> Int[Tensor, " layers"]:
     """Take values above the floors while they fit.
 
     Args:
         contest: The layers.
         limit: Bytes for all modules, the floors' included.
-
-    Returns:
-        Ranks by layer, the density below which values were not taken in order, 0 when all were, and the ranks without
-        those taken out of order.
     """
     room = limit - contest.bytes_at(contest.floor)
     row, column = contest.best_first()
     cost = contest.cost_at(column, row).cumsum(0)
     fit = int(torch.searchsorted(cost, room, right=True))
     ranks = contest.floor + torch.bincount(row[:fit], minlength=len(contest.layers))
-    if fit == len(row):
-        return ranks, 0.0, ranks
-    threshold, in_order = float(contest.densities[row[fit], column[fit]]), ranks.clone()
-    _fill(contest, ranks, room - (int(cost[fit - 1]) if fit else 0))
-    return ranks, threshold, in_order
+    if fit < len(row):
+        _fill(contest, ranks, room - (int(cost[fit - 1]) if fit else 0))
+    return ranks
 
 
 def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> None:
     """Take what still fits, best first; changes `ranks`."""
-    if not contest.layers:
-        return
     while True:
         cost = contest.cost_at(ranks)
         possible = (cost <= room) & (contest.benefit_at(ranks) > 0)
@@ -739,43 +701,26 @@ def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> No
         room -= int(cost[best])
 
 
-def _may_fill(
-    contest: BudgetArrays, in_order: Int[Tensor, " layers"], ranks: Int[Tensor, " layers"], limit: int
-) -> Bool[Tensor, " layers"]:
-    """Layers whose next unknown value might have filled the room that the values in order left."""
-    cost = contest.cost_at(contest.known)
-    might_fit = (
-        (contest.next_benefit > 0) & (ranks >= contest.known) & (cost <= limit - contest.bytes_at(in_order))
-    )
-    taken = torch.where(ranks > in_order, contest.density_at(ranks - 1), torch.inf)
-    fits_still = cost <= limit - contest.bytes_at(ranks)
-    return might_fit & (fits_still | (contest.next_benefit / cost > taken.min()))
-
-
-def least_for(contest: BudgetArrays, needed: float) -> tuple[Int[Tensor, " layers"], float]:
-    """Take values above the floors until they bring what is needed.
+def least_for(contest: BudgetArrays, needed: float) -> Int[Tensor, " layers"]:
+    """Take values above the floors until they bring what is needed; all that are known where they do not suffice.
 
     Args:
         contest: The layers.
         needed: Weighted energy to keep above that of the floors.
-
-    Returns:
-        Ranks by layer, and the density of the last value that was taken in order; 0 when all known values do not
-        suffice.
     """
     if needed <= 0.0:
-        return contest.floor.clone(), torch.inf
+        return contest.floor
     row, column = contest.best_first()
     gain = contest.benefits[row, column].cumsum(0)
     last = int(torch.searchsorted(gain, needed * (1.0 - _SUM_ROUNDING)))
     ranks = contest.floor + torch.bincount(row[:last], minlength=len(contest.layers))
     if last == len(row):
-        return ranks, 0.0
+        return ranks
     missing = needed - (float(gain[last - 1]) if last else 0.0)
     cheapest = _cheapest(contest, ranks, missing)
     ranks[cheapest] += 1
     _prune(contest, ranks, float(contest.benefit_at(ranks - 1)[cheapest]) - missing)
-    return ranks, float(contest.densities[row[last], column[last]])
+    return ranks
 
 
 def _cheapest(contest: BudgetArrays, ranks: Int[Tensor, " layers"], missing: float) -> int:
@@ -797,93 +742,6 @@ def _prune(contest: BudgetArrays, ranks: Int[Tensor, " layers"], spare: float) -
             return
         ranks[most] -= 1
         spare -= float(benefit[most])
-
-
-def density_for(contest: BudgetArrays, allowed: float) -> float:
-    """A density that the last value taken has at least, whatever the unknown values are.
-
-    Args:
-        contest: The layers.
-        allowed: Weighted energy that may be discarded.
-    """
-    low, high = 0.0, float(contest.densities.max()) if contest.densities.numel() else 0.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _discarded_at_most(contest, middle) <= allowed else (low, middle)
-    return low
-
-
-def _discarded_at_most(contest: BudgetArrays, density: float) -> float:
-    """The most that is discarded when every value of at least this density is kept, known or not."""
-    column = torch.arange(contest.benefits.shape[1])
-    kept = (contest.densities >= density) | (column < contest.floor[:, None])
-    known_energy = torch.where(contest.unknown_values > 0, contest.benefits.sum(dim=1), contest.energy)
-    below = (known_energy - torch.where(kept, contest.benefits, 0.0).sum(dim=1)).clamp(min=0.0)
-    # Where the last known value is kept, no unknown one that is discarded has more than the density.
-    small = contest.unknown_values * (density * contest.rank_bytes)
-    runs_on = contest.density_at(contest.known - 1) >= density
-    limited = contest.cap < contest.known + contest.unknown_values
-    unknown = torch.where(runs_on & ~limited, contest.unknown_energy.minimum(small), contest.unknown_energy)
-    return float((below + unknown).sum())
-
-
-def wanted(
-    contest: BudgetArrays, threshold: float, also: Bool[Tensor, " layers"] | None = None
-) -> dict[str, int]:
-    """Layers with unknown values that may beat a density, and others: how many values to compute next.
-
-    So many as would reach the density if the values went on to fall as they do, between 1¼ and 3 times those known, and
-    no more than the unknown energy suffices for. Where 3 times as many are a good part of all, a decomposition finds
-    all of them, and there is no such limit.
-    """
-    price = threshold * contest.rank_bytes
-    known = contest.known.double()
-    most = (3.0 * known).clamp(min=_FEW)
-    most = torch.where(most * GOOD_PART >= contest.cap, torch.inf, most)
-    target = _crossing(contest, price).clamp(min=_FEW).maximum(1.25 * known).minimum(most)
-    suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
-    target = (
-        target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
-    )
-    asked = (contest.next_benefit > price) | (contest.floor > contest.known)
-    if also is not None:
-        asked |= also
-    return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
-
-
-def _crossing(contest: BudgetArrays, price: Float[Tensor, " layers"]) -> Float[Tensor, " layers"]:
-    """How many values bring a price if those unknown go on to fall as the last half of those known does."""
-    known = contest.known.double()
-    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
-    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
-    return (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
-
-
-def _expected_density(contest: BudgetArrays, limit: int, least: float) -> float:
-    """The density of the last value that fits if unknown values go on to fall as those known do.
-
-    With few values known of the layers that matter most, others fill the file, at densities that they will not hold.
-
-    Args:
-        contest: The layers.
-        limit: Bytes for all modules.
-        least: A density at which they take as many or more.
-    """
-    most = float(contest.densities.max())
-    if most == 0.0:
-        return least
-    low, high = math.log(max(least, _NO_DENSITY * most)), math.log(most)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        density = math.exp(middle)
-        price = density * contest.rank_bytes
-        within = (contest.densities >= density).sum(dim=1).maximum(contest.floor)
-        beyond = contest.known + (contest.unknown_energy / price).minimum(contest.unknown_values.double())
-        ahead = _crossing(contest, price).minimum(beyond).minimum(contest.cap.double()).long()
-        runs_on = (contest.unknown_values > 0) & (within >= contest.known)
-        taken = contest.bytes_at(torch.where(runs_on, ahead.maximum(within), within))
-        low, high = (middle, high) if taken > limit else (low, middle)
-    return math.exp(low)
 
 
 def parse_weights(texts: Iterable[str]) -> Weights:
