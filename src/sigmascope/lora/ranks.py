@@ -494,17 +494,18 @@ def _parameter(name: str, text: str) -> float:
         raise ConfigError(f"{name} needs a number, not {text!r}.", hint=_EXAMPLES) from error
 
 
-def parse_overrides(texts: Iterable[str], flag: str = _RANK_FOR) -> tuple[tuple[str, RankPolicy], ...]:
+def parse_overrides(texts: Iterable[str]) -> tuple[tuple[str, RankPolicy], ...]:
     """Read overrides such as `up_blocks.*attn1=64` and `conv=energy:0.95,max=32`.
 
     Args:
         texts: `<pattern>=<policy>` each; for policies see `parse_policy`.
-        flag: What the user calls them.
 
     Raises:
         ConfigError: One is not of that form, its pattern is no regular expression, or its policy makes no sense.
     """
-    return tuple((pattern, parse_policy(value, flag)) for pattern, value in split_patterns(texts, flag))
+    return tuple(
+        (pattern, parse_policy(value, _RANK_FOR)) for pattern, value in split_patterns(texts, _RANK_FOR)
+    )
 
 
 def split_patterns(texts: Iterable[str], flag: str) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes, mess
 
 @pytest.mark.parametrize("schema", ["2", 2.0, True, 1, 0, -1, None])
 def test_a_schema_that_never_was_is_refused(tmp_path: Path, schema: object) -> None:
-    with pytest.raises(RecordError, match="is damaged: its schema is .*, not 2 to 3"):
+    with pytest.raises(RecordError, match=r"is damaged: its schema is .*, not 2 to 3"):
         load_run(written(tmp_path / "x.json", {"schema": schema, "run": {}}))
 
 
