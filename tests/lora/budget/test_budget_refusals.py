@@ -63,7 +63,7 @@ def test_a_size_below_the_least_ranks_is_refused() -> None:
         (lambda: Budget(max_error=1.0), "--max_error 1 is no share"),
         (lambda: Budget(max_error=math.nan), "--max_error nan is no share"),
         (lambda: Budget(max_bytes=9, weights=(("a", -1.0),)), "--weight_for a=-1 is no weight"),
-        (lambda: Budget(max_bytes=9, weights=(("a(", 1.0),)), "no regular expression"),
+        (lambda: Budget(max_bytes=9, weights=(("a(", 1.0),)), "not a valid regular expression"),
         (lambda: Budget(max_bytes=9, max_rank=0), "--max_rank 0 keeps nothing"),
         (lambda: Budget(max_bytes=9, max_rank=2, min_rank=3), "--max_rank 2 is below"),
         (lambda: Budget(max_bytes=9, min_rank=-1), "below 0"),
