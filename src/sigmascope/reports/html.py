@@ -366,11 +366,13 @@ def _peaks(run: Run) -> Iterator[dict[str, str]]:
 def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
     """What an analysis of a LoRA's application says: whether it acts, what did not match, how strong it is where."""
     verdict, file = _mapping(analysis.get("verdict")), _mapping(analysis.get("lora_file"))
+    modules = verdict.get("modules")  # of a record written earlier, only how many
     unmatched = [
         module
-        for module in verdict.get("modules") or ()
+        for module in (modules if isinstance(modules, list) else ())
         if isinstance(module, Mapping) and not module.get("matched")
     ]
+    total_unmatched = verdict.get("unmatched_modules")
     blocks = [
         (str(block.get("name")), float(block["relative_change"]))
         for side in ("unet", "clip")
@@ -385,7 +387,9 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
         "matched": verdict.get("matched_modules"),
         "total": verdict.get("total_modules"),
         "unmatched": [(module.get("name"), module.get("detail")) for module in unmatched[:_MOST_LAYERS]],
-        "unmatched_left": max(0, len(unmatched) - _MOST_LAYERS),
+        "unmatched_left": max(
+            0, (total_unmatched if isinstance(total_unmatched, int) else len(unmatched)) - _MOST_LAYERS
+        ),
         "blocks": [
             {"name": name, "text": statistic(change), "width": 100 * change / strongest}
             for name, change in blocks
