@@ -17,9 +17,7 @@ H100 = Hardware("cuda:0", "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), 128 * GIB)
 RTX_4090 = Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB, (8, 9), 64 * GIB)
 RTX_3060 = Hardware("cuda:0", "NVIDIA GeForce RTX 3060", 12 * GIB, 11 * GIB, (8, 6), 64 * GIB)
 T4 = Hardware("cuda:0", "Tesla T4", 15 * GIB, 14 * GIB, (7, 5), 64 * GIB)
-CPU = Hardware(
-    "cpu", ram_available_bytes=16 * GIB, absence="no accelerator: this torch is built for the CPU alone"
-)
+CPU = Hardware("cpu", ram_available_bytes=16 * GIB, absence="no accelerator: this PyTorch build is CPU-only")
 
 ALONE: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},

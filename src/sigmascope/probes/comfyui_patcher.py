@@ -34,12 +34,10 @@ _MOST_HOLDERS = 3
 _MOST_PARENTS = 64
 
 # Where a change of an object, a hook, a function or a bypass stands.
-_REPLACED = Standing("merged", "the object that it replaced is kept")
+_REPLACED = Standing("merged", "the original object is kept")
 _TO_BE_REPLACED = Standing("registered", "to be replaced when the model is loaded")
-_IN_FORCE = Standing("merged", "a hook that is in force now")
-_WAITING_FOR_SAMPLING = Standing(
-    "registered", "a hook that is in force while the conditioning that carries it is sampled"
-)
+_IN_FORCE = Standing("merged", "by an active hook")
+_WAITING_FOR_SAMPLING = Standing("registered", "by a hook that is active while its conditioning is sampled")
 _TO_BE_WRAPPED = Standing("registered", "to be wrapped around the weight when the model is loaded")
 _BESIDE = Standing("lazy", "beside the layer in each forward pass, its weight unchanged")
 _WAITING_FOR_LOADING = Standing("registered", "to be put beside the layer when the model is loaded")
@@ -63,7 +61,7 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     """
     patcher = patcher_of(model)
     if patcher is None:
-        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
+        return Reading(None, f"{type(model).__name__} is not a patcher and has no patches")
     return attempt(lambda: tuple(_patches(patcher)))
 
 
@@ -143,13 +141,16 @@ class Standings:
 
     def _by_what_is_kept(self, key: str) -> Standing:
         if key in self._kept:
-            return Standing("merged", "the original weight is kept; this version does not say whose changes")
+            return Standing(
+                "merged",
+                "the original weight is kept; this ComfyUI version does not say which changes were merged",
+            )
         return Standing("registered", "no original weight is kept and no function is set")
 
     def _why_not_loaded(self) -> str:
         if attribute(self._model, "current_weight_patches_uuid") is None:
             return "the model has not been loaded with any changes"
-        return "the model holds another set of changes; this one comes when it is loaded next"
+        return "the model holds another set of changes; the next load merges this one"
 
     def _of_loaded(self, key: str, module: object) -> Standing:
         casts = attribute(module, "comfy_cast_weights") is not None
@@ -159,11 +160,11 @@ class Standings:
         if key in self._kept:
             return Standing("merged", "the original weight is kept, and the model holds this set of changes")
         if dynamic:
-            return Standing("registered", "its merged weight was let go of to free memory")
+            return Standing("registered", "its merged weight was dropped to free memory")
         if attribute(self._model, "model_lowvram"):
-            return Standing("registered", "the model is loaded in part, and this layer is not")
+            return Standing("registered", "the model is partly loaded, without this layer")
         return Standing(
-            "failed", "the model was loaded with this set and neither kept nor wrapped this weight"
+            "failed", "the model was loaded with this set, but this weight was neither backed up nor wrapped"
         )
 
     def _loaded_patcher(self, patcher: object) -> object | None:
@@ -377,7 +378,7 @@ def weights_of(model: object) -> Reading[nn.Module]:
     """The module whose state dict has the names that the patches are kept under."""
     patcher = patcher_of(model)
     if patcher is None:
-        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
+        return Reading(None, f"{type(model).__name__} is not a patcher and has no patches")
     inner = attribute(patcher, "model")
     if not isinstance(inner, nn.Module):
         return Reading(None, f"the patcher's model is {type(inner).__name__}, not a module")

@@ -31,8 +31,8 @@ _PATCH_TYPES: dict[str, PatchType] = {"lora": "lora_up", "diff": "diff"}
 _NO_ALPHA = (
     "ComfyUI compares alpha with 0 (for OFT until mid-2025, for BOFT still in 0.18); this file has none"
 )
-_GLORA_ORDER = "until autumn 2024 ComfyUI knew the first order of a GLoRA's factors alone"
-_FUSED_LOKR = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
+_GLORA_ORDER = "until autumn 2024 ComfyUI knew only the first order of a GLoRA's factors"
+_FUSED_LOKR = "ComfyUI takes the rows of one projection from it, by offset or by name"
 _KRON_STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
 
 _ADDED = ("lora", "loha", "lokr", "diff")
@@ -223,7 +223,7 @@ def _without_magnitudes(part: Part) -> Part:
     if "dora_scale" not in part.change.tensors:
         return part
     tensors = {name: tensor for name, tensor in part.change.tensors.items() if name != "dora_scale"}
-    unavailable = {**part.change.unavailable, "dora_scale": "is there, and a bypass does not look at it"}
+    unavailable = {**part.change.unavailable, "dora_scale": "is present, but a bypass ignores it"}
     return replace(part, change=replace(part.change, tensors=tensors, unavailable=unavailable))
 
 
@@ -272,7 +272,7 @@ def _noting_function(function: object, unavailable: dict[str, str]) -> dict[str,
     """The fifth part rearranges a change before it is added, as for two layers of SD3 and FLUX."""
     if function is not None:
         name = getattr(function, "__qualname__", type(function).__name__)
-        unavailable["function"] = f"the host passes the change through {name} before it adds it"
+        unavailable["function"] = f"the host applies {name} to the change before adding it"
     return unavailable
 
 
@@ -300,7 +300,7 @@ def _parts_of_merge(entry: Entry) -> list[Part]:
     nested = [part for kept in upon for part in parts_of(read_entry(kept), weight)]
     why = next((reason for part in nested if (reason := _why_not_added(entry, part)) is not None), None)
     if why is not None:
-        return [_unknown_part(entry, f"{why} of the model that is merged in, which no sum can show")]
+        return [_unknown_part(entry, f"{why} of the merged model, which a sum cannot show")]
     first = Part(entry, Change("diff", {"diff": weight}, unavailable=_conversion(weight)), entry.value)
     return [first, *(_nested_part(entry, part) for part in nested)]
 
@@ -327,7 +327,7 @@ def _why_not_added(outer: Entry, part: Part) -> str | None:
     if entry.strength is None or entry.strength_model != 1:
         return "a change that scales the weight"
     if outer.strength is None:
-        return "a strength that is no number"
+        return "a strength that is not a number"
     return "a part of a weight" if entry.offset is not None and outer.offset is not None else None
 
 
@@ -358,7 +358,7 @@ def read_value(value: object) -> Change:
     """Read an adapter object or a tuple, of any version. Lists are taken apart by `parts_of`."""
     kind, parts = _kind_and_parts(value)
     if kind not in _PART_NAMES:
-        return _unknown_change(f"{kind or type(value).__name__} is no kind of change that is known")
+        return _unknown_change(f"{kind or type(value).__name__} is not a known kind of change")
     named = dict(zip(_PART_NAMES[kind], parts, strict=False))
     tensors = {name: part for name, part in named.items() if name != "alpha" and isinstance(part, Tensor)}
     alpha = number(named.get("alpha"))
@@ -477,7 +477,7 @@ def _check_glora(change: Change, weight: Shape) -> None:
     older = {"a1": (rank, width), "a2": (width, rank), "b1": (rank, width), "b2": (out, rank)}
     if sides not in (newer, older):
         shapes = ", ".join(f"{name} {_shape_text(shape)}" for name, shape in sides.items())
-        raise _Unfit(f"its factors {shapes} are not those of a weight of {_shape_text(weight)}")
+        raise _Unfit(f"its factors {shapes} do not fit a weight of {_shape_text(weight)}")
     _check_magnitudes(change, weight)
 
 
@@ -499,7 +499,7 @@ def _check_difference(change: Change, weight: Shape) -> None:
 def _check_replacement(change: Change, weight: Shape) -> None:
     found = tuple(next(iter(change.tensors.values())).shape) if change.tensors else ()
     if not change.tensors or not _broadcasts(found, weight):
-        raise _Unfit(f"what is to be set is {_shape_text(found)}, the weight {_shape_text(weight)}")
+        raise _Unfit(f"the new value is {_shape_text(found)}, the weight {_shape_text(weight)}")
 
 
 _CHECKS: Mapping[str, Callable[[Change, Shape], None]] = {

@@ -159,11 +159,11 @@ def _torch_facts() -> dict[str, str | int | bool | None]:
 def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]:
     allocator = settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if accelerator.kind == "cuda" and accelerator.devices() and "expandable_segments" not in allocator:
-        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lessens fragmentation, where the driver supports it."
+        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation if the driver supports it."
     if "cudaMallocAsync" in allocator:
         yield "With backend:cudaMallocAsync, PyTorch reports some peaks as 0: figures of reserved memory may be missing."
     if settings.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: times will be far from those without it."
+        yield "CUDA_LAUNCH_BLOCKING=1 makes every kernel launch wait: the times are not those of a normal run."
     if settings.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         yield "PYTORCH_NO_CUDA_MEMORY_CACHING switches the caching allocator off: no peaks, and slow allocations."
 

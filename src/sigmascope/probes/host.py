@@ -125,7 +125,7 @@ def _cpuinfo_field(line: str) -> tuple[str, str]:
 def _processor_count(count: Callable[[], int | None]) -> Reading[int]:
     reading = attempt(count)
     if reading.value is None:
-        return Reading(None, reading.reason or "the system does not tell")
+        return Reading(None, reading.reason or "the system does not report it")
     return Reading(reading.value)
 
 
@@ -168,7 +168,7 @@ def _read_cpu_moment() -> CpuMoment:
 
 @dataclass(frozen=True, slots=True)
 class DiskMoment:
-    """What this process had read from disks up to a moment. None: the system does not tell.
+    """What this process had read from disks up to a moment. None: the system does not report it.
 
     Attributes:
         page_faults: Major ones: pages of memory that had to be read from a file, such as mapped weights, or from swap.
@@ -249,7 +249,7 @@ def _rss_of_linux() -> int:
 
 
 def process_peak_rss_bytes() -> int | None:
-    """The largest resident set that this process has had so far, in bytes; None where the system does not tell.
+    """The largest resident set that this process has had so far, in bytes; None where the system does not report it.
 
     At first it may be too large, since Linux counts what the process was before it executed this program. What it
     grows by is true: then the process has just been as large as that.

@@ -108,7 +108,7 @@ def module_facts(module: object) -> ModuleFacts:
     try:
         modules = _modules_of(module)
         if not modules:
-            return _nothing_known(class_name, f"{class_name} holds no module that is known how to find")
+            return _nothing_known(class_name, f"{class_name} has no module in a known place")
         if len(modules) > 1 or modules[0] is module or isinstance(module, Mapping) or components_of(module):
             return _counted(modules, class_name, None)
         return _counted(modules, type(modules[0]).__name__, class_name)
@@ -358,7 +358,7 @@ def _architecture_of(model: object) -> Architecture:
         architecture = None if module is None else _classify(module)
         if architecture is not None:
             return architecture
-    raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
+    raise LookupError(f"{type(model).__name__} has no denoiser of a known kind")
 
 
 def _classify(module: nn.Module) -> Architecture | None:
@@ -369,9 +369,7 @@ def _classify(module: nn.Module) -> Architecture | None:
     levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
     has_time = any(_TIME.search(name) for name in names)
     if joint:
-        evidence = (
-            f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
-        )
+        evidence = f"{len(joint)} blocks with separate projections for text and image, such as {min(joint)}"
         return Architecture("MMDiT", evidence)
     if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
         return Architecture("UNet", f"{len(levels)} blocks down and up again")

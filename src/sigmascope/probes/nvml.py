@@ -103,7 +103,7 @@ def library() -> Reading[ModuleType]:
     if open_library is not None:
         return Reading(open_library)
     if torch.version.hip:
-        return Reading(None, "NVML knows NVIDIA devices only")
+        return Reading(None, "NVML supports only NVIDIA devices")
     try:
         import pynvml
     except ImportError:
@@ -158,12 +158,12 @@ def _handle_by_number(nvml: Any, number: int) -> Any:
     handles = _all_handles(nvml)
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not by_pci and len({_as_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}) > 1:
-        raise LookupError("with devices of several models CUDA's order is unknown until it is initialised")
+        raise LookupError("with several GPU models, CUDA's device order is unknown until CUDA is initialised")
     handle = handles[number]
     mode = attempt(lambda: nvml.nvmlDeviceGetMigMode(handle)).value  # most devices have no such mode
     if mode is not None and mode[0]:
         raise LookupError(
-            f"device {number} is in MIG parts; which one CUDA takes is unknown until it is initialised"
+            f"device {number} is split by MIG; which instance CUDA uses is unknown until CUDA is initialised"
         )
     return handle
 

@@ -105,17 +105,17 @@ class Standing:
         """
         if adapter in self.merged:
             if self.disabled:
-                return "merged", "adapters are switched off: PEFT takes it out of the weight at the next call"
+                return "merged", "adapters are off: PEFT unmerges it at the next call"
             return "merged", "PEFT lists it among the merged adapters"
         if self.disabled:
             return "inactive", "adapters are switched off"
         if adapter not in self.active:
             return "inactive", f"not among the active adapters: {_listed(self.active)}"
         if self.merged:
-            return "inactive", f"PEFT runs none beside merged adapters: {_listed(self.merged)}"
+            return "inactive", f"PEFT does not run it while other adapters are merged: {_listed(self.merged)}"
         if strength == 0.0 and kind != "dora":
             return "inactive", "its strength is 0"
-        return "lazy", "PEFT runs it beside the weight in each forward pass"
+        return "lazy", "PEFT adds it to the layer's output in each forward pass"
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -286,9 +286,9 @@ def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
     variant = by_adapter(layer, "lora_variant").get(adapter)
     name = getattr(variant, "__name__", type(variant).__name__)
     if variant is not None and not name.startswith("Dora"):
-        return f"PEFT's {name.removesuffix('Variant')} is more than up · down"
+        return f"PEFT's {name.removesuffix('Variant')} does more than up · down"
     if (attribute(attribute(layer, "base_layer"), "groups") or 1) != 1:
-        return "a LoRA of a convolution in groups is no change of its weight"
+        return "a LoRA of a grouped convolution is not a plain change of its weight"
     if (attribute(layer, "num_experts") or 1) != 1:
         return "a LoRA of stacked experts is not read"
     return None
@@ -302,7 +302,7 @@ def _read_lycoris(
 
 
 def _read_rotation(kind: AdapterType, _layer: nn.Module, _adapter: str) -> list[Change]:
-    reason = {"tensors": "PEFT keeps rotations in another form than blocks"}
+    reason = {"tensors": "PEFT does not store rotations as blocks"}
     return [Change("weight", kind, has_scale=False, unavailable=reason)]
 
 
@@ -349,10 +349,10 @@ def adapter_misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
     if up is None or down is None:
         return None
     if up.is_meta or down.is_meta:
-        return "its factors were never filled: they are on the meta device"
+        return "its factors have no values: they are on the meta device"
     own = (up.shape[0], *down.shape[1:])
     if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
-        return f"up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}"
+        return f"up {tuple(up.shape)} and down {tuple(down.shape)} do not fit a weight {shape}"
     return None
 
 
@@ -375,7 +375,7 @@ def scales_of(layer: nn.Module, adapter: str, change: Change) -> Scales:
     whole = number_for(layer, "scaling", adapter)
     if whole is None:
         return Scales(
-            None, scale=None, unavailable=dict.fromkeys(("strength", "scale"), "the layer keeps none")
+            None, scale=None, unavailable=dict.fromkeys(("strength", "scale"), "the layer does not store it")
         )
     if change.kind == "diff":  # a bias of the adapter, which no rank divides
         return Scales(strength=whole)
@@ -388,7 +388,7 @@ def _strength_and_scale(layer: nn.Module, adapter: str, whole: float) -> Scales:
     if alpha is None:
         alpha = number_for(layer, "alpha", adapter)
     if rank is None or alpha is None or rank <= 0:
-        why = dict.fromkeys(("rank", "alpha"), "the layer keeps none; the strength has them in it")
+        why = dict.fromkeys(("rank", "alpha"), "the layer does not store it; the strength includes it")
         return Scales(strength=whole, unavailable=why)
     scale = alpha / (sqrt(rank) if by_adapter(layer, "use_rslora").get(adapter) is True else rank)
     strength = round(whole / scale, _STRENGTH_DIGITS) if scale else 1.0

@@ -42,7 +42,7 @@ _DEVICE_PIECE = 1 << 24  # 128 MiB as float64: few synchronisations, little extr
 # Of `quick_facts`.
 MOST_ELEMENTS = 1 << 24
 """Up to here all statistics are read, which takes about 0.1 s."""
-_TOO_MANY = "not computed: they are too many for it to go unnoticed; ask with statistics=True"
+_TOO_MANY = "not computed: the tensor is too large to read quickly; pass statistics=True"
 
 # Of `leaves_of`.
 _DEEPEST, _MOST_TENSORS = 12, 4096
@@ -150,20 +150,20 @@ def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
     if tensor.is_complex():
         return "complex numbers have no order"
     if wanted is None and tensor.device.type != "cpu":
-        return f"reading values from {tensor.device} would wait for it; ask with statistics=True"
+        return f"reading values from {tensor.device} would wait for the device; pass statistics=True"
     if tensor.device.type != "cpu" and is_capturing(tensor.device.type):
-        return "a graph is being captured, which waiting for values would end with an error"
+        return "a CUDA graph is being captured, and reading values would break it"
     return None
 
 
 def _why_out_of_reach(tensor: Tensor) -> str | None:
     """Why the values are nowhere, or not where they can be looked at; None if they are there."""
     if torch.compiler.is_compiling():
-        return "the values are not there while torch.compile traces"
+        return "torch.compile is tracing, so there are no values"
     if tensor.is_meta or tensor.device.type == "meta":
         return "a meta tensor has no values"
     if hasattr(tensor, "placements"):
-        return "the values are spread over several processes"
+        return "the values are sharded across processes"
     if tensor.layout is not torch.strided:
         return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
     return None
@@ -249,7 +249,7 @@ def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
         return replace(counts, unavailable=dict.fromkeys(_STATISTICS, reason))
     known = replace(counts, min=moments.minimum, max=moments.maximum, mean=moments.mean)
     if moments.count == 1:
-        return replace(known, unavailable={"std": "one element has no spread"})
+        return replace(known, unavailable={"std": "a single element has no standard deviation"})
     return replace(known, std=math.sqrt(moments.squares / (moments.count - 1)))
 
 
@@ -572,7 +572,7 @@ def why_unreadable(tensor: Tensor) -> str | None:
         if hasattr(tensor, "__tensor_flatten__"):
             return f"the values are inside a {type(tensor).__name__}"
         if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-            return "the values were moved away"
+            return "the values were freed or moved"
     except PROBE_ERRORS as error:
         return describe(error)
     return None

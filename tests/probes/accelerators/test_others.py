@@ -133,7 +133,7 @@ def test_without_an_accelerator_every_fact_is_none_for_that_reason() -> None:
 
 def test_a_build_for_the_cpu_alone_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     build(monkeypatch, None)
-    assert "CPU alone" in (detect_accelerator().absence or "")
+    assert "CPU-only" in (detect_accelerator().absence or "")
 
 
 def test_a_cuda_build_with_devices_is_cuda_even_before_the_process_uses_it(
@@ -178,4 +178,4 @@ def test_a_device_type_says_what_it_can_do(kind: str, float64: bool, streams: bo
 def test_nvml_knows_nvidias_devices_alone() -> None:
     assert CudaAccelerator().no_utilization is None
     for other in (XpuAccelerator(), MpsAccelerator()):
-        assert "NVIDIA devices only" in str(other.no_utilization)
+        assert "supports only NVIDIA devices" in str(other.no_utilization)

@@ -48,7 +48,7 @@ def test_the_weights_of_a_clip_are_those_of_its_patcher() -> None:
 
 
 def test_what_holds_no_patcher_says_so() -> None:
-    assert weights_of(nn.Linear(2, 2)).reason == "Linear is no patcher and holds none"
+    assert weights_of(nn.Linear(2, 2)).reason == "Linear is not a patcher and has no patches"
 
 
 def test_a_patcher_without_a_module_says_what_it_has() -> None:

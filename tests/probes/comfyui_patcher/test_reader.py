@@ -127,7 +127,7 @@ def test_an_adapter_that_raises_is_there_with_the_reason() -> None:
 
 
 def test_what_is_no_patcher_says_so() -> None:
-    assert read_patches(object()).reason == "object is no patcher and holds none"
+    assert read_patches(object()).reason == "object is not a patcher and has no patches"
 
 
 def test_a_patcher_whose_patches_raise_gives_the_reason() -> None:

@@ -119,7 +119,7 @@ def test_a_weight_beside_layers_is_never_merged_and_has_failed() -> None:
     patcher.add_patches({LOOSE: ("diff", (random(6),))})
     patcher.load()
     assert states(patcher) == ["failed"]
-    assert "neither kept nor wrapped" in patches(patcher)[0].state_reason
+    assert "neither backed up nor wrapped" in patches(patcher)[0].state_reason
 
 
 def test_dynamic_loading_applies_to_casting_layers_lazily() -> None:

@@ -49,7 +49,7 @@ def test_what_fits_has_nothing_against_it(fitting: Change, weight: tuple[int, ..
         (change("glora", (5, 2), (2, 5), (8, 2), (2, 6)), None),
         (change("oft", (2, 3, 3)), "it turns 2 blocks of 3, the weight of 8×6 has 8 rows"),
         (change("diff", (6, 8)), "the difference is 6×8, the weight 8×6"),
-        (change("set", (8, 7)), "what is to be set is 8×7, the weight 8×6"),
+        (change("set", (8, 7)), "the new value is 8×7, the weight 8×6"),
     ],
 )
 def test_what_does_not_fit_says_why(unfit: Change, why: str | None) -> None:

@@ -114,7 +114,7 @@ def test_a_lora_may_enlarge_the_weight() -> None:
 def test_what_is_not_known_is_unknown_with_the_reason(value: object) -> None:
     change = read_value(value)
     assert change.adapter_type == "unknown"
-    assert "no kind of change that is known" in change.unavailable["adapter_type"]
+    assert "is not a known kind of change" in change.unavailable["adapter_type"]
 
 
 def test_a_tuple_with_an_unknown_name_is_called_by_it() -> None:

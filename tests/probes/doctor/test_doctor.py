@@ -33,7 +33,7 @@ def test_devices_are_listed_with_their_memory(gpu: FakeGpu) -> None:
     ("variable", "value", "advice"),
     [
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "cudaMallocAsync"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "every kernel wait"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "every kernel launch wait"),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "no peaks"),
     ],
 )

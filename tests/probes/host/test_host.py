@@ -83,4 +83,4 @@ def test_a_count_that_the_system_does_not_know_is_a_reason(monkeypatch: pytest.M
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
     facts = host_facts(NO_ACCELERATOR)
     assert facts.cpu_count_physical is None
-    assert facts.unavailable["cpu_count_physical"] == "the system does not tell"
+    assert facts.unavailable["cpu_count_physical"] == "the system does not report it"

@@ -124,7 +124,7 @@ def test_anything_else_gives_its_class_and_a_reason(thing: object) -> None:
     facts = module_facts(thing)
     assert facts.class_name == type(thing).__name__
     assert facts.parameters is None
-    assert "holds no module" in facts.unavailable["parameters"]
+    assert "has no module in a known place" in facts.unavailable["parameters"]
 
 
 def test_an_attribute_that_raises_is_a_reason() -> None:

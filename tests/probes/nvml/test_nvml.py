@@ -152,7 +152,7 @@ def test_a_device_that_is_not_visible_is_not_guessed(
 
 def test_devices_of_several_models_are_not_matched_by_number(library: FakeNvml) -> None:
     library.names = ["NVIDIA L4", "NVIDIA H200", "NVIDIA L4"]
-    assert "CUDA's order is unknown" in read_nvml("cuda:0").unavailable["uuid"]
+    assert "CUDA's device order is unknown" in read_nvml("cuda:0").unavailable["uuid"]
 
 
 def test_pci_order_makes_numbers_safe(library: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

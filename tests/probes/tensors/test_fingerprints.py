@@ -137,7 +137,7 @@ def test_what_has_no_values_in_reach_has_a_reason(tensor: Tensor, reason: str) -
 def test_weights_that_were_freed_have_a_reason() -> None:
     weight = torch.randn(4)
     weight.untyped_storage().resize_(0)
-    assert fingerprint(weight).reason == "the values were moved away"
+    assert fingerprint(weight).reason == "the values were freed or moved"
 
 
 def test_a_parameter_stays_as_it_is_and_is_not_kept() -> None:

@@ -126,7 +126,7 @@ def test_an_empty_tensor_has_no_statistics() -> None:
 def test_one_element_has_a_mean_and_no_spread() -> None:
     facts = tensor_facts(torch.tensor(2.5))
     assert (facts.shape, facts.mean, facts.std) == ((), 2.5, None)
-    assert facts.unavailable == {"std": "one element has no spread"}
+    assert facts.unavailable == {"std": "a single element has no standard deviation"}
 
 
 def test_a_quantized_tensor_is_read_by_its_values() -> None:

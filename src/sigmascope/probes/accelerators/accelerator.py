@@ -11,7 +11,7 @@ from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts
 
-ONLY_NVIDIA: Final = "business is read through NVML, which knows NVIDIA devices only"
+ONLY_NVIDIA: Final = "utilisation is read through NVML, which supports only NVIDIA devices"
 
 # Fields that are unavailable together.
 MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
@@ -305,7 +305,7 @@ class CachingAccelerator:
 
     def _why_no_statistics(self, device: str) -> str:
         reading = attempt(lambda: self._figures(device_index(device)))
-        return reading.reason or "the allocator reports a figure that contradicts another"
+        return reading.reason or "the allocator's figures contradict each other"
 
 
 def device_index(device: str) -> int:

@@ -91,7 +91,11 @@ def _driver_version(from_nvml: str | None) -> Reading[str]:
         return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
     text = attempt(_NVIDIA_VERSION_FILE.read_text)
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
-    return Reading(version[1]) if version else Reading(None, text.reason or "not in the driver's own words")
+    return (
+        Reading(version[1])
+        if version
+        else Reading(None, text.reason or "the driver's version file names no version")
+    )
 
 
 def _capability(properties: Any) -> str:

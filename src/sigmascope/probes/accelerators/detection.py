@@ -27,7 +27,7 @@ def detect_accelerator() -> Accelerator:
     """
     kind = _built_for()
     if kind is None:
-        return NullAccelerator("no accelerator: this torch is built for the CPU alone")
+        return NullAccelerator("no accelerator: this PyTorch build is CPU-only")
     file = _file_of(kind)
     if file is None:
         return NullAccelerator(f"no accelerator that can be read: {kind} is not supported yet")

@@ -10,8 +10,8 @@ from sigmascope.probes.reading import Reading, attempt, reasons
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts
 
-_NO_MPS_PEAK = "torch keeps no peak for MPS; sample the current use"
-_MPS_SHARES_RAM = "MPS shares the machine's RAM and has no figure of its own"
+_NO_MPS_PEAK = "PyTorch records no peak for MPS; sample the current use"
+_MPS_SHARES_RAM = "MPS shares the machine's RAM and has no separate figure"
 
 
 class MpsAccelerator:
@@ -19,7 +19,7 @@ class MpsAccelerator:
 
     kind = "mps"
     absence: str | None = None
-    untimed = "torch waits for all queued work of MPS to tell the time between two events"
+    untimed = "on MPS, PyTorch waits for all queued work to time two events"
     no_utilization = ONLY_NVIDIA
     has_float64: ClassVar[bool] = False
     has_streams: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class MpsAccelerator:
             "name": attempt(lambda: str(torch.backends.mps.get_name())),
             "total_bytes": attempt(lambda: int(torch.mps.recommended_max_memory())),
             "driver_version": Reading(None, "the driver is part of macOS"),
-            "compute_capability": Reading(None, "Apple devices have none"),
+            "compute_capability": Reading(None, "Apple devices have no compute capability"),
         }
         facts = {name: reading.value for name, reading in readings.items()}
         return AcceleratorFacts(device, **facts, unavailable=reasons(readings))

@@ -24,7 +24,10 @@ class XpuAccelerator(CachingAccelerator):
         if properties is None:
             return NullAccelerator(found.reason or "unknown").facts(device)
         driver = attempt(lambda: str(properties.driver_version))
-        unavailable = {"compute_capability": "Intel devices have none", **reasons({"driver_version": driver})}
+        unavailable = {
+            "compute_capability": "Intel devices have no compute capability",
+            **reasons({"driver_version": driver}),
+        }
         name, total = str(properties.name), int(properties.total_memory)
         return AcceleratorFacts(device, name, total, driver.value, unavailable=unavailable)
 
