@@ -148,7 +148,7 @@ def test_the_same_runs_give_the_same_id() -> None:
         ([run_of(0, {})], ["a", "b"], "1 runs, but 2 names"),
         ([run_of(0, {}), run_of(1, {})], ["a", "a"], "name 'a' is given twice"),
         ([run_of(0, {}), run_of(0, {})], None, "run 'id0' is given twice"),
-        ([Run("x", "", "yesterday", 1.0)], None, "'yesterday', which is no time"),
+        ([Run("x", "", "yesterday", 1.0)], None, "'yesterday', which is not a valid time"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(runs: list[Run], names: list[str] | None, said: str) -> None:

@@ -44,7 +44,7 @@ def test_a_strategy_that_succeeded_waits_for_the_end() -> None:
 def test_stand_ins_are_never_a_success() -> None:
     record = EncodingRecord(success=True, strategy="dummy", dummy=True)
     assert lines(EncodingEvent("ended", record=record)) == [
-        "   🚨 NOT REAL: this is no encoding, it only has the shape of one"
+        "   🚨 NOT REAL: this is a placeholder, not the result of encoding"
     ]
 
 
@@ -77,7 +77,7 @@ def test_the_summary_says_what_norms_saw_and_what_tiles_cost() -> None:
     attempt = {"name": "tiled", "number": 2, "outcome": "succeeded", "tile": tile | cost}
     (strategies,) = [one for one in detail_sections({"strategies": [attempt]}) if one.title == "STRATEGIES"]
     rows = {row.label.strip(): row.value for row in strategies.rows}
-    assert rows["Norms"] == "saw each tile by itself: it is compiled"
+    assert rows["Norms"] == "saw each tile separately: it is compiled"
     assert rows["Tiles"].startswith("Tiles disagree by 12 %.")
 
 

@@ -133,7 +133,7 @@ def test_a_strategy_that_gave_way_is_told() -> None:
     tiled = StrategyAttempt("tiled", "succeeded", 2.0)
     finding = record_findings(FAILED, tiled, strategy="tiled")["vae_fallback"]
     assert (
-        finding.message == "Direct VAE Encoding ran out of memory: the output is that of Tiled VAE Encoding."
+        finding.message == "Direct VAE Encoding ran out of memory: the output comes from Tiled VAE Encoding."
     )
     assert finding.evidence["seconds_lost"] == 1.5
 
@@ -198,8 +198,8 @@ def test_what_tiles_cost_is_told(difference: float | None, severity: str | None)
     if difference == 0.56:
         assert found is not None
         assert found.message == (
-            "Tiles disagree by 56 %. That is a loose sign of how far they are from the whole, which may be more or less. "
-            "Group norms saw each tile by itself (it is compiled)."
+            "Tiles disagree by 56 %. This only hints at the error against the untiled result, which may be larger or smaller. "
+            "Group norms saw each tile separately (it is compiled)."
         )
         assert found.evidence["overlap_difference"] == 0.56
 

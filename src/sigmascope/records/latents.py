@@ -54,8 +54,8 @@ VAE_STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "
 
 # For the findings.
 _STAND_IN: dict[Direction, str] = {
-    "encoding": "The latents are not an encoding: they only stand in for one, in shape, type and device.",
-    "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
+    "encoding": "The latents are a placeholder, not an encoding: only shape, dtype and device match.",
+    "decoding": "The pictures are a placeholder, not a decoding: only shape, dtype and device match.",
 }
 _NOT_FINITE = "NonFiniteError"
 """The `error_type` of an attempt whose result held NaN or Inf."""
@@ -371,7 +371,7 @@ def _stand_in_finding(strategy: Strategy | None, direction: Direction, *, dummy:
             "critical",
             _STAND_IN[direction],
             {"strategy": strategy_label("dummy", direction)},
-            "Do not use what is made from it. Free memory, choose smaller tiles or fewer frames, and run it again.",
+            "Do not use its results. Free memory, choose smaller tiles or fewer frames, and run it again.",
             VAE_STAGES[direction],
         )
 
@@ -388,7 +388,7 @@ def _failure_finding(
     yield Finding(
         "vae_failed",
         "error",
-        f"No strategy got through the {direction}. {reasons}",
+        f"No strategy completed the {direction}. {reasons}",
         _evidence(failed),
         None  # the reason says what to do, and smaller pieces would not mend it
         if any(attempt.error_type == _NOT_FINITE for attempt in failed)
@@ -418,7 +418,7 @@ def _fallback_finding(
     yield Finding(
         "vae_fallback",
         "warning",
-        f"{names}: the output is that of {strategy_label(strategy, direction)}{', in float32' if widened else ''}.",
+        f"{names}: the output comes from {strategy_label(strategy, direction)}{', in float32' if widened else ''}.",
         {"strategy_number": strategy_number(strategy), "seconds_lost": lost, **_evidence(before)},
         _how_to_spare(strategy, widened=widened) if lost else None,
         VAE_STAGES[direction],
@@ -443,7 +443,7 @@ def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) ->
         "warning" if difference is not None and difference >= _TILES_DIFFER_MUCH else "info",
         f"{cost} Group norms saw {norms_saw(tile.norm_statistics)}{why}.",
         {"overlap_difference": difference, "norm_statistics": tile.norm_statistics, "count": tile.count},
-        "Take larger tiles, or a larger overlap.",
+        "Use larger tiles or a larger overlap.",
         VAE_STAGES[direction],
     )
 
@@ -458,24 +458,24 @@ def norms_saw(statistics: object) -> str:
     """What group norms saw, in words."""
     words = {
         "whole": "the whole picture",
-        "estimated": "a copy of the picture as small as a tile",
-        "per_tile": "each tile by itself",
+        "estimated": "a copy of the picture, shrunk to a tile's size",
+        "per_tile": "each tile separately",
     }
     return words.get(str(statistics), "-")
 
 
 def tiles_cost(difference: float) -> str:
-    """What tiles cost, as far as they tell: a sentence."""
+    """One sentence on how far neighbouring tiles disagree."""
     return (
-        f"Tiles disagree by {100 * difference:.2g} %. That is a loose sign of how far they are from the whole, "
-        "which may be more or less."
+        f"Tiles disagree by {100 * difference:.2g} %. This only hints at the error against the untiled result, "
+        "which may be larger or smaller."
     )
 
 
 def _how_to_spare(strategy: Strategy, *, widened: bool) -> str:
     if widened:
         return "Use the VAE in float32, or in bfloat16 if it overflows in float16."
-    return f"Begin with {strategy!r} to spare the failed attempts."
+    return f"Start with {strategy!r} to skip the failed attempts."
 
 
 def _what_happened(attempt: StrategyAttempt) -> str:
@@ -497,10 +497,10 @@ def _misprediction_finding(attempt: StrategyAttempt, direction: Direction) -> It
     yield Finding(
         "vae_peak_mispredicted",
         "info",
-        f"{strategy_label(attempt.name, direction)} took {measured:,.0f} MB at its peak, predicted were "
+        f"{strategy_label(attempt.name, direction)} took {measured:,.0f} MB at its peak; the prediction was "
         f"{predicted:,.0f} MB.",
         {"predicted_mb": predicted, "measured_mb": measured, "factor": factor},
-        "Predictions learn from runs that are kept.",
+        "Predictions improve with each saved run.",
         VAE_STAGES[direction],
     )
 

@@ -27,7 +27,7 @@ from sigmascope.records.serialization import from_plain, run_from_plain, run_to_
 RANK: Final = "rank"
 """The fact of a merged run's stage that says whose it is."""
 
-DIFFERENT_MACHINES: Final = "the ranks ran on machines that differ; each stage has its own"
+DIFFERENT_MACHINES: Final = "the ranks ran on machines that differ; each stage lists its own"
 
 
 def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
@@ -89,7 +89,7 @@ def _start_of(run: Run) -> datetime:
     try:
         started = datetime.fromisoformat(run.started_at)
     except ValueError:
-        message = f"The run {run.id} began at {run.started_at!r}, which is no time."
+        message = f"The run {run.id} began at {run.started_at!r}, which is not a valid time."
         raise ConfigError(message, hint="Merge runs that a Recorder made.") from None
     return started if started.tzinfo is not None else started.replace(tzinfo=UTC)
 

@@ -46,7 +46,7 @@ KEEP_GENERATIONS: Final = 100
 """So many are in the record of a watch in full, unless it is told otherwise."""
 LONGEST_SECONDS: Final = 1e11
 """Some three thousand years."""
-NO_TIME: Final = "which is no time"
+NO_TIME: Final = "which is not a valid time"
 JsonScalar = str | int | float | bool | None
 Role = Literal["denoiser", "text_encoder", "image_encoder", "vae", "tokenizer", "scheduler", "other"]
 Offload = Literal["model", "sequential", "group"]

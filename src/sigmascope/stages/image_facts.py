@@ -44,7 +44,7 @@ _COLOURS_BEFORE: dict[int, tuple[Layout, ...]] = {
 }
 _VALUES = ("min", "max", "nan_count", "inf_count")
 _AXES = ("batch_size", "length", "channels", "height", "width")
-_NOT_READ = "pictures in a list are not counted as one tensor"
+_NOT_READ = "a list of pictures is not one tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str
         return _read_list([data], vae, statistics)
     inner = held_by_name(data, NAMES)
     if inner is None:
-        return Pictures(None, reason=f"{type(data).__name__} holds no pictures that are known how to find")
+        return Pictures(None, reason=f"{type(data).__name__} has no pictures in a known place")
     return _read(inner, vae, statistics, type(data).__name__)
 
 
@@ -142,7 +142,7 @@ def _read_image(image: Any) -> Pictures:
         "cpu",
         elements * bits // 8,
         elements,
-        unavailable=dict.fromkeys(_VALUES, "an image's pixels are not read"),
+        unavailable=dict.fromkeys(_VALUES, "the pixels of PIL images are not read"),
     )
     sample = SampleFacts(facts, "HWC", 1, None, colours, height, width, form="PIL images")
     return Pictures(sample, ((height, width),))

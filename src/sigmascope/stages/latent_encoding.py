@@ -446,7 +446,7 @@ def _named_attempt(used: UsedStrategy, seconds: float | None) -> tuple[StrategyA
     """The strategy that the caller names, where nobody saw what was tried."""
     if used.strategy is None:
         return ()
-    reasons = dict.fromkeys(("device", "peak", "measured_peak_bytes"), "it was not watched apart")
+    reasons = dict.fromkeys(("device", "peak", "measured_peak_bytes"), "it was not measured separately")
     reasons |= dict.fromkeys(("predicted_peak_bytes", "prediction_basis"), "nothing was predicted")
     return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
 
@@ -486,7 +486,7 @@ def _failed_if_not_finite(
 def _why_no_strategy(used: UsedStrategy) -> dict[str, str]:
     if used.name is None:
         return dict.fromkeys(("strategy_used", "strategy_number"), "no strategy was named")
-    return {"strategy_number": "it is none of the four"} if used.number is None else {}
+    return {"strategy_number": "it is not one of the four strategies"} if used.number is None else {}
 
 
 def _encoded(
@@ -724,7 +724,7 @@ def gpu_changes(measured: object, impact: MemoryImpact | None) -> GpuChanges:
     reserved = change(before.reserved_bytes, after.reserved_bytes)
     reason = _why_not_told(impact)
     if isinstance(measured, Mapping):
-        by, reason = "caller", "the caller's measurement lacks it"
+        by, reason = "caller", "the caller did not measure it"
         allocated, reserved = (nbytes_in(measured, f"{name}_change") for name in ("allocated", "reserved"))
     return as_dict(
         GpuChanges,
@@ -739,7 +739,7 @@ def _why_not_told(impact: MemoryImpact | None) -> str:
     """Why a figure of the device in use is not known."""
     if impact is None:
         return NO_BASELINE
-    return "the device does not tell" if impact.current.accelerators else NO_ACCELERATOR
+    return "the device does not report it" if impact.current.accelerators else NO_ACCELERATOR
 
 
 def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:

@@ -190,7 +190,7 @@ def latent_layout(
     if by_frames is not None:
         return Axes(by_frames, f"{frames} latent frames, as many as expected")
     either = channels is not None and shape[candidates[0].index("C")] == channels
-    usual = "the VAE's latent channels fit it" if either else "the usual one: nothing tells its axes apart"
+    usual = "the VAE's latent channels match" if either else "the usual layout: no axis size decides"
     return Axes(candidates[0], usual)
 
 
@@ -302,7 +302,8 @@ def latent_analysis(
             None if reading.unpacked is None else list(reading.unpacked.shape), "it is not packed"
         ),
         expected_shape=Reading(
-            expected_shape(vae, video), "it takes the VAE's channels and factor, and the size of the pictures"
+            expected_shape(vae, video),
+            "the VAE's channels and factor and the size of the pictures are needed",
         ),
         status="not_finite" if reading.tensor.nan_count or reading.tensor.inf_count else "success",
         structure=structure,
@@ -441,7 +442,7 @@ def _facts(vae: object) -> VaeFacts:
     name, config = type(vae).__name__, getattr(vae, "config", None)
     if isinstance(config, Mapping):
         return _with_weights(name, module, config_facts(vae, config), "config")
-    return _with_weights(name, module, {}, why=f"{name} has no config that is known")
+    return _with_weights(name, module, {}, why=f"{name} has no known config")
 
 
 def unknown_vae(reason: str | None, class_name: str = "") -> VaeFacts:

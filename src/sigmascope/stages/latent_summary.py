@@ -70,7 +70,7 @@ def _overview(analysis: Facts) -> Iterator[Row]:
     mark, answer, style = ("✅", "YES", GOOD) if success else ("❌", "NO", BAD)
     yield Row(f"{mark} VAE {verb} Success", answer, style)
     if analysis.get("dummy"):
-        yield Row("🚨 NOT REAL", f"this is no {verb.lower()}, it only has the shape of one", BAD)
+        yield Row("🚨 NOT REAL", f"this is a placeholder, not the result of {verb.lower()}", BAD)
     yield Row("⏱️  Total Execution Time", figure(analysis, "elapsed_time", seconds))
     name = analysis.get("strategy_used")
     used = strategy(printable(name), analysis.get("strategy_number"))
@@ -220,7 +220,9 @@ def _tile_rows(tile: Facts) -> Iterator[Row]:
     if is_number(difference):
         yield Row("   Tiles", tiles_cost(difference))
     elif tile.get("by") == "vae":
-        yield Row("   Tiles", "the VAE cut its own, so what they cost was not seen", NOTABLE)
+        yield Row(
+            "   Tiles", "the VAE tiled by itself, so the difference between tiles was not measured", NOTABLE
+        )
 
 
 def _pictures(pictures: Facts) -> Iterator[Row]:
@@ -397,7 +399,7 @@ def _not_succeeded(attempt: StrategyAttempt, direction: Direction) -> Iterator[L
 def _outcome(record: EncodingRecord) -> Iterator[Line]:
     direction = record.direction
     if record.dummy:
-        yield f"   🚨 NOT REAL: this is no {direction}, it only has the shape of one", BAD
+        yield f"   🚨 NOT REAL: this is a placeholder, not the result of {direction}", BAD
     elif record.success:
         yield f"   ✅ VAE {direction} completed successfully", GOOD
     else:

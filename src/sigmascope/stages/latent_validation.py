@@ -127,11 +127,11 @@ def _check(findings: list[Finding], *, known: bool) -> Check:
 
 
 def _unread(facts: CodingFacts) -> Iterator[str]:
-    """What was not looked at for NaN and Inf."""
+    """What was not checked for NaN and Inf."""
     for name, of_subject in (("pictures", facts.media.pictures), ("latents", facts.media.latent)):
         reason = of_subject["unavailable"].get("nan_count")
         if of_subject["shape"] is not None and reason is not None:
-            yield f"The {name} were not looked at for NaN and Inf: {reason}."
+            yield f"The {name} were not checked for NaN and Inf: {reason}."
 
 
 def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterator[Finding]:
@@ -141,7 +141,7 @@ def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterat
     if len(pictures["sizes"]) > 1:
         sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
         message = f"The pictures are of different sizes: {sizes}."
-        advice = "Resize or crop them to one size: a video has one."
+        advice = "Resize or crop them to one size: all frames of a video must match."
         evidence = {"sizes": len(pictures["sizes"])}
         yield Finding("pictures_of_mixed_sizes", "error", message, evidence, advice)
     not_finite, words = not_finite_in(pictures)
@@ -150,7 +150,7 @@ def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterat
     yield from _pictures_out_of_range(pictures, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
     if pictures["shape"] is not None and pictures["length"] is None:
         reason = pictures["unavailable"].get("layout", "")
-        message = f"What the axes of the pictures are is unknown: {reason}."
+        message = f"The axes of the pictures are unknown: {reason}."
         yield Finding("pictures_layout_unknown", "warning", message)
 
 
@@ -202,8 +202,8 @@ def latent_findings(latent: LatentAnalysis, vace: Mapping[str, Any], frames_over
     if not vace and several and low is not None and low == values["max"]:
         message = f"Every element of the latent is {low:.4g}."
         advice = (
-            "An empty latent to begin from is so, and that of WanVaceToVideo, "
-            "whose content is in its conditioning."
+            "This is normal for an empty start latent, and for WanVaceToVideo, "
+            "which puts the content into the conditioning."
         )
         yield Finding("latent_constant", "warning", message, {"value": low}, advice)
     yield from _latent_shape_unexpected(latent, reference_frames(latent, vace), frames_over)
@@ -223,8 +223,8 @@ def _latent_shape_unexpected(
         return
     found, wanted = ("x".join(map(str, sizes)) for sizes in (own, possible[0]))
     axes = f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width)"
-    message = f"The latent is {found} where the VAE and the pictures give {wanted} {axes}."
-    advice = "Check that the latent is of these pictures and this VAE."
+    message = f"The latent is {found} but the VAE and the pictures give {wanted} {axes}."
+    advice = "Check that the latent was made from these pictures by this VAE."
     evidence = {"found": found, "expected": wanted}
     yield Finding("latent_shape_unexpected", "error", message, evidence, advice)
 
@@ -255,12 +255,14 @@ def cut_findings(video: Video, vae: VaeFacts | None) -> Iterator[Finding]:
     rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
     if any(rest.values()):
         size = f"{video.width}x{video.height}"
-        message = f"{size} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
+        message = (
+            f"{size} is not a multiple of the VAE's factor {factor}: the VAE crops or pads rows or columns."
+        )
         yield Finding("pictures_cut", "info", message, {"factor": factor, **rest})
     time, over = vae.temporal_factor or 1, frames_over(video, vae)
     if over:
         form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
-        message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
+        message = f"{video.length} frames are not {form}: the last {over} get no latent frame of their own."
         evidence = {"frames": video.length, "over": over, "factor": time}
         yield Finding("frames_cut", "info", message, evidence)
 
@@ -279,8 +281,8 @@ def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict) -> It
         return
     evidence = {name: f"{before.get(name)} → {now.get(name)}" for name in changed}
     words = ", ".join(f"{name} {values}" for name, values in evidence.items())
-    advice = "Put it back, or the next stage runs on another device or in another type."
-    yield Finding("vae_changed", "warning", f"The VAE is not as it was: {words}.", evidence, advice)
+    advice = "Restore it, or the next stage runs on another device or in another dtype."
+    yield Finding("vae_changed", "warning", f"The VAE has changed: {words}.", evidence, advice)
 
 
 def memory_findings(
@@ -289,15 +291,15 @@ def memory_findings(
     """Memory of the device that is reserved and not used, or that the stage kept."""
     share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
     if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
-        message = f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use."
+        message = f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator reserves is unused."
         advice = (
-            "torch.cuda.empty_cache() gives it to the stages after, PYTORCH_CUDA_ALLOC_CONF="
-            "expandable_segments:True keeps it whole."
+            "torch.cuda.empty_cache() frees it for later stages; PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True reduces fragmentation."
         )
         evidence = {"fragmentation": share, "reserved_mb": reserved_mb}
         yield Finding("memory_fragmented", "info", message, evidence, advice)
     if cleanup is not None and cleanup < _KEPT_BELOW and (growth_mb or 0) > _WORTH_TELLING_MB:
-        message = f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept."
+        message = f"{100 * cleanup:.0f} % of the memory taken was released; {growth_mb:,.0f} MB are kept."
         evidence = {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb}
-        advice = "Move the VAE off the device when it has done its work."
+        advice = "Move the VAE off the device when it is done."
         yield Finding("memory_kept", "info", message, evidence, advice)

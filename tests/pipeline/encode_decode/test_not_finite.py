@@ -66,7 +66,7 @@ def test_the_record_says_that_it_overflowed_and_what_came_of_it(kl: "Sample") ->
     assert "the VAE overflows in float16. Use bfloat16 or float32." in str(first.reason)
     (finding,) = [one for one in findings_of_record(record) if one.id == "vae_fallback"]
     assert finding.message == (
-        "Direct VAE Encoding gave NaN or Inf: the output is that of CPU Fallback Encoding, in float32."
+        "Direct VAE Encoding gave NaN or Inf: the output comes from CPU Fallback Encoding, in float32."
     )
     assert finding.advice == "Use the VAE in float32, or in bfloat16 if it overflows in float16."
 

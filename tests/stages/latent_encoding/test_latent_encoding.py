@@ -153,7 +153,7 @@ def test_dummy_latents_are_no_success_and_a_critical_finding(vae: Any) -> None:
     assert found["findings"][0]["severity"] == "critical"
     assert "not an encoding" in found["findings"][0]["message"]
     text = printed(found)
-    assert "NOT REAL: this is no encoding" in text
+    assert "NOT REAL: this is a placeholder" in text
     assert "Status: DUMMY" in text
 
 

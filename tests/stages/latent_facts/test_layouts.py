@@ -113,7 +113,7 @@ def test_frames_as_many_as_channels_leave_the_usual_layout() -> None:
     found = latent_layout((1, 16, 16, 60, 104), 16, 16)
     assert found is not None
     assert found.layout == "BCFHW"
-    assert "fit" in found.evidence
+    assert "latent channels match" in found.evidence
 
 
 def test_other_ranks_have_no_layout() -> None:

@@ -100,7 +100,7 @@ def test_an_unknown_vae_has_weights_and_reasons() -> None:
     facts = vae_facts(nn.Linear(2, 2))
     assert facts.nbytes == 24
     assert facts.latent_channels is None
-    assert facts.unavailable["latent_channels"] == "Linear has no config that is known"
+    assert facts.unavailable["latent_channels"] == "Linear has no known config"
 
 
 def test_a_vae_that_cannot_be_read_raises_nothing() -> None:
