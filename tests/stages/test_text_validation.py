@@ -61,7 +61,7 @@ def test_zeros_for_the_negative_prompt_are_a_note() -> None:
         FIRST, torch.zeros(1, 77, 8)
     )  # SDXL's force_zeros_for_empty_prompt, ComfyUI's zero out
     assert found["output"]["passed"] is True
-    assert "negative: every element is 0, as pipelines make it of no prompt" in found["notes"]
+    assert "negative: every element is 0, as in pipelines without a prompt" in found["notes"]
 
 
 class Configured(nn.Module):
@@ -79,7 +79,7 @@ CLIPS = {"text_encoder": Configured("clip_text_model", 768), "text_encoder_2": C
 @pytest.mark.parametrize(
     ("clip", "width", "note"),
     [
-        (CLIPS, 4096, "width 4096 is the CLIPs' 2048 filled up, as SD 3 does without its T5"),
+        (CLIPS, 4096, "width 4096 is the CLIPs' 2048, zero-padded as in SD 3 without T5"),
         (Configured("qwen3", 2560), 7680, "width 7680 is 3 layers of Qwen3 joined"),  # FLUX.2
         (
             Configured("gemma3", 3840, layers=48),

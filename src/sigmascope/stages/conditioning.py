@@ -566,7 +566,7 @@ def from_shape(width: int | None, tokens: int | None) -> EncoderVerdict:
         return EncoderVerdict(_CLIP_BY_WIDTH[width], "token_count", reason)
     families = _FAMILIES_BY_WIDTH.get(width)
     if families is None:
-        return EncoderVerdict(UNKNOWN_FAMILY, "none", f"no encoder known to us is {width} wide")
+        return EncoderVerdict(UNKNOWN_FAMILY, "none", f"no known encoder is {width} wide")
     return EncoderVerdict(families[0], "width", f"the width {width} alone", families)
 
 

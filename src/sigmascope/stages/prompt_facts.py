@@ -35,7 +35,7 @@ _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 EMPHASIS = 1.1
 CLIP_TOKENS = 77
 _ESCAPED = re.compile(r"\\([()])")
-_NO_LIMIT = {"token_limit": "the tokenizer names no limit"}
+_NO_LIMIT = {"token_limit": "the tokenizer has no limit"}
 _STANDS_FOR_NO_LIMIT = 1_000_000
 """transformers writes 10³⁰ where a tokenizer names no limit."""
 
@@ -273,7 +273,7 @@ def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) ->
         if not cut:
             return TokenCount(name, total, 0, limit=room)
         if getattr(tokenizer, "truncation_side", "right") == "left":
-            reason = {"truncated_words": "the tokenizer cuts at the beginning"}
+            reason = {"truncated_words": "the tokenizer truncates at the start"}
             return TokenCount(name, total, cut, None, limit=room, unavailable=reason)
         start = starts[room] if starts is not None else _end_of_what_fits(tokenizer, prompt, room)
     cut_words = (prompt[word.start : word.end] for word in word_spans(prompt) if word.end > start)

@@ -92,7 +92,7 @@ TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
 TEXT_TITLE = "TEXT ENCODING ANALYSIS SUMMARY"
 _Counts = Mapping[str, int | None]
 """Of both prompts together: "character" and "token"."""
-_NOT_APART = "the prompts' times were not measured apart"
+_NOT_APART = "the prompts were not timed separately"
 
 
 def capture_text_encoding_baseline(

@@ -110,10 +110,10 @@ def _prompt_problems(prompts: Mapping[str, PromptFacts], limits: TextEncodingThr
                 yield f"{which}: {reason}"
             continue
         if limits.max_prompt_characters is not None and length > limits.max_prompt_characters:
-            yield f"{which}: {length} characters, allowed are {limits.max_prompt_characters}"
+            yield f"{which}: {length} characters, more than the limit of {limits.max_prompt_characters}"
         cut, allowed = facts["truncated_tokens"], limits.max_truncated_tokens
         if cut is not None and allowed is not None and cut > allowed:
-            yield f"{which}: {cut} of {facts['token_count']} tokens were cut off, allowed are {allowed}"
+            yield f"{which}: {cut} of {facts['token_count']} tokens were cut off, more than the limit of {allowed}"
         if which == "positive" and length == 0 and not limits.allow_empty_prompt:
             yield f"{which}: the prompt is empty"
 
@@ -148,7 +148,7 @@ def _check_clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Che
     if clip["model_id"] is None:
         return {"passed": None, "messages": []}
     problems = [
-        f"{name} is different from before the encoding"
+        f"{name} changed during the encoding"
         for name in clip["changed"] or ()
         if name not in ("device", "model_id")
     ]
@@ -197,9 +197,9 @@ def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
     for which, facts in conditionings.items():
         unread = facts["unavailable"].get("nan_count")
         if facts["status"] == "success" and unread is not None:
-            yield f"{which}: not looked at for NaN and Inf ({unread})"
+            yield f"{which}: not checked for NaN and Inf ({unread})"
         if which == "negative" and largest_value(facts) == 0:
-            yield f"{which}: every element is 0, as pipelines make it of no prompt"
+            yield f"{which}: every element is 0, as in pipelines without a prompt"
         if facts["encoder"] is not None and facts["encoder"]["conflict"]:
             yield f"{which}: {facts['encoder']['conflict']}"
     lengths = {facts["sequence_length"] for facts in conditionings.values() if facts["sequence_length"]}
@@ -263,7 +263,7 @@ def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
         return None
     joint = _joint_width(encoders)
     if sum(encoder.is_clip for encoder in encoders) > 1 and width > joint:
-        return f"width {width} is the CLIPs' {joint} filled up, as SD 3 does without its T5"
+        return f"width {width} is the CLIPs' {joint}, zero-padded as in SD 3 without T5"
     for encoder in encoders:
         layers = joined_layers(width, encoder)
         if layers is not None:

@@ -73,7 +73,7 @@ def test_a_tokenizer_without_limit_cuts_nothing_and_says_so(clip_tokenizer: Any)
 
     count = one("x" * 5000, Endless())
     assert (count.truncated, count.limit) == (0, None)
-    assert count.unavailable == {"token_limit": "the tokenizer names no limit"}
+    assert count.unavailable == {"token_limit": "the tokenizer has no limit"}
 
 
 def test_a_tokenizer_is_left_as_it_was(clip_tokenizer: Any) -> None:

@@ -387,7 +387,7 @@ def test_weights_that_are_plain_text_are_noted(analysis: dict[str, Any]) -> None
 def test_values_that_were_not_read_are_noted() -> None:
     found = analyze_text_encoding_results(None, torch.ones(1, 77, 8), None, "x", None, 0.1, statistics=False)
     assert found["encoding_success"]
-    assert "positive: not looked at for NaN and Inf (not asked for)" in found["validation"]["notes"]
+    assert "positive: not checked for NaN and Inf (not asked for)" in found["validation"]["notes"]
 
 
 def test_outputs_are_the_same_bit_for_bit_and_no_hook_is_left(
