@@ -45,11 +45,11 @@ from sigmascope.stages.schema import (
 
 NO_BASELINE: Final = "there is no baseline"
 NO_ACCELERATOR: Final = "no accelerator was found"
-NO_PEAKS: Final = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
-TEXT_NOT_KEPT = "an error that was told in words, which are not kept"
-NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
+NO_PEAKS: Final = "peaks are measured only while a monitor runs: use WorkflowMonitor, or pass a stage's peak"
+TEXT_NOT_KEPT = "an error given as text, which is not kept"
+NO_PATCHER = "only a ComfyUI ModelPatcher has patches"
 NO_WEIGHTS = "it has no weights"
-UNTOLD = "the system does not tell"
+UNTOLD = "the system does not report it"
 COMPARED = (
     "model_id",
     "class_type",
@@ -259,10 +259,13 @@ def checked_seconds(seconds: object) -> Reading[float]:
     """A duration, or what is wrong with it."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return Reading(
-            None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
+            None,
+            "no time was given"
+            if seconds is None
+            else f"{type(seconds).__name__} is not a number of seconds",
         )
     if not math.isfinite(seconds) or seconds < 0:
-        return Reading(None, f"{seconds} s is no duration")
+        return Reading(None, f"{seconds} s is not a valid duration")
     return Reading(float(seconds))
 
 
@@ -287,7 +290,7 @@ def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> Reading[
     Of the device in use where there is one, else of this process.
     """
     if impact is None or not isinstance(peak, PeakMemory):
-        return Reading(None, "it takes a baseline and the peak of a stage")
+        return Reading(None, "a baseline and a stage's peak are needed")
     device = impact.current.device_in_use()
     share = (
         peak.rss_cleanup_effectiveness(impact)
@@ -348,7 +351,7 @@ def _why_unknown(path: str, memories: _Memories) -> str:
             for name, why in device.unavailable.items()
         )
         is_share = path.endswith(("_pct", "_ratio", "fragmentation"))
-        otherwise = "it would be a share of 0" if is_share else UNTOLD
+        otherwise = "it would be a fraction of 0" if is_share else UNTOLD
         return next((why for name, why in known if name in path), otherwise)
     word = "rss" if "process" in path else "ram"
     return next((why for m in memories for name, why in m.unavailable.items() if word in name), UNTOLD)
@@ -389,7 +392,7 @@ def state_now(baseline: object, name: str) -> ModelStateDict:
     reference = references.models.get(name)
     model = None if reference is None else reference()
     if model is None and before["model_id"] is not None:
-        return _unknown_state("the model is gone, or takes no weak reference")
+        return _unknown_state("the model is gone, or cannot be weakly referenced")
     state = model_state(model)
     if state["class_type"] is not None:
         state["changed"] = changes(before, state)

@@ -197,7 +197,7 @@ def _model_baseline(
         fingerprinted_keys=len(captured.fingerprints),
         fingerprint_seconds=Reading(seconds, why.get("weights", "not asked for")),
         fingerprint_gb_per_second=Reading(
-            speed, "not asked for" if seconds is None else "there was nothing to look at"
+            speed, "not asked for" if seconds is None else "there was nothing to check"
         ),
         captured=captured,
     )
@@ -246,7 +246,7 @@ def analyze_lora_application_results(
         left_off=left_off,
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
-    effect = "contents of before and now could not be compared, and no change is registered"
+    effect = "the weights before and after could not be compared, and no change is registered"
     unavailable = reasons(
         {"verdict": verdict, "applied_verdict": on_model, "effective": Reading(effective, effect)}
     )
@@ -515,7 +515,7 @@ def _memory_change(
         before = lookup(baseline, f"memory_{name}")
         if isinstance(before, bool) or not isinstance(before, int):
             before = None
-        why_no_change = why if current is None else "the baseline does not say"
+        why_no_change = why if current is None else "the baseline does not record it"
         readings[f"{name}_change_mb"] = Reading(mib(change(before, current)), why_no_change)
         readings[f"current_{name}_mb"] = Reading(mib(current), why)
     return as_dict(MemoryChangeOfModel, readings, error=error)

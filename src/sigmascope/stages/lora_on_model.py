@@ -65,7 +65,7 @@ _ALIKE: Final = 0.5
 
 Other LoRAs that were fused too, and rounding to bfloat16, keep it below 1.
 """
-FUSED: Final = "the weight has changed by it, and no adapter is left"
+FUSED: Final = "the change is in the weight, and the adapter is gone"
 Samples = Mapping[str, tuple[Tensor, Tensor]]
 _FARTHEST: Final = ("failed", "registered", "lazy", "merged", "inactive")
 """Of several changes on one weight, the state that a reader should know of first."""
@@ -86,7 +86,7 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         return _unknown_file(NOT_GIVEN)
     place = attempt(lambda: Path(path)).value  # type: ignore[arg-type]
     if place is None:
-        return _unknown_file(f"{type(path).__name__} is no path")
+        return _unknown_file(f"{type(path).__name__} is not a path")
     exists = attempt(place.exists)
     if not exists.value:
         reason = exists.reason or f"{short_path(place)} does not exist"
@@ -115,7 +115,7 @@ def _read_inside(path: Path, size: float | None) -> LoraFileFacts:
             base_hint=Reading(base_hint, "its header names no base model"),
             filename=path.name,
             file_exists=True,
-            file_size=Reading(size, "the system does not tell"),
+            file_size=Reading(size, "the system does not report it"),
             format=lora.format,
             ranks=dict(sorted(ranks.items())),
             alphas=dict(sorted(alphas.items())),
@@ -199,7 +199,7 @@ def _without(verdict: AppliedVerdict, left_out: Collection[AppliedModule]) -> Ap
     word = Finding(
         "lora_part_left_out",
         "info",
-        f"{len(left_out)} of the file's {len(verdict.modules)} modules are for the {of}, which the LoRA was not applied to.",
+        f"{len(left_out)} of the file's {len(verdict.modules)} modules are for the {of}, to which the LoRA was not applied.",
         {"modules": len(verdict.modules), "left_out": len(left_out)},
     )
     return replace(verdict, modules=modules, findings=(*applied_findings(modules), word))
@@ -437,7 +437,9 @@ def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: i
     if unread:
         unavailable["keys"] = f"{len(unread)} of {len(keys)} weights could not be compared: {unread[0]}"
     elif step > 1:
-        unavailable["keys"] = f"1 in {step} of {len(keys)} weights was compared: all would take too long"
+        unavailable["keys"] = (
+            f"1 in {step} of {len(keys)} weights was compared: comparing all would take too long"
+        )
     largest = []
     for weight in sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]:
         columns, rows = angles_of(of_a[weight.key], of_b[weight.key])
@@ -491,9 +493,9 @@ _OF_MISSING: Final = frozenset({"lora_not_loaded", "lora_partly_loaded"})
 _LEFT_OFF: Final = Finding(
     "lora_not_applied",
     "warning",
-    "The models are the very ones from before, and nothing was registered on them.",
+    "The models are the same objects as before, and nothing was registered on them.",
     {"patched_keys": 0},
-    "ComfyUI's loader does so where both strengths are 0. Else hand over the models that it returned.",
+    "ComfyUI's loader returns them unchanged if both strengths are 0. Otherwise, pass the models that it returned.",
 )
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _MUCH_OVERLAP: Final = 0.5
@@ -552,19 +554,19 @@ def _on_whole(models: _Models, effective: bool | None, applied: bool) -> Iterato
     read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
     evidence = {"patched_keys": patched, "host_says_applied": applied}
     if effective is None and read:
-        message = "No change is registered on the models, and what their weights held before is not known."
-        advice = "Take a baseline before the application, of weights that are in memory."
+        message = "No change is registered on the models, and their earlier weights are not known."
+        advice = "Take the baseline before you apply the LoRA, while the weights are in memory."
         yield Finding("lora_not_seen", "warning", message, {**evidence, "patched_keys": 0}, advice)
     if effective is not False:
         return
     if patched:
-        message = f"{patched} weights have changes, and none of them does anything."
-        advice = "Look at the states: strength 0, switched off, or shapes that do not fit."
+        message = f"{patched} weights have changes, but none of them has an effect."
+        advice = "Check the states: the strength is 0, the adapter is off, or the shapes do not match."
         yield Finding("lora_without_effect", "warning", message, evidence, advice)
     else:
         message = "No weight of the models changed, and no change was registered."
         advice = (
-            "The host may report this in its log alone. Compare the file with the model: "
+            "The host may report this only in its log. Compare the file with the model: "
             "sigmascope lora inspect FILE --model MODEL."
         )
         yield Finding("lora_not_applied", "error", message, evidence, advice)
@@ -576,9 +578,9 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     states, total = patches["states"], patches["total_patched_keys"] or 0
     if failed:
         key, reason = next(iter(failed.items()))
-        message = f"{name}: {len(failed)} weights cannot take their change, such as {key}: {reason}."
+        message = f"{name}: {len(failed)} weights cannot be changed, such as {key}: {reason}."
         evidence: _Evidence = {"keys": len(failed), "example": key, "reason": reason}
-        advice = "The LoRA is for a model of other sizes."
+        advice = "The LoRA is for a model with other layer sizes."
         yield Finding("lora_changes_failed", "error", message, evidence, advice)
     if not_finite:
         key = not_finite[0]
@@ -590,18 +592,18 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         yield Finding("lora_not_finite", "error", message, {"keys": len(not_finite), "example": key}, advice)
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
-        message = f"{name}: the same change acts more than once on {keys} weights ({sources})."
-        advice = "Load it once, with the sum of the strengths if that was meant."
+        message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
+        advice = "Load it once; if you meant both, add the strengths."
         evidence = {"keys": keys, "example": twice["example"]}
         yield Finding("lora_applied_twice", "warning", message, evidence, advice)
     yield from _on_overlaps(name, patches)
     if states.get("registered"):
-        message = f"{name}: {states['registered']} changes are registered and in no weight yet."
-        advice = "ComfyUI merges when the model is loaded for sampling; the figures are predicted until then."
+        message = f"{name}: {states['registered']} changes are registered but not in the weights yet."
+        advice = "ComfyUI merges them when it loads the model for sampling; until then the figures are predictions."
         evidence = {"registered": states["registered"], "keys": total}
         yield Finding("lora_registered_only", "info", message, evidence, advice)
     if states.get("inactive"):
-        message = f"{name}: {states['inactive']} changes are switched off or of strength 0."
+        message = f"{name}: {states['inactive']} changes are off or have strength 0."
         yield Finding("lora_inactive", "info", message, {"inactive": states["inactive"], "keys": total})
 
 
@@ -627,16 +629,16 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         largest = drift["largest_relative_change"]
         size = "" if largest is None else f", at most {largest:.1e} of their length"
         message = (
-            f"{name}: {len(drift['keys'])} weights differ from before by rounding{size}, "
+            f"{name}: {len(drift['keys'])} weights changed only by rounding{size}, "
             "as after fusing and unfusing or in another dtype."
         )
         evidence: _Evidence = {"keys": len(drift["keys"]), "largest_relative_change": largest}
-        advice = "This is no change. Reload the weights if results must be the same bit for bit."
+        advice = "This does not count as a change. Reload the weights if results must match bit for bit."
         yield Finding("lora_drift", "info", message, evidence, advice)
     if unexplained:
         key = unexplained[0]
         message = (
-            f"{name}: {len(unexplained)} weights changed with no change on them that would explain it, "
+            f"{name}: {len(unexplained)} weights changed, and no registered change explains it, "
             f"such as {key}."
         )
         advice = "A LoRA was fused and its adapter deleted, or something else wrote into the weights."
@@ -645,9 +647,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
     if odd:
         key = odd[0]
         change = weights["keys_value_changed"][key]
-        message = (
-            f"{name}: {len(odd)} merged weights did not change by what their changes say, such as {key}."
-        )
+        message = f"{name}: {len(odd)} merged weights did not change as predicted, such as {key}."
         by_contents = change["measured_from"] == "contents"
         evidence = {
             "keys": len(odd),

@@ -32,7 +32,7 @@ from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
 
 NOT_GIVEN = "no model was given"
-NO_PATCHER = "only ComfyUI's patchers have one"
+NO_PATCHER = "only ComfyUI's patchers have it"
 UNNAMED = "unnamed"
 _WRAPPED: Final = ("base_layer", "original_module")
 """Under which names PEFT's layers keep the layer that they wrap."""
@@ -294,11 +294,11 @@ def identity_changes(before: ModelSnapshot, after: ModelSnapshot, same: bool | N
         class_changed=Reading(before.kind != after.kind if known else None, why),
         patches_added=Reading(
             None if old is None or new is None else new - old,
-            "the changes of one of the two could not be counted",
+            "the changes of one model could not be counted",
         ),
         uuid_changed=Reading(
             None if None in uuids else bool(uuids[0] != uuids[1]),
-            after.unavailable.get("patches_uuid", "there is none to compare with"),
+            after.unavailable.get("patches_uuid", "there is no model to compare with"),
         ),
         original_patch_count=Reading(old, before.unavailable.get("patches_count")),
         modified_patch_count=Reading(new, after.unavailable.get("patches_count")),
@@ -341,7 +341,7 @@ def placement_changes(before: ModelSnapshot, after: ModelSnapshot) -> PlacementC
         if is_text(after.model_type):
             of_clip = "clip_model_device" if kind == "device" else f"clip_patcher_{kind}"
             figures[of_clip] = figures[f"modified_{kind}"]
-        why = why_unknown.get(kind, why_unknown.get("device", "nothing is known of where it is"))
+        why = why_unknown.get(kind, why_unknown.get("device", "its device is unknown"))
         unavailable |= {figure: why for figure, value in figures.items() if value is None}
         changes |= figures
     changes["unavailable"] = unavailable

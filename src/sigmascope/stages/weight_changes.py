@@ -32,7 +32,7 @@ from sigmascope.stages.schema import Drift, ValueChange, WeightChanges, as_dict
 
 _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
 _SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
-NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
+NOT_LOOKED_AT: Final = "this weight was not checked"
 _NO_EFFECT: Final = Effect(None, None, None, False)
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 
@@ -261,7 +261,7 @@ def _total_effect(effects: Collection[Effect]) -> Effect:
         first = unknown[0].unavailable.get("delta_norm", "unknown")
         unavailable["delta_norm"] = f"of {len(unknown)} of {len(effects)} weights: {first}"
     if below == 0.0:
-        reason = "no changed weight's norm is known" if effects else "no weight changed"
+        reason = "the norm of no changed weight is known" if effects else "no weight changed"
         unavailable["relative_change"] = reason
     delta = root_sum_square(deltas) if deltas or not effects else None
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
@@ -338,7 +338,7 @@ def _best_known(
     if predicted is not None:
         return replace(predicted, predicted=False), None
     names = ("delta_norm", "relative_change", "weight_norm")
-    why = dict.fromkeys(names, "the old content is gone and no change explains the new one")
+    why = dict.fromkeys(names, "the old values are gone, and no change explains the new ones")
     return Effect(None, None, None, False, unavailable=why), None
 
 
@@ -350,7 +350,7 @@ def _value_change(
     sampled: Effect | None,
 ) -> ValueChange:
     why, by_patches, by_sample = effect.unavailable, predicted or _NO_EFFECT, sampled or _NO_EFFECT
-    why_no_prediction = "no new change acts on it" if predicted is None else "unknown"
+    why_no_prediction = "no new change affects it" if predicted is None else "unknown"
     return as_dict(
         ValueChange,
         effect,
@@ -359,7 +359,7 @@ def _value_change(
         predicted_delta_norm=Reading(
             by_patches.delta_norm, by_patches.unavailable.get("delta_norm", why_no_prediction)
         ),
-        sampled_delta_norm=Reading(by_sample.delta_norm, "no sample of both contents was taken"),
+        sampled_delta_norm=Reading(by_sample.delta_norm, "the weight was not sampled both before and after"),
         predicted=source == "patches",
     )
 
