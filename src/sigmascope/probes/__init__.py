@@ -1,4 +1,4 @@
-"""Read one fact each off the host, an accelerator, a tensor, a model. A failure is a reason, no error."""
+"""Read facts about the host, accelerators, tensors and models. A failure gives a reason instead of an error."""
 
 from sigmascope.probes.accelerators import (
     Accelerator,

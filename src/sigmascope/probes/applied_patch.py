@@ -15,7 +15,7 @@ _WORDS: Final[tuple[tuple[str, PatchType], ...]] = (
 )
 _DEEPEST: Final = 3  # containers in containers
 PatchState = Literal["registered", "merged", "lazy", "inactive", "failed"]
-"""How far a change has come.
+"""The state of a change.
 
 registered: known to the host, in no weight and no forward pass yet; merged: in the weight; lazy: applied to the
 weight or beside it in each forward pass; inactive: there, but switched off or of strength 0; failed: it cannot be

@@ -121,9 +121,9 @@ class Entry:
     """How one change is to be applied, and the change itself as the host keeps it.
 
     Attributes:
-        strength: What the change is multiplied with; None if it is no number.
+        strength: The factor of the change; None if it is not a number.
         value: The adapter, tuple or list that says what the change is.
-        strength_model: What the weight is multiplied with before; None if it is no number.
+        strength_model: The factor of the weight before the change is added; None if it is not a number.
         offset: (dimension, start, length) of the part of the weight that is changed.
         unavailable: What could not be read, with the reason.
     """
@@ -163,7 +163,7 @@ class Change:
 
     @property
     def adapter_type(self) -> AdapterType:
-        """What it truly is: a LoRA with magnitudes is a DoRA."""
+        """The actual type: a LoRA with magnitudes is a DoRA."""
         if self.kind == "lora" and "dora_scale" in self.tensors:
             return "dora"
         return next((name for name in get_args(AdapterType) if name == self.kind), "unknown")
@@ -234,7 +234,7 @@ def read_entry(kept: object) -> Entry:
     offset, function), and in some forks the same five with names.
 
     Raises:
-        TypeError: It is no tuple, or is shorter.
+        TypeError: It is not a tuple, or is too short.
     """
     if not isinstance(kept, Sequence) or isinstance(kept, str) or len(kept) < 2:
         raise TypeError(f"an entry of a patcher is a tuple of strength and value, not {type(kept).__name__}")

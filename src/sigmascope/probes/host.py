@@ -188,7 +188,7 @@ def disk_moment() -> DiskMoment:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMoment:
-    """What Python and PyTorch had done of themselves up to a moment. None: they do not tell.
+    """What the runtimes of Python and PyTorch had done up to a moment. None: not reported.
 
     Attributes:
         collections: Full ones of Python's garbage collector, each of which looks at every container there is.

@@ -102,7 +102,7 @@ def module_facts(module: object) -> ModuleFacts:
     Args:
         module: An `nn.Module`; a wrapper that holds one (ComfyUI's patchers, a compiled or replicated
             module); a pipeline with `components` (diffusers), whose modules are taken together; or a
-            mapping of names to modules. Of anything else only the class is told, with the reason.
+            mapping of names to modules. For anything else, only the class and the reason.
     """
     class_name = type(module).__name__
     try:
@@ -311,7 +311,7 @@ def is_compiled(module: object) -> bool:
 
 
 def channels_last(module: nn.Module) -> bool | None:
-    """Whether most of its convolution weights lie channels-last.
+    """Whether most of its convolution weights are in channels-last format.
 
     Kernels of 1×1 are both at once and do not count; None where no others are.
     """

@@ -49,7 +49,7 @@ class NvmlFacts:
 
 
 def read_nvml(device: str = "cuda:0") -> NvmlFacts:
-    """Everything that NVML knows of one CUDA device; each gap with its reason. Never raises.
+    """All NVML facts about one CUDA device, with a reason for each gap. Never raises.
 
     Args:
         device: A name as torch gives it, counted among the devices visible to this process.
@@ -119,7 +119,7 @@ def handle_of(nvml: Any, device: str) -> Any:
     """NVML's handle of a CUDA device such as "cuda:1".
 
     Raises:
-        LookupError: It cannot be told yet which device that is.
+        LookupError: The device cannot be identified yet.
         nvml.NVMLError: NVML does not know it.
     """
     index = int(device.partition(":")[2] or 0)

@@ -456,7 +456,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """What a layer of an adapter is put around, or None if it is no such layer."""
+    """The layer that an adapter's layer wraps, or None if it wraps none."""
     held = registered(module, "_modules")
     for name in _WRAPPED:
         inner = held.get(name)

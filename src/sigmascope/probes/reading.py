@@ -310,7 +310,7 @@ def sequence(thing: object) -> tuple[Any, ...]:
 
 
 def number(value: object) -> float | None:
-    """A number, or a tensor of one, as float; None for anything else."""
+    """A number, or a tensor with one element, as float; None for anything else."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return None
     try:

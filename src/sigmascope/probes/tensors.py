@@ -256,7 +256,7 @@ def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
 def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
     """As `tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
 
-    The range tells of NaN and Inf too: with either of them in it, everything is read.
+    The range also shows NaN and Inf; if it has either, everything is read.
     """
     large = attempt(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
     if statistics is not None or not large:

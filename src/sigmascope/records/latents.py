@@ -1,4 +1,4 @@
-"""What became of a VAE's encoding or decoding: what went in, every strategy that was tried, what came out.
+"""A VAE's encoding or decoding: its input, every strategy that was tried, and its output.
 
 There are four strategies, tried in the order of `STRATEGIES`. `encode_latents` and `decode_latents` leave an
 `EncodingRecord` on their stage; where a caller's own engine was watched, `attempts_in` reads what was tried off
@@ -183,7 +183,7 @@ class VaeFacts:
 class EncodingRecord:
     """One encoding (or decoding) from first to last. `strategy` is the one that gave `output`.
 
-    `dummy` is true exactly where the output is no encoding but a stand-in of the same shape.
+    `dummy` is true exactly if the output is a placeholder of the same shape.
     """
 
     direction: Direction = "encoding"
@@ -265,7 +265,7 @@ def _mb_name(name: str) -> str | None:
 
 
 def encoding_record(plain: Mapping[str, Any]) -> EncodingRecord:
-    """The record that `as_plain` took apart.
+    """Restore the record from the values that `as_plain` made.
 
     Raises:
         ValueError: The values do not describe one; the message says where.
@@ -295,7 +295,7 @@ def record_in(stage: Stage | None) -> EncodingRecord | None:
     """The record that `encode_latents` or `decode_latents` left last on a stage or one inside it.
 
     Raises:
-        ValueError: What is there is no such record.
+        ValueError: The stored fact is not an encoding record.
     """
     stages = () if stage is None else stage.walk()
     records = [part.facts[RECORD_FACT] for part in stages if RECORD_FACT in part.facts]
@@ -303,7 +303,7 @@ def record_in(stage: Stage | None) -> EncodingRecord | None:
 
 
 def attempts_in(stage: Stage | None, direction: Direction) -> tuple[StrategyAttempt, ...]:
-    """The strategies that were watched apart inside a stage, in order."""
+    """The strategies that were measured separately inside a stage, in order."""
     strategies = {attempt_stage(strategy, direction): strategy for strategy in STRATEGIES}
     inner = [] if stage is None else [part for part in stage.walk() if part.name in strategies]
     return tuple(_attempt(part, strategies[part.name]) for part in inner)

@@ -42,7 +42,7 @@ def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
         names: What to call them; "rank 0", "rank 1", … if None.
 
     Raises:
-        ConfigError: No runs, a run or a name twice, not as many names as runs, or a run whose beginning is no time.
+        ConfigError: No runs, a run or a name twice, not as many names as runs, or a run with an invalid start time.
 
     Examples:
         >>> parts = [Run(str(n), "FLUX", f"2026-11-21T10:00:0{n}+00:00", 4.0) for n in (0, 1)]
@@ -230,7 +230,7 @@ def _snapshots(stage: Stage) -> tuple[MemorySnapshot, ...]:
 
 
 def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
-    """The run with these devices alone.
+    """The run with only these devices.
 
     Args:
         run: Of one process.

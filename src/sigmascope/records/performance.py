@@ -236,7 +236,7 @@ class ComparedGenerationDict(StepTimeDict, AssumedDict):
 
 
 class ImprovementDict(TypedDict):
-    """What became better: positive is faster. None where a side is not known or zero.
+    """Improvements: positive is faster. None if either value is unknown or zero.
 
     `target_status_change` is whether one side met its target and the other missed it, `target_status` says which.
     """
@@ -303,7 +303,7 @@ class BenchCase:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What one generation gave. None: it cannot be told from what was given.
+    """What one generation produced. None: unknown from the given values.
 
     Attributes:
         samples: Pictures, or videos.
@@ -344,7 +344,7 @@ class RequestRecord:
         seconds: From the first line to the end of the response.
         first_byte_seconds: Until the response began; None: it never did.
         status: Of the response; None: the application sent none.
-        request_bytes: Of the body, as far as the application read it.
+        request_bytes: The size of the body that the application read.
         response_bytes: Of the body, before the server compresses or frames it.
         in_flight: How many requests were being served when this one began, itself included.
         error: What the application raised.

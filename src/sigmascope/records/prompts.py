@@ -77,7 +77,7 @@ def stored_prompts(prompts: Prompts, privacy: PromptPrivacy) -> dict[str, Stored
     """What `privacy` lets a file keep of the prompts, by name; nothing for `none`.
 
     Raises:
-        ConfigError: `privacy` is none of the three, or a prompt is no text.
+        ConfigError: `privacy` is not one of the three, or a prompt is not text.
     """
     kept = privacy_of(privacy)
     named = named_prompts(prompts)
@@ -112,7 +112,7 @@ def named_prompts(prompts: Prompts) -> dict[str, str]:
     """Prompts by name: one is `prompt`, those of a batch are `prompt.0`, `prompt.1`, ….
 
     Raises:
-        ConfigError: Something else than text is among them.
+        ConfigError: A prompt is not text.
     """
     if prompts is None:
         return {}

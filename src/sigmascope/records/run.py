@@ -178,9 +178,9 @@ class ComponentFacts:
     """One component of a pipeline.
 
     Attributes:
-        role: What it does in the pipeline.
+        role: Its job in the pipeline.
         class_name: Of the component.
-        module: Weights, dtypes and devices; None for what is no model.
+        module: Weights, dtypes and devices; None if it is not a model.
         config: The scalars of its configuration.
         offload: Which offloading moves its weights in and out while it runs; None: none.
         compiled: Whether it, or a block in it, is compiled by torch.compile.
@@ -301,7 +301,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class FoldedStages:
-    """Sums over stages of one name that are no longer in the record one by one.
+    """Sums over stages of one name that the record no longer lists.
 
     Attributes:
         count: How many.
@@ -461,7 +461,7 @@ def stage_seconds(stage: Stage) -> float:
 
 
 def device_seconds(stage: Stage) -> float | None:
-    """What a stage took on the accelerator; None where that was not measured, or is no time."""
+    """What a stage took on the accelerator; None if it was not measured or is not a valid time."""
     on_device = stage.facts.get(DEVICE_SECONDS)
     return on_device if isinstance(on_device, float) and is_duration(on_device) else None
 

@@ -56,7 +56,7 @@ _BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def save_run(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write a run to `path`, whole or not at all, for its owner alone to read (mode 0600).
+    """Write a run to `path` atomically; only its owner can read it (mode 0600).
 
     Raises:
         WriteError: The file cannot be written. What was there before stays.
@@ -158,7 +158,7 @@ def migrate(run: Plain, schema: int) -> Plain:
     """The run in the current schema.
 
     Raises:
-        KeyError: There is no way from that version.
+        KeyError: That version cannot be migrated.
         TypeError, ValueError, AttributeError: The run is not of the shape its version says.
     """
     for version in range(schema, CURRENT_SCHEMA):

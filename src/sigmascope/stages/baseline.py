@@ -135,7 +135,7 @@ class Measurement:
         """The entries that all analyses have.
 
         Args:
-            success: Whether the stage did what it should.
+            success: Whether the stage succeeded.
             problems: What is wrong with its results, which is the error where nothing was raised.
             unavailable: Reasons of the stage's own.
         """
@@ -471,7 +471,7 @@ def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any
 
 
 def check_of(problems: Iterable[str], *, known: bool) -> Check:
-    """A check: passed if there is no problem, None if nothing is known that could be one."""
+    """A check: True without problems, None if there was nothing to check."""
     messages = list(dict.fromkeys(problems))
     return {"passed": False if messages else True if known else None, "messages": messages}
 

@@ -278,7 +278,7 @@ def conditioning_facts(
     statistics: bool | None,
     reason: str | None = None,
 ) -> ConditioningDict:
-    """Everything that is known of one conditioning."""
+    """All facts about one conditioning."""
     entries = [_entry_dict(entry, statistics) for entry in conditioning.entries]
     index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
     if index is None:

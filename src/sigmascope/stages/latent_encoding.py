@@ -212,7 +212,7 @@ def analyze_latent_generation_results(
     statistics: bool | None = None,
     may_wait: bool = True,
 ) -> LatentEncodingAnalysis:
-    """What an encoding gave and what it cost, from the baseline and the latent. Never raises.
+    """Analyse an encoding's result and cost from the baseline and the latent. Never raises.
 
     Args:
         baseline: What `capture_latent_generation_baseline` gave; None: no comparison with before.
@@ -226,7 +226,7 @@ def analyze_latent_generation_results(
         video_height: Pixels; likewise.
         video_width: Pixels; likewise.
         record: What `encode_latents` gave beside the latent.
-        attempts: Without a record: what became of each strategy.
+        attempts: The outcome of each strategy, if there is no record.
         peak_memory: The peak of the stage that watched the encoding.
         error: What the VAE raised, if it did.
         latent_layout: Such as "BFCHW", where VAE and shape do not tell.
@@ -255,7 +255,7 @@ def print_latent_generation_analysis_summary(
 
     Args:
         analysis: What `analyze_latent_generation_results` gave, or the same read from a file; None prints an error line.
-        console: Where to; standard output by default, plain when that is no terminal.
+        console: Where to print; standard output by default, without colour if it is not a terminal.
     """
     print_analysis(latent_summary.ENCODING_TITLE, analysis, latent_summary.latent_sections, console)
 
@@ -329,7 +329,7 @@ def analyze_latent_decoding_results(
     error: BaseException | str | None = None,
     statistics: bool | None = None,
 ) -> LatentEncodingAnalysis:
-    """What a decoding gave and what it cost, from the baseline and the pictures. Never raises.
+    """Analyse a decoding's result and cost from the baseline and the pictures. Never raises.
 
     Args:
         baseline: What `capture_latent_decoding_baseline` gave; None: no comparison with before.
@@ -340,7 +340,7 @@ def analyze_latent_decoding_results(
         immediate_gpu_changes: `{"allocated_change": MB, "reserved_change": MB}` measured right after; None: what
             is read now.
         record: What `decode_latents` gave beside the pictures.
-        attempts: Without a record: what became of each strategy.
+        attempts: The outcome of each strategy, if there is no record.
         peak_memory: The peak of the stage that watched the decoding.
         error: What the VAE raised, if it did.
         statistics: As for the baseline; NaN and Inf are known from `record` whatever it says.
@@ -366,7 +366,7 @@ def print_latent_decoding_analysis_summary(
 
     Args:
         analysis: What `analyze_latent_decoding_results` gave, or the same read from a file; None prints an error line.
-        console: Where to; standard output by default, plain when that is no terminal.
+        console: Where to print; standard output by default, without colour if it is not a terminal.
     """
     print_analysis(latent_summary.DECODING_TITLE, analysis, latent_summary.latent_sections, console)
 

@@ -118,7 +118,7 @@ def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | No
 
 
 class Axes(NamedTuple):
-    """A layout, and what it was told by."""
+    """A layout and the evidence for it."""
 
     layout: Layout
     evidence: str
@@ -283,7 +283,7 @@ def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
 def latent_analysis(
     reading: LatentReading, structure: str, vae: VaeFacts | None, video: Video
 ) -> LatentAnalysis:
-    """Everything that is known of one latent."""
+    """All facts about one latent."""
     tensor, sizes, axes = tensor_dict(reading.tensor), reading.sizes, reading.axes
     rank = len(tensor["shape"])
     layout, evidence = (None, None) if axes is None else axes
@@ -468,7 +468,7 @@ def _with_weights(
 
 
 def is_comfyui_vae(vae: object) -> bool:
-    """Whether it is ComfyUI's VAE, told by what it holds."""
+    """Whether it is ComfyUI's VAE, judged by its attributes."""
     return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
 
 

@@ -216,7 +216,7 @@ def analyze_lora_application_results(
     """What a LoRA's application changed, each model against its own original. Never raises.
 
     Args:
-        baseline: What `capture_lora_baseline` gave; None: only what is on the models now can be told.
+        baseline: What `capture_lora_baseline` gave; None: only the models' current changes are reported.
         modified_unet: The denoiser after the application, cloned or changed in place.
         modified_clip: The text encoder or encoders.
         lora_result: What the application returned, such as ComfyUI's (model, clip). diffusers returns None, which
@@ -457,7 +457,7 @@ def track_weight_modifications(
 
 
 def analyze_lora_patches(modified_model: object, model_type: str) -> PatchAnalysis:
-    """Every change that is on a model now: what it is, how strong, and how far it has come. Never raises.
+    """List every change on a model now, with its type, strength and state. Never raises.
 
     Args:
         modified_model: With LoRAs or without.
@@ -526,7 +526,7 @@ def print_lora_analysis_summary(analysis: Mapping[str, Any] | None, console: Con
 
     Args:
         analysis: What `analyze_lora_application_results` gave, or the same read from a file; None prints an error line.
-        console: Where to; standard output by default, plain when that is no terminal.
+        console: Where to print; standard output by default, without colour if it is not a terminal.
     """
     print_analysis(TITLE, analysis, lora_sections, console)
 

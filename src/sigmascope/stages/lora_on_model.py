@@ -514,9 +514,9 @@ def application_findings(
     """What is wrong with the application or worth knowing of it, the worst first.
 
     Args:
-        models: Each model's name, what became of its weights, and the changes on it.
+        models: Each model's name, how its weights changed, and the changes on it.
         of_file: What the file tells; what the models tell too is left out.
-        effective: Whether any weight does something else than before; None if that is not known.
+        effective: Whether any weight has a new effect; None if unknown.
         applied: Whether the host says that it applied the LoRA.
         left_off: Whether it gave back the models as they went in.
     """

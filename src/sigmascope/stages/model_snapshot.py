@@ -56,7 +56,7 @@ class WeightOutline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PatchMark:
-    """What tells one change on a weight from another, without its tensors."""
+    """The identity of one change on a weight, without its tensors."""
 
     source: str | None
     index: int

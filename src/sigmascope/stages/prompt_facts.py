@@ -143,7 +143,7 @@ def _token_facts(count: TokenCount, kept: Privacy) -> TokenFacts:
 
 
 def as_text(prompt: object) -> str | None:
-    """The prompt as one text; several become its lines. None if it is no text."""
+    """The prompt as one text; several prompts become its lines. None if it is not text."""
     texts = texts_of(prompt)
     return "\n".join(texts) if texts else None
 

@@ -298,7 +298,7 @@ class Drift(TypedDict):
 
 
 class WeightChanges(TypedDict):
-    """What became of the weights. Names are those without adapters.
+    """How the weights changed. Names are those without adapters.
 
     `keys_modified` are all names that both models have. `keys_value_changed` are those that are effectively changed
     since the baseline, by content or by changes that act in each forward pass.
@@ -499,7 +499,7 @@ class ConditioningDict(TypedDict):
 
 
 class Performance(TypedDict):
-    """Seconds. The times of single prompts are known only where they were measured apart."""
+    """Seconds. The times of single prompts are known only if they were measured separately."""
 
     total_execution_time: float | None
     positive_encoding_time: float | None

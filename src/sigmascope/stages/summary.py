@@ -70,7 +70,7 @@ def print_analysis(
     sections: Callable[[Mapping[str, Any]], Iterable[Section]],
     console: Console | None = None,
 ) -> None:
-    """Print an analysis as sections under a title; where there is none, a line that says so."""
+    """Print an analysis as sections under a title, or one line if there is no analysis."""
     none = [Section("", "", [Row("❌ Error", "there is no analysis to show", BAD)])]
     print_summary(title, none if analysis is None else sections(analysis), console)
 

@@ -166,7 +166,7 @@ def analyze_text_encoding_results(
         positive_prompt: The text, or a list of texts that were encoded together.
         negative_prompt: The negative text; None if there is none.
         elapsed_time: Seconds that the step took.
-        positive_seconds: Of them, those for the positive prompt, if measured apart.
+        positive_seconds: The part spent on the positive prompt, if measured separately.
         negative_seconds: The same for the negative prompt.
         peak_memory: The peak of the stage that watched the encoding.
         error: What the encoder raised, if it did.
@@ -370,7 +370,7 @@ def print_text_encoding_analysis_summary(
 
     Args:
         analysis: What `analyze_text_encoding_results` gave, or the same read from a file; None prints an error line.
-        console: Where to; standard output by default, plain when that is no terminal.
+        console: Where to print; standard output by default, without colour if it is not a terminal.
     """
     print_analysis(TEXT_TITLE, analysis, text_sections, console)
 

@@ -108,15 +108,15 @@ def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
 
 @dataclass(frozen=True, slots=True)
 class WeightVerdict:
-    """What became of one weight.
+    """How one weight changed.
 
     Attributes:
         change: In figures.
         effect: The same for the sums over blocks.
         is_drift: Whether the content changed by no more than rounding, and nothing is merged that would explain more.
         is_unexplained: Whether it changed by more, and nothing is merged.
-        is_as_predicted: Whether the content changed as the changes say; None if that cannot be told.
-        content_relative: ‖ΔW‖/‖W‖ of the contents alone, measured or sampled; None if that cannot be told.
+        is_as_predicted: Whether the weight changed as predicted; None if unknown.
+        content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
     """
 
     change: ValueChange
@@ -128,7 +128,7 @@ class WeightVerdict:
 
     @property
     def is_effective(self) -> bool:
-        """Whether the weight does something else than before: a change acts, or more than rounding changed."""
+        """Whether the weight has a new effect: a change acts on it, or it changed by more than rounding."""
         return not self.is_drift or self.change["measured_from"] == "patches"
 
 
@@ -235,7 +235,7 @@ class WeightEvidence:
 
     Attributes:
         now: Its content.
-        original: Its content before, where the host still has it apart from `now`.
+        original: Its values before, if the host still keeps them separately.
         fresh: Changes on it that the baseline does not have.
         had_patches: Whether the baseline has some.
         content_changed: By fingerprint; None if not known.
@@ -384,7 +384,7 @@ def _as_predicted(
 
 
 def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
-    """The effect with the norm of the weight without the changes, where it can be had.
+    """The effect with the norm of the unchanged weight, if it can be calculated.
 
     ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
     """

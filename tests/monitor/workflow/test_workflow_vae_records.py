@@ -93,7 +93,7 @@ def test_dummy_latents_are_said_to_be_none_once(monitor: WorkflowMonitor, vae: A
     assert found["encoding_success"] is False
     assert [one.severity for one in monitor.run().findings].count("critical") == 1
     text = printed(monitor.print_latent_generation_analysis_summary, found)
-    assert "NOT REAL: this is no encoding" in text
+    assert "NOT REAL: this is a placeholder" in text
 
 
 def test_a_record_that_is_none_raises_nothing_into_the_host(monitor: WorkflowMonitor) -> None:

@@ -93,7 +93,7 @@ class Accelerator(Protocol):
         ...
 
     def allocated_and_peak(self, device: str) -> AllocatorBytes:
-        """The allocator's figures alone, as cheap as they come. Peaks are since `reset_peak`."""
+        """Only the allocator's figures, read as cheaply as possible. Peaks are since `reset_peak`."""
         ...
 
     def unavailable(self, device: str) -> Mapping[str, str]:

@@ -65,7 +65,7 @@ class MpsAccelerator:
         return missing | dict.fromkeys(("peak_allocated", "peak_reserved"), _NO_MPS_PEAK)
 
     def reset_peak(self, device: str) -> str | None:
-        """There is no peak to reset: gives the reason."""
+        """Give the reason: MPS has no peak to reset."""
         return _NO_MPS_PEAK
 
     def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
