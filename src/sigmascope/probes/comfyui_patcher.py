@@ -410,9 +410,9 @@ def kept_weights(model: object) -> dict[str, KeptWeight]:
 def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
     inner, standings = attribute(patcher, "model"), Standings(patcher)
     holders = [
-        one
-        for one in (*_with_parents(patcher), *_loaded_by_comfyui(inner))
-        if attribute(one, "model") is inner
+        candidate
+        for candidate in (*_with_parents(patcher), *_loaded_by_comfyui(inner))
+        if attribute(candidate, "model") is inner
     ]
     merged, by_hooks, objects_kept = (
         _kept_by(holders, name) for name in ("backup", "hook_backup", "object_patches_backup")
@@ -437,7 +437,7 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
 
 def _kept_by(holders: Iterable[object], name: str) -> dict[str, Tensor]:
     held = {id(attribute(holder, name)): mapping(holder, name) for holder in holders}
-    kept = {str(key): kept_weight(entry) for one in held.values() for key, entry in one.items()}
+    kept = {str(key): kept_weight(entry) for entries in held.values() for key, entry in entries.items()}
     return {key: weight for key, weight in kept.items() if weight is not None}
 
 

@@ -241,7 +241,9 @@ def _scalars(config: Mapping[object, object]) -> Iterator[tuple[str, JsonScalar]
 
 
 def _denoisers(pipeline: object) -> list[nn.Module]:
-    found = attempt(lambda: [module for one in denoisers_of(pipeline) if (module := unwrap(one)) is not None])
+    found = attempt(
+        lambda: [module for denoiser in denoisers_of(pipeline) if (module := unwrap(denoiser)) is not None]
+    )
     return found.value or []
 
 
@@ -292,7 +294,7 @@ def offload_of(module: nn.Module) -> Offload | None:
 
 def _has_hook(module: nn.Module, name: str) -> bool:
     registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
-    return any(name in key for one in registries for key in (getattr(one, "hooks", None) or ()))
+    return any(name in key for registry in registries for key in (getattr(registry, "hooks", None) or ()))
 
 
 def layerwise_casting(module: nn.Module) -> bool:

@@ -135,7 +135,7 @@ _MEANWHILE: Final = "\nDuring handling of the above exception, another exception
 def _trace_without_words(error: BaseException) -> str:
     """The stack trace with all that it was raised from: types and places, no messages, notes or lines of source."""
     chain = list(_chain(error))
-    blocks = [_block_without_words(one) for one in chain]
+    blocks = [_block_without_words(link) for link in chain]
     links = [_DIRECT if later.__cause__ is earlier else _MEANWHILE for later, earlier in pairwise(chain)]
     texts = [blocks[0]]
     for link, block in zip(links, blocks[1:], strict=True):
@@ -165,7 +165,7 @@ def _block_without_words(error: BaseException) -> str:
     known = known_cause(error)
     kind = f"{type(error).__qualname__}: {known}" if known else type(error).__qualname__
     if isinstance(error, BaseExceptionGroup):
-        kind += f" of {', '.join(sorted({type(one).__qualname__ for one in error.exceptions}))}"
+        kind += f" of {', '.join(sorted({type(inner).__qualname__ for inner in error.exceptions}))}"
     return "".join(["Traceback (most recent call last):\n" if frames else "", *frames, f"{kind}\n"])
 
 
@@ -203,13 +203,15 @@ def known_cause(error: BaseException) -> str | None:
 
     Its message is read to recognise it, and for numbers. No word of it is in the answer.
     """
-    for one in _chain(error, explicit=True):
-        if _says_so(one):
-            sizes = [f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(one, pattern))]
+    for link in _chain(error, explicit=True):
+        if _says_so(link):
+            sizes = [
+                f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(link, pattern))
+            ]
             return ", ".join(["out of memory", *sizes])
-        if isinstance(one, OSError) and isinstance(one.errno, int) and one.errno in errno.errorcode:
-            return os.strerror(one.errno)
-        if isinstance(one, NonFiniteError):
+        if isinstance(link, OSError) and isinstance(link.errno, int) and link.errno in errno.errorcode:
+            return os.strerror(link.errno)
+        if isinstance(link, NonFiniteError):
             return "NaN or Inf"
     return None
 
@@ -230,7 +232,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
     from one of these. NaN and wrong shapes are other errors, and an interruption is none.
     """
-    return isinstance(error, Exception) and any(_says_so(one) for one in _chain(error, explicit=True))
+    return isinstance(error, Exception) and any(_says_so(link) for link in _chain(error, explicit=True))
 
 
 def _says_so(error: BaseException) -> bool:

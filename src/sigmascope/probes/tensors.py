@@ -325,7 +325,7 @@ def _items(thing: object) -> list[tuple[str, object]]:
     if isinstance(thing, list | tuple):
         return [(str(index), value) for index, value in enumerate(thing)]
     if is_dataclass(thing) and not isinstance(thing, type):
-        return [(one.name, getattr(thing, one.name)) for one in fields(thing)]
+        return [(member.name, getattr(thing, member.name)) for member in fields(thing)]
     return []
 
 
@@ -528,7 +528,7 @@ def _as_words(raw: Tensor) -> Tensor:
 def digests(sums: Int64[Tensor, "pieces blocks 8"]) -> UInt64[np.ndarray, " pieces"]:
     """The hash of each piece from its blocks' sums. Copies eight numbers a piece to the CPU."""
     device = sums.device
-    state = torch.tensor([_signed(one) for one in _START], device=device).repeat(sums.shape[0], 1)
+    state = torch.tensor([_signed(word) for word in _START], device=device).repeat(sums.shape[0], 1)
     secret = torch.tensor([_signed(_secret_word(128 + 8 * i)) for i in range(_WORDS)], device=device)
     for block in range(_BLOCKS - 1):
         state = state + sums[:, block]

@@ -359,7 +359,7 @@ def _highest_on(device: str, peaks: list[tuple[float, AcceleratorPeak]]) -> Acce
 
 def _gaps(values: Mapping[str, object], reasons: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """The reasons for what is still unknown, the last one of each."""
-    merged = {name: reason for one in reasons for name, reason in one.items()}
+    merged = {name: reason for named in reasons for name, reason in named.items()}
     return {name: reason for name, reason in merged.items() if values.get(name) is None}
 
 

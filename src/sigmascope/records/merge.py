@@ -166,7 +166,7 @@ def _common_facts(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         name: value
         for name, value in first.items()
-        if all(name in one and one[name] == value for one in others)
+        if all(name in other and other[name] == value for other in others)
     }
 
 
@@ -219,7 +219,7 @@ def devices_in_use(run: Run) -> list[str]:
                 allocated[memory.device] = allocated.get(memory.device, False) or memory.allocated_bytes != 0
         for peak in () if stage.peak is None else stage.peak.accelerators:
             allocated[peak.device] = allocated.get(peak.device, False) or peak.allocated_bytes != 0
-        sampled |= dict.fromkeys((one.device for one in readable_utilization(stage)), True)
+        sampled |= dict.fromkeys((reading.device for reading in readable_utilization(stage)), True)
     allocated = {**sampled, **allocated}
     in_use = [device for device, is_used in allocated.items() if is_used]
     return in_use or [device for device in allocated if device == current]
