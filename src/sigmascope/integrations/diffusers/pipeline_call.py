@@ -24,11 +24,11 @@ from sigmascope.integrations.diffusers.arguments import (
     seeds_of,
     states_of,
 )
+from sigmascope.integrations.diffusers.denoising import Denoising
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
 from sigmascope.integrations.diffusers.recipe import loras_of, models_of
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
-    Denoising,
     Observer,
     StageStack,
     WatchedParts,

@@ -15,7 +15,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers import components, pipeline_call, watch_session
+from sigmascope.integrations.diffusers import components, denoising, pipeline_call, watch_session
 from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import hooks, recorder, scope
 from sigmascope.monitor.recorder import CURRENT
@@ -37,11 +37,11 @@ BREAKABLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (pipeline_call, ("denoisers_of", "current_stack")),
     (pipeline_call, ("schedule_facts", "end_complete_denoising", "holder_of", "start_denoising")),
     (pipeline_call.DenoiserObserver, ("attach", "_before", "hook_method")),
-    (watch_session, ("number_of",)),
-    (watch_session.Denoising, ("__init__", "called", "scheduler_stepped", "finish", "_commit")),
-    (watch_session.Denoising, ("scheduler_began",)),
+    (denoising, ("number_of",)),
+    (denoising.Denoising, ("__init__", "called", "scheduler_stepped", "finish", "_commit")),
+    (denoising.Denoising, ("scheduler_began",)),
     (watch_session.Session, ("_note_load", "own_work")),
-    (watch_session.Denoising, ("weights_moved",)),
+    (denoising.Denoising, ("weights_moved",)),
     (pipeline_call.SchedulerObserver, ("attach", "_before_schedule", "_before_step")),
     (components.LoadingObserver, ("start", "attach_class", "_before_load", "_before_move")),
     (components.TransferObserver, ("attach", "_put_on", "_before_move")),

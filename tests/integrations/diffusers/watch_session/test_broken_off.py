@@ -10,7 +10,8 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.diffusers.watch_session import Denoising, Session
+from sigmascope.integrations.diffusers.denoising import Denoising
+from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import current_recorder
 from sigmascope.monitor.hooks import MethodHook
 

@@ -1,0 +1,178 @@
+"""Steps of a denoising: which calls of the denoiser are one step, and when it has ended.
+
+No pipeline says where a step begins. It begins when the denoiser, or what works for it (a ControlNet), is first called,
+and ends when the scheduler has made its step (`Denoising.scheduler_stepped`). All calls between are one step:
+classifier-free guidance may need two, other guidance more. Until a scheduler's step has been seen, calls at another
+timestep begin another step (`Denoising.called`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+from sigmascope.monitor.recorder import LiveStage, Recorder
+from sigmascope.monitor.scope import Mark
+from sigmascope.records.run import SCHEDULER_SECONDS
+
+NO_SCHEDULER = (
+    "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
+    "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
+)
+
+
+class Denoising:
+    """Counts the denoiser's calls into steps, which it puts on a stage.
+
+    Attributes:
+        calls: How often each component was called.
+        most_calls_a_step: How often one was called for one step.
+        stepped: How many steps the scheduler has made.
+        last_ns: When a call was last seen to end; None where schedulers tell of steps.
+    """
+
+    def __init__(self, stage: LiveStage, recorder: Recorder) -> None:
+        self.stage = stage
+        self.calls: Counter[str] = Counter()
+        self.most_calls_a_step = 0
+        self.stepped = 0
+        self.last_ns: int | None = None
+        self._clock = recorder.clock
+        self._scope = recorder.current_scope()
+        self._has_device = self._scope.columns.timings is not None
+        # The open step: when it began, which component began it, and how often that was called for it.
+        self._started: int | None = None
+        self._mark: Mark | None = None
+        self._component = ""
+        self._calls_in_step = 0
+        self._timestep: float | None = None
+        self._turns: list[tuple[str, int]] = []
+        self._moved_ns = 0
+        self._moves: dict[int, int] = {}
+        self._scheduler_began: int | None = None
+        self._scheduler_ns = 0
+
+    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take a call of the denoiser that is about to run: the hot path."""
+        if (
+            self._started is None or not self._component
+        ):  # none is open, or what works for the denoiser opened it
+            if not self.stepped:
+                self._timestep = number_of(timestep_in(args, kwargs))
+        elif self.stepped or not self._is_another(timestep_in(args, kwargs)):
+            self.calls[name] += 1
+            self._calls_in_step += name == self._component
+            return
+        else:
+            self._commit(self._seen_ended())
+        self.calls[name] += 1
+        self._component, self._calls_in_step = name, 1
+        self._begin()
+
+    def prepared(self) -> None:
+        """Take a call of what works for the denoiser, such as a ControlNet: a step begins with it, if none is open."""
+        if self._started is None:
+            self._component = ""
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._started is None:
+            if self._has_device:
+                self._mark = self._scope.instruments.mark()
+            self._scope.in_step = True
+            self._started = self._clock()
+
+    def _is_another(self, timestep: object) -> bool:
+        """Whether a call is for another step than the one that is open; keeps its timestep if so."""
+        value = number_of(timestep)
+        if value is None:
+            return self.last_ns is not None
+        if value == self._timestep:
+            return False
+        self._timestep = value
+        return True
+
+    def returned(self) -> None:
+        """Take the end of a denoiser's call, where no scheduler tells of steps."""
+        self.last_ns = self._clock()
+
+    def scheduler_began(self) -> Callable[[object, object], None]:
+        """Take the beginning of the scheduler's step; gives what takes its end: the hot path."""
+        self._scheduler_began = self._clock()
+        return self.scheduler_stepped
+
+    def scheduler_stepped(self, _result: object = None, _error: object = None) -> None:
+        """Take the end of the scheduler's step: the hot path.
+
+        Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another
+        pipeline, or of an export.
+        """
+        if self._started is not None:
+            self.stepped += 1
+            ended = self._clock()
+            began, self._scheduler_began = self._scheduler_began, None
+            if began is not None:
+                self._scheduler_ns += ended - began
+            self._commit(ended)
+
+    def weights_moved(self, nanoseconds: int) -> None:
+        """Take the time of a move of weights, which is part of the step that is open."""
+        if self._started is not None:
+            self._moved_ns += nanoseconds
+
+    def _seen_ended(self) -> int:
+        """When the open step's last call was seen to end; now, if it was not, as Ctrl-C does to it."""
+        last_ns, started_ns = self.last_ns, self._started
+        return self._clock() if last_ns is None or last_ns < (started_ns or 0) else last_ns
+
+    def _commit(self, ended_ns: int) -> None:
+        """Take the step that is open: the hot path."""
+        started, self._started = self._started, None
+        if started is None:  # a handler of a signal was faster
+            return
+        component = self._component
+        if component:
+            if not self._turns or component != self._turns[-1][0]:
+                self._turns.append((component, len(self._scope.columns)))
+            self.most_calls_a_step = max(self.most_calls_a_step, self._calls_in_step)
+        if self._moved_ns:
+            self._moves[len(self._scope.columns)] = self._moved_ns
+            self._moved_ns = 0
+        self._scope.add_step(started, ended_ns, self._mark)
+
+    def finish(self) -> None:
+        """Take the last step if it is open, and tell what is known of all."""
+        if self._started is not None:
+            self._commit(self._seen_ended())
+        self.stage.fact("denoiser_calls", dict(self.calls))
+        self.stage.fact("scheduler_steps", self.stepped)
+        self.stage.fact(SCHEDULER_SECONDS, self._scheduler_ns / 1e9)
+        self.stage.fact("component", self._turns[0][0] if self._turns else None)
+        if len(self._turns) > 1:
+            self.stage.fact("component_turns", [list(turn) for turn in self._turns])
+        if self._moves:
+            moved = [self._moves.get(step, 0) / 1e9 for step in range(len(self._scope.columns))]
+            self.stage.fact("weights_moved_in_steps", moved)
+        if not self.stepped:
+            self.stage.fact("step_grouping", NO_SCHEDULER)
+
+
+def timestep_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """The timestep among the arguments of a denoiser's call: the second one, or the one of that name."""
+    return kwargs.get("timestep") if len(args) < 2 else args[1]
+
+
+def number_of(timestep: object) -> float | None:
+    """A timestep's number; None where asking would wait for an accelerator, or be seen by who traces the call."""
+    if isinstance(timestep, int | float):
+        return float(timestep)
+    if not isinstance(timestep, Tensor) or timestep.device.type != "cpu" or not timestep.numel():
+        return None
+    if is_tracing():  # type: ignore[no-untyped-call]
+        return None
+    with suppress(Exception):  # one that vmap batches, or that has no memory, has no number
+        return float(timestep.detach().reshape(-1)[0])
+    return None
