@@ -148,7 +148,7 @@ class FactorKeys:
         return [f"{module}.{end}" for end in (self.up, self.down, self.alpha) if end is not None]
 
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
-        """The tensors of up and down by key, contiguous; alpha waits for the ranks of all modules."""
+        """Up and down by key, contiguous. `writer.LoraWriter` adds alpha, once it knows the ranks of all modules."""
         up, down = factors.up.detach(), factors.down.detach()
         if is_convolution(factors.weight_shape):
             up = up.reshape(*up.shape, *(1 for _ in factors.weight_shape[2:]))

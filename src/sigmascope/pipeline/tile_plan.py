@@ -1,6 +1,7 @@
 """How a picture is cut into tiles, and how much each counts where they overlap.
 
 `plan` cuts it. A `TileAxis` is one side: where its tiles lie, and the ramps by which they are blended. A `Place` is one tile.
+Whether to tile, and how large the tiles are, is decided by the memory that there is: `strategies.ladder`.
 """
 
 import itertools
