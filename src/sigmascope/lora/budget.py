@@ -12,7 +12,8 @@ fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best
 may not fit. What room or error is left is then used by single values out of order.
 
 Layers need not be decomposed to the end. Singular values fall, so a layer that has a known value to spare gains
-nothing from unknown ones. Only of the others are twice as many wanted (`Allocation.wanted`), until none is left.
+nothing from unknown ones. Of the others twice as many are wanted (`Allocation.wanted`), until none is left; first of
+those whose last value brings the most, since their next ones may push values of the rest out.
 """
 
 import json
@@ -47,6 +48,7 @@ _SPREAD_WHOLLY_UP_TO: Final = 8  # and all of it up to this rank,
 _HEADER_IN_RANKS: Final = 0.05  # give or take so much, which is within a header's length
 _MOST_HEADER_FITS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _MOST_BYTES_OF_EQUAL_RANKS: Final = 32  # that the header saves where all layers get the same rank
+_FIRST_FROM: Final = 1 / 4  # of the largest benefit per byte: layers below it are decomposed further later
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
 # Of a file, for `StorageCost`.
@@ -71,8 +73,8 @@ class Allocation:
 
     Attributes:
         ranks: By layer; 0 is left out of the file.
-        wanted: Layers of which every known singular value is taken, with how many to compute next. Empty: the ranks
-            are final. Otherwise they are the best of what is known.
+        wanted: Layers of which every known singular value is taken, the most promising first, with how many to
+            compute next. Empty: the ranks are final. Otherwise they are the best of what is known.
         error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
             Without weights this is the overall relative error.
         bytes: What the file takes, as `StorageCost` knows it.
@@ -616,10 +618,10 @@ def allocate(
         room = max_bytes - storage.empty_bytes
         if (least := contest.bytes_at(contest.floor)) > room:
             refuse_size(max_bytes, storage.empty_bytes + least)
-        ranks = most_within(contest, room)
+        ranks = reached = most_within(contest, room)
     else:
-        ranks = _within_error(contest, storage, max_error or 0.0)
-    wanted = _next_wanted(contest, ranks)
+        ranks, reached = _within_error(contest, storage, max_error or 0.0)
+    wanted = _next_wanted(contest, reached)
     error = _error(contest, ranks, storage)
     if not wanted:
         if max_error is not None and error > max_error * (1.0 + 1e-9):
@@ -634,8 +636,10 @@ def allocate(
     )
 
 
-def _within_error(contest: BudgetArrays, storage: StorageCost, error: float) -> Int[Tensor, " layers"]:
-    """The fewest bytes at which discarded energy and rounding together stay below error².
+def _within_error(
+    contest: BudgetArrays, storage: StorageCost, error: float
+) -> tuple[Int[Tensor, " layers"], Int[Tensor, " layers"]]:
+    """`least_for` the fewest bytes at which discarded energy and rounding together stay below error².
 
     Rounding adds ρ²·(T − d) to the d discarded of T in all: d ≤ (e² − ρ²)·T / (1 − ρ²).
     """
@@ -655,11 +659,16 @@ def _error(contest: BudgetArrays, ranks: Int[Tensor, " layers"], storage: Storag
     return math.sqrt(lost / total) if total > 0.0 else 0.0
 
 
-def _next_wanted(contest: BudgetArrays, ranks: Int[Tensor, " layers"]) -> dict[str, int]:
-    """Layers whose known values are all taken: how many to compute next, twice as many."""
-    at_end = contest.open & (ranks >= contest.known)
+def _next_wanted(contest: BudgetArrays, reached: Int[Tensor, " layers"]) -> dict[str, int]:
+    """Layers whose known values were all taken: how many to compute next, twice as many.
+
+    First of those whose last value brings the most per byte: their next ones may push values of the others out.
+    """
+    at_end = contest.open & (reached >= contest.known)
+    last = torch.where(contest.known > contest.floor, contest.density_at(contest.known - 1), torch.inf)
+    first = at_end & (last >= _FIRST_FROM * max(last[at_end].tolist(), default=0.0))
     target = (2 * contest.known).clamp(min=1).maximum(contest.floor).minimum(contest.cap)
-    return {contest.layers[row]: int(target[row]) for row in at_end.nonzero()[:, 0].tolist()}
+    return {contest.layers[row]: int(target[row]) for row in first.nonzero()[:, 0].tolist()}
 
 
 def _require_something(
@@ -701,26 +710,30 @@ def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> No
         room -= int(cost[best])
 
 
-def least_for(contest: BudgetArrays, needed: float) -> Int[Tensor, " layers"]:
+def least_for(contest: BudgetArrays, needed: float) -> tuple[Int[Tensor, " layers"], Int[Tensor, " layers"]]:
     """Take values above the floors until they bring what is needed; all that are known where they do not suffice.
 
     Args:
         contest: The layers.
         needed: Weighted energy to keep above that of the floors.
+
+    Returns:
+        Ranks by layer, and the most that each had before what is needless was given back.
     """
     if needed <= 0.0:
-        return contest.floor
+        return contest.floor, contest.floor
     row, column = contest.best_first()
     gain = contest.benefits[row, column].cumsum(0)
     last = int(torch.searchsorted(gain, needed * (1.0 - _SUM_ROUNDING)))
     ranks = contest.floor + torch.bincount(row[:last], minlength=len(contest.layers))
     if last == len(row):
-        return ranks
+        return ranks, ranks
     missing = needed - (float(gain[last - 1]) if last else 0.0)
     cheapest = _cheapest(contest, ranks, missing)
     ranks[cheapest] += 1
+    reached = ranks.clone()
     _prune(contest, ranks, float(contest.benefit_at(ranks - 1)[cheapest]) - missing)
-    return ranks
+    return ranks, reached
 
 
 def _cheapest(contest: BudgetArrays, ranks: Int[Tensor, " layers"], missing: float) -> int:

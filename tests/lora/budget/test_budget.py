@@ -341,3 +341,23 @@ def test_a_layer_that_most_of_the_bytes_are_for_gets_them_though_few_of_its_valu
     while (allocation := budget.allocate(known(counts), storage)).wanted:
         counts |= allocation.wanted
     assert allocation == best
+
+
+def test_layers_that_hold_little_of_the_change_are_hardly_decomposed_for_an_error() -> None:
+    """What 16 values of each leave is above the error, though one layer alone has nearly all of it."""
+    count = torch.arange(1, 257, dtype=torch.float64)
+    whole = {f"small.{index}": 1e-3 * count**-0.5 for index in range(20)} | {"large": count**-0.5}
+    counts = dict.fromkeys(whole, 16)
+    budget = Budget(max_error=0.3)
+    while (
+        allocation := budget.allocate(
+            {
+                layer: Spectrum(every[: counts[layer]], float(every.square().sum()), (256, 256))
+                for layer, every in whole.items()
+            },
+            FREE,
+        )
+    ).wanted:
+        counts |= allocation.wanted
+    assert allocation.error <= 0.3
+    assert {layer for layer, computed in counts.items() if computed > 16} == {"large"}
