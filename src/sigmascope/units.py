@@ -90,6 +90,17 @@ def printable(text: object) -> str:
     )
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: `1 tensor`, `2 tensors`.
+
+    Args:
+        number: How many.
+        one: The words after 1, which may include a verb: `module has`.
+        many: The words after any other number; without it, `one` with an s.
+    """
+    return f"{number} {one}" if number == 1 else f"{number} {many or f'{one}s'}"
+
+
 def first_few(texts: Sequence[str], most: int = 5, *, between: str = ", ") -> str:
     """The first of several texts, and how many more there are."""
     more = f"{between.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""

@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.units import MIB, mebibytes, mib, mib_change, number, percent, seconds, statistic
+from sigmascope.units import MIB, counted, mebibytes, mib, mib_change, number, percent, seconds, statistic
 
 
 def test_units_keep_what_is_unknown_apart_from_zero() -> None:
@@ -34,3 +34,9 @@ def test_counts_are_shown_in_full_and_statistics_short() -> None:
 
 def test_a_share_of_nothing_is_a_dash() -> None:
     assert (percent(1.0, 4.0), percent(1.0, 0.0)) == ("25 %", "-")
+
+
+def test_a_count_agrees_with_its_noun_and_verb() -> None:
+    assert [counted(number, "key") for number in (0, 1, 2)] == ["0 keys", "1 key", "2 keys"]
+    assert counted(1, "module has", "modules have") == "1 module has"
+    assert counted(3, "module has", "modules have") == "3 modules have"

@@ -37,7 +37,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of, modules_in
-from sigmascope.units import first_few
+from sigmascope.units import counted, first_few
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_into_model"]
 
@@ -756,7 +756,7 @@ def _require_plain(lora: LoraFile) -> None:
     if lora.changes:
         changes = [f"{name} ({lora.kind_of(name)})" for name in lora.changes]
         raise LoraFormatError(
-            f"{len(lora.changes)} modules of {lora} are more than up and down factors: {first_few(changes)}.",
+            f"{counted(len(lora.changes), 'module')} of {lora} {'is' if len(lora.changes) == 1 else 'are'} more than up and down factors: {first_few(changes)}.",
             hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load the result.",
         )
     if not lora.modules:
@@ -800,7 +800,7 @@ def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers:
     }
     described = [_describe_missing(name, layers, others) for name in missing[:_MAX_DESCRIBED]]
     raise ModelMismatchError(
-        f"{len(missing)} of {len(lora)} modules of {lora} have no Linear or convolution layer in this "
+        f"{len(missing)} of {counted(len(lora), 'module')} of {lora} {'has' if len(missing) == 1 else 'have'} no Linear or convolution layer in this "
         f"{type(model).__name__}: {first_few([*described, *missing[_MAX_DESCRIBED:]], _MAX_DESCRIBED, between='; ')}.",
         hint="Apply the LoRA to the model it was made for.",
     )
@@ -824,7 +824,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
             wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
     if wrong:
         raise ModelMismatchError(
-            f"{len(wrong)} of {len(lora)} modules of {lora} do not fit: {first_few(wrong, between='; ')}.",
+            f"{len(wrong)} of {counted(len(lora), 'module')} of {lora} {'does' if len(wrong) == 1 else 'do'} not fit: {first_few(wrong, between='; ')}.",
             hint="Apply the LoRA to the model it was made for.",
         )
 

@@ -26,7 +26,7 @@ from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import InputLora
 from sigmascope.progress import Progress, no_progress
-from sigmascope.units import first_few
+from sigmascope.units import counted, first_few
 
 __all__ = ["CheckpointMergeReport", "MergedTensor", "merge_into_checkpoint"]
 
@@ -242,7 +242,7 @@ def _match_tensors(
                 positions.setdefault(key, []).append(position)
     if wrong:
         raise ModelMismatchError(
-            f"{len(wrong)} modules do not fit {base.path}: {first_few(wrong, between='; ')}.",
+            f"{counted(len(wrong), 'module does', 'modules do')} not fit {base.path}: {first_few(wrong, between='; ')}.",
             hint="Merge the LoRA into the model that it was made for.",
         )
     return positions
@@ -264,7 +264,7 @@ def _require_matched(
     if not matches_nothing and (allow_unmatched or not unmatched):
         return
     parts = [
-        f"{len(names)} modules of {loras[position].lora}: {first_few(names)}"
+        f"{counted(len(names), 'module')} of {loras[position].lora}: {first_few(names)}"
         for position, names in unmatched.items()
     ]
     other = "" if matches_nothing else ", or go on without them: --allow_unmatched"

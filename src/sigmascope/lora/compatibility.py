@@ -44,7 +44,7 @@ from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.units import first_few
+from sigmascope.units import counted, first_few
 
 _BIAS: Final = ".bias"
 Model = object
@@ -788,13 +788,15 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
     }
     advice = "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module."
     if len(missing) == len(modules):
-        message = f"None of the file's {len(modules)} modules is on the model: {why}."
+        message = f"None of the file's {counted(len(modules), 'module')} is on the model: {why}."
         yield Finding("lora_not_loaded", "critical", message, evidence, advice)
     else:
-        message = (
-            f"{len(missing)} of the file's {len(modules)} modules are not on the model: {_named(missing)}."
-        )
+        message = f"{len(missing)} of the file's {counted(len(modules), 'module')} {_are(missing)} not on the model: {_named(missing)}."
         yield Finding("lora_partly_loaded", "error", message, evidence, advice)
+
+
+def _are(modules: Sequence[AppliedModule]) -> str:
+    return "is" if len(modules) == 1 else "are"
 
 
 def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
@@ -806,7 +808,7 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
     yield Finding(
         "lora_not_applicable" if failed else "lora_not_acting",
         "error" if failed else "warning",
-        f"{len(idle)} of the file's {len(modules)} modules are on the model and change nothing ({reason}): {_named(idle)}.",
+        f"{len(idle)} of the file's {counted(len(modules), 'module')} {'is on the model and changes' if len(idle) == 1 else 'are on the model and change'} nothing ({reason}): {_named(idle)}.",
         {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
         "Use a LoRA whose shapes fit the model."
         if failed
@@ -820,7 +822,7 @@ def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         yield Finding(
             "lora_applied_twice",
             "warning",
-            f"{len(twice)} of the file's {len(modules)} modules are applied more than once: {_named(twice)}.",
+            f"{len(twice)} of the file's {counted(len(modules), 'module')} {_are(twice)} applied more than once: {_named(twice)}.",
             {
                 "modules": len(twice),
                 "times": max(module.times for module in twice),

@@ -23,6 +23,7 @@ from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import FAMILIES, family_of_header
+from sigmascope.units import counted
 
 __all__ = ["LoraFile", "ModuleFacts", "WeightChange"]
 
@@ -142,7 +143,7 @@ class LoraFile:
 
     def __str__(self) -> str:
         """The name for messages: the file, if there is one."""
-        return str(self.path) if self.path is not None else f"a LoRA of {len(self)} modules"
+        return str(self.path) if self.path is not None else f"a LoRA of {counted(len(self), 'module')}"
 
     def facts_of(self, name: str) -> ModuleFacts:
         """Kind, shape, rank and size of a module or change, without reading it.

@@ -44,6 +44,7 @@ from sigmascope.lora.file import PEFT_CONFIGS
 from sigmascope.lora.format_names import FormatName
 from sigmascope.lora.layer_names import renamed
 from sigmascope.lora.linalg import is_convolution
+from sigmascope.units import counted
 
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
 """How kohya's names begin."""
@@ -433,7 +434,7 @@ def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat
             hint="The tool that wrote it saved nothing: make the file again.",
         )
     raise LoraFormatError(
-        f"{path}: its {len(keys)} keys are those of no known LoRA format. First keys: {', '.join(keys[:3])}.",
+        f"{path}: its {counted(len(keys), 'key does', 'keys do')} not follow any known LoRA format. First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
 

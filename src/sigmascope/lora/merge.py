@@ -65,6 +65,7 @@ from sigmascope.lora.writer import (
 )
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
+from sigmascope.units import counted
 
 __all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "merge_lora_files"]
 
@@ -294,7 +295,7 @@ def _rank_plan(changes: "MergedChanges", options: CombineOptions) -> RankPlan:
         what = (
             f"--method {options.method.name} gives changes of full rank"
             if not options.method.is_linear
-            else f"{len(changes.formed)} modules are more than up and down: {', '.join(changes.formed[:_NAMED])}"
+            else f"{counted(len(changes.formed), 'module is', 'modules are')} more than up and down factors: {', '.join(changes.formed[:_NAMED])}"
         )
         raise ConfigError(
             f"{what}, so a rank has to be chosen.",
@@ -389,7 +390,7 @@ class MergedChanges:
         waiting = [name for name in self.united.names if self._needs_base(name)] if self.bases is None else []
         if waiting:
             raise LoraFormatError(
-                f"{len(waiting)} modules depend on the base model (DoRA or whole weights): "
+                f"{counted(len(waiting), 'module depends', 'modules depend')} on the base model (DoRA or whole weights): "
                 f"{', '.join(waiting[:_NAMED])}.",
                 hint="Give --base_model_path, or merge into a checkpoint with --into.",
             )

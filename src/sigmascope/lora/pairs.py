@@ -23,13 +23,12 @@ from sigmascope.lora.families import ModelLayout, Part, layout_of
 from sigmascope.lora.layer_names import WEIGHT, is_layer
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, is_real, root_sum_square
 from sigmascope.records.run import Finding, JsonScalar
-from sigmascope.units import first_few
+from sigmascope.units import counted, first_few
 
 __all__ = [
     "CheckpointPair",
     "LayerChange",
     "PairOptions",
-    "counted",
     "match",
     "open_pair",
     "pair_findings",
@@ -676,8 +675,3 @@ def dequantised(side: Checkpoint, role: str, keys: Sequence[str]) -> Finding:
 
 def _finding(id: str, message: str, keys: Sequence[str], advice: str, **evidence: str) -> Finding:
     return Finding(id, "warning", message, {"tensors": len(keys), **evidence, "keys": " ".join(keys)}, advice)
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

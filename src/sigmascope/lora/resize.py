@@ -59,6 +59,7 @@ from sigmascope.lora.writer import (
 )
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
+from sigmascope.units import counted
 
 __all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
@@ -722,7 +723,7 @@ def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
             yield Finding(
                 "lora.unused_keys",
                 "warning",
-                f"{lora}: {len(lora.unused_keys)} keys belong to no module and are left out: "
+                f"{lora}: {counted(len(lora.unused_keys), 'key belongs to no module and is', 'keys belong to no module and are')} left out: "
                 f"{', '.join(lora.unused_keys[:_NAMED])}.",
                 {"keys": len(lora.unused_keys)},
                 advice="lora inspect --json lists them.",

@@ -41,11 +41,12 @@ from sigmascope.lora.layer_names import (
     layer_order,
 )
 from sigmascope.lora.linalg import blocked_energy, root_sum_square
-from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
+from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, open_pair, pair_findings
 from sigmascope.lora.parallel import ThreadScratch, run_layers
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
+from sigmascope.units import counted
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora"]
 
@@ -627,7 +628,7 @@ def _unused_keys(lora: LoraFile) -> list[Finding]:
         Finding(
             id="lora.unused_keys",
             severity="warning",
-            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} that belong to no module, first {first}.",
+            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor that belongs', 'tensors that belong')} to no module, first {first}.",
             evidence={"tensors": len(lora.unused_keys), "key": first},
         )
     ]
@@ -658,7 +659,7 @@ def _other_model(modules: Sequence[ModuleError]) -> list[Finding]:
     fitting = [module for module in own if module.status == "applied"]
     worse = [module for module in fitting if module.band == "noise"]
     if len(fitting) < _MIN_FITTING_SHARE * len(own):
-        message = f"{len(own) - len(fitting)} of its {len(own)} modules fit no layer of this one."
+        message = f"{len(own) - len(fitting)} of its {counted(len(own), 'module')} fit no layer of this one."
     elif fitting and len(worse) > _MAX_WORSENED_SHARE * len(fitting):
         message = f"it moves {len(worse)} of {len(fitting)} layers away from the tuned model."
     else:

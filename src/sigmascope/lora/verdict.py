@@ -15,7 +15,7 @@ from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.module_names import title_of
 from sigmascope.records.run import Finding, Severity
-from sigmascope.units import first_few
+from sigmascope.units import counted, first_few
 
 _NOT_READ: Final = "the model's weights were not read"
 Reason = Literal[
@@ -32,56 +32,77 @@ Reason = Literal[
 
 
 class MismatchRow(NamedTuple):
-    """A reason why modules change nothing: how bad it is, how a message says it ("3 modules …"), and what to do."""
+    """A reason why modules change nothing.
+
+    Attributes:
+        severity: How bad it is.
+        one: What a message says after "1 module".
+        many: What a message says after "3 modules".
+        advice: What to do.
+    """
 
     severity: Severity
-    words: str
+    one: str
+    many: str
     advice: str
+
+    def words(self, modules: int) -> str:
+        """What a message says after this many modules."""
+        return self.one if modules == 1 else self.many
 
 
 MISMATCHES: Final[dict[Reason, MismatchRow]] = {
     "other_architecture": MismatchRow(
         "error",
+        "is for another architecture",
         "are for another architecture",
         "Use the LoRA with the model family that it was made for.",
     ),
     "other_shape": MismatchRow(
         "error",
+        "is for a weight of another shape",
         "are for weights of another shape",
         "Use the LoRA with the model that it was made for: this one has other widths.",
     ),
     "transposed": MismatchRow(
         "error",
+        "has transposed factors",
         "have transposed factors",
         "Make the file again, with up (out, rank) and down (rank, in).",
     ),
     "text_encoder_missing": MismatchRow(
         "warning",
+        "is for a text encoder that was not given",
         "are for a text encoder that was not given",
         "Pass the text encoder too, or accept that the LoRA acts on the denoiser alone.",
     ),
     "part_missing": MismatchRow(
         "warning",
+        "is for a part of the model that was not given",
         "are for a part of the model that was not given",
         "Pass that part of the model too.",
     ),
     "prefix": MismatchRow(
         "error",
+        "has an unknown prefix before a name that the model has",
         "have an unknown prefix before a name that the model has",
         "Rename the keys without the prefix, or tell the loader the prefix if it takes one.",
     ),
     "block_missing": MismatchRow(
         "error",
+        "is for a block that the model does not have",
         "are for blocks that the model does not have",
         "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
     ),
     "twice": MismatchRow(
         "error",
-        "are for layers that another module of the file changes already",
+        "is for a layer that another module of the file already changes",
+        "are for layers that another module of the file already changes",
         "Remove one of the two: a loader may apply both.",
     ),
     "unknown": MismatchRow(
         "error",
+        "has a name that the model does not have",
         "have names that the model does not have",
         "Compare the names with the model's nearest ones, and convert the file if only the naming differs.",
     ),
@@ -283,7 +304,7 @@ def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_matches_nothing",
             "critical",
-            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {MISMATCHES[reason].words}.",
+            f"None of the {_modules(verdict)} changes a weight of the model: most {MISMATCHES[reason].many}.",
             {
                 "modules": len(verdict.modules),
                 "matched": 0,
@@ -301,7 +322,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             f"lora_{reason}",
             row.severity,
-            f"{count} of {len(verdict.modules)} modules {row.words}{_families(verdict, reason)}: {_first_modules(modules)}.",
+            f"{count} of {_modules(verdict)} {row.words(count)}{_families(verdict, reason)}: {_first_modules(modules)}.",
             {
                 "modules": count,
                 "of": len(verdict.modules),
@@ -326,7 +347,7 @@ def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_not_finite",
             "error",
-            f"{len(modules)} of {len(verdict.modules)} modules hold NaN or Inf: {_first_modules(modules)}.",
+            f"{len(modules)} of {_modules(verdict)} {'holds' if len(modules) == 1 else 'hold'} NaN or Inf: {_first_modules(modules)}.",
             {"modules": len(modules), "first": modules[0].name},
             "Make the file again, in bf16 or float if it was fp16. As it is, it makes images black.",
         )
@@ -338,9 +359,13 @@ def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_unused_keys",
             "info",
-            f"{len(verdict.unused_keys)} keys of the file belong to no module: {shown}.",
+            f"{counted(len(verdict.unused_keys), 'key of the file belongs', 'keys of the file belong')} to no module: {shown}.",
             {"keys": len(verdict.unused_keys), "first": verdict.unused_keys[0]},
         )
+
+
+def _modules(verdict: LoraVerdict) -> str:
+    return counted(len(verdict.modules), "module")
 
 
 def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
@@ -370,11 +395,15 @@ def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     if verdict.format != "peft" or not alphas:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
-    consequence = f", so {len(scaled)} modules act with another strength there" if scaled else ""
+    consequence = (
+        f", so {counted(len(scaled), 'module acts', 'modules act')} with another strength there"
+        if scaled
+        else ""
+    )
     yield Finding(
         "lora_alpha_ignored",
         "warning" if scaled else "info",
-        f"diffusers ignores the {len(alphas)} .alpha tensors beside lora_A and lora_B{consequence}.",
+        f"diffusers ignores {counted(len(alphas), '.alpha tensor')} beside lora_A and lora_B{consequence}.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
         "Convert the file (sigmascope lora convert), which puts the scale into the factors."
         if scaled
@@ -404,7 +433,7 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
         if family.loses("diffusers", "comfyui", module.name.removeprefix("diffusion_model."), down)
     ]
     if verdict.format == "comfyui" and lost:
-        some = f"does not load {len(lost)} of {len(verdict.matched)} modules"
+        some = f"does not load {len(lost)} of {counted(len(verdict.matched), 'module')}"
         loads = "loads nothing" if len(lost) == len(verdict.matched) else some
         yield Finding(
             "lora_comfyui_names",
@@ -423,7 +452,7 @@ def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
     yield Finding(
         "lora_whole_differences",
         "warning",
-        f"{len(differences)} keys hold whole differences, such as {differences[0]}: diffusers {fate}.",
+        f"{counted(len(differences), 'key holds a whole difference', 'keys hold whole differences')}, such as {differences[0]}: diffusers {fate}.",
         {"keys": len(differences), "first": differences[0]},
         "Load the file in ComfyUI, or merge it into the checkpoint (sigmascope lora merge).",
     )
@@ -441,7 +470,7 @@ def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_comfyui_loses_attention",
             "warning",
-            f"ComfyUI does not find {len(lost)} of the {len(verdict.modules)} modules by these names: all attention "
+            f"ComfyUI does not find {len(lost)} of the {_modules(verdict)} by these names: all attention "
             "projections. It only warns in its log.",
             {"modules": len(lost), "of": len(verdict.modules), "first": lost[0].name},
             "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
@@ -472,7 +501,7 @@ def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
         yield Finding(
             "lora_some_biases",
             "warning",
-            f"{biases} of {modules} modules have a lora_B bias. diffusers accepts such biases in all modules or in none.",
+            f"{biases} of {counted(modules, 'module')} {'has' if biases == 1 else 'have'} a lora_B bias. diffusers accepts such biases in all modules or in none.",
             {"biases": biases, "modules": modules},
             "Train or convert without lora_B biases, or with one in every module.",
         )

@@ -96,7 +96,7 @@ def test_what_does_not_match_is_named_with_reason_and_nearest(
 def test_reasons_are_grouped_with_what_to_do(half: Path, model: Path, inspect: Inspect) -> None:
     words = " ".join(inspect(half, "--model", model).out.split())
     assert (
-        "1 modules have names that the model does not have. Compare the names with the model's nearest ones"
+        "1 module has a name that the model does not have. Compare the names with the model's nearest ones"
         in words
     )
 

@@ -152,7 +152,7 @@ def test_a_module_that_could_not_learn_is_refused_unless_it_stays_frozen(tiny_mo
     lora = lora_of((ATTN1, (64, 64)), ("denoiser.conv_in", (32, 4, 3, 3)), rank=3, alpha=3.0)
     still = lora_of(("denoiser.conv_in", (32, 4, 3, 3)), rank=3, alpha=0.0)
     both = LoraFile({**lora.modules, **still.modules})
-    with pytest.raises(LoraFormatError, match=r"1 modules have alpha 0.*: denoiser\.conv_in\."):
+    with pytest.raises(LoraFormatError, match=r"1 module has alpha 0.*: denoiser\.conv_in\."):
         plan_continued_lora(tiny_model, both, None)
     assert plan_continued_lora(tiny_model, both, ["attn1"]).frozen == ("denoiser.conv_in",)
 
@@ -169,7 +169,7 @@ def test_modules_that_fit_nothing_are_named(tiny_model: LbmModel) -> None:
     ):
         plan_continued_lora(tiny_model, lora_of(("denoiser.conv_in", (32, 5, 3, 3))), None)
     vae = "vae.vae_model.encoder.conv_in"
-    with pytest.raises(ModelMismatchError, match=rf"1 modules are not of the denoiser: {vae}"):
+    with pytest.raises(ModelMismatchError, match=rf"1 module is outside the denoiser: {vae}"):
         plan_continued_lora(
             tiny_model, lora_of((vae, (32, 3, 3, 3)), ("denoiser.conv_in", (32, 4, 3, 3))), None
         )

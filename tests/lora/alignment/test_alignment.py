@@ -237,6 +237,6 @@ def test_a_lora_of_more_than_factors_is_not_attached() -> None:
         {"0": random_factors((4, 3), 1, 0)}, changes={"0.bias": DiffChange({"diff_b": torch.ones(4)})}
     )
     with pytest.raises(
-        LoraFormatError, match=r"1 modules of .* more than up and down.*0\.bias \(diff\).*merge"
+        LoraFormatError, match=r"1 module of .* is more than up and down.*0\.bias \(diff\).*merge"
     ):
         attach_lora(torch.nn.Sequential(torch.nn.Linear(3, 4)), lora)

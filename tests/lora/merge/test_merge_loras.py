@@ -218,7 +218,7 @@ def test_other_kinds_of_change_join_at_a_rank(tmp_path: Path) -> None:
     save_file(plain, tmp_path / "a.safetensors")
     save_file({"lora_unet_conv_in.diff": whole}, tmp_path / "b.safetensors")
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    with pytest.raises(ConfigError, match="more than up and down: denoiser"):
+    with pytest.raises(ConfigError, match="more than up and down factors: denoiser"):
         merge_lora_files(paths, tmp_path / "out.safetensors")
     report = merge_lora_files(
         paths, tmp_path / "out.safetensors", CombineOptions((1.0, 0.5), plan=fixed(9999))

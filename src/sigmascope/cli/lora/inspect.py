@@ -301,11 +301,12 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
     from sigmascope.lora.verdict import MISMATCHES
+    from sigmascope.units import counted
 
     for reason, count in verdict.reasons.items():
         modules = [module for module in verdict.unmatched if module.reason == reason]
         console.print(
-            Text(f"{count} modules {MISMATCHES[reason].words}.", style="bold red").append(
+            Text(f"{counted(count, 'module')} {MISMATCHES[reason].words(count)}.", style="bold red").append(
                 f" {MISMATCHES[reason].advice}", style="not bold default"
             )
         )

@@ -29,6 +29,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import matrix_shape
 from sigmascope.lora.reader import load_lora
+from sigmascope.units import counted
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 PeftLayer = Any
@@ -378,7 +379,7 @@ def plan_continued_lora(model: LbmModel, lora: LoraFile, patterns: Sequence[str]
     """
     if lora.unused_keys:  # the file that is written has to hold all of it
         raise LoraFormatError(
-            f"{lora}: {len(lora.unused_keys)} keys belong to no module: {', '.join(lora.unused_keys[:_NAMED])}.",
+            f"{lora}: {counted(len(lora.unused_keys), 'key belongs', 'keys belong')} to no module: {', '.join(lora.unused_keys[:_NAMED])}.",
             hint="Make the file again with sigmascope lora convert, which leaves them out.",
         )
     factors = _factors_by_layer(model, lora)
@@ -395,7 +396,7 @@ def plan_continued_lora(model: LbmModel, lora: LoraFile, patterns: Sequence[str]
     still = [module.name for module in modules.values() if module.trained and module.alpha == 0]
     if still:
         raise LoraFormatError(
-            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
+            f"{lora}: {counted(len(still), 'module has', 'modules have')} alpha 0, and would not learn: {', '.join(still[:_NAMED])}.",
             hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
         )
     return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
@@ -414,7 +415,7 @@ def _factors_by_layer(model: LbmModel, lora: LoraFile) -> dict[str, LoraFactors]
     outside = [name for name in factors if not name.startswith(DENOISER)]
     if outside:
         raise ModelMismatchError(
-            f"{lora}: {len(outside)} modules are not of the denoiser: {', '.join(outside[:_NAMED])}.",
+            f"{lora}: {counted(len(outside), 'module is', 'modules are')} outside the denoiser: {', '.join(outside[:_NAMED])}.",
             hint="Only the denoiser is trained: take these modules out of the file.",
         )
     return factors
@@ -470,7 +471,7 @@ def select_layers(
     if wrong:
         raise ConfigError(
             f"{KEY}: {'; '.join(wrong)}.",
-            hint=f"{where} has {len(layers)} modules, such as {', '.join(list(layers)[:2])}.",
+            hint=f"{where} has {counted(len(layers), 'module')}, such as {', '.join(list(layers)[:2])}.",
         )
     return tuple(layer for layer in layers if layer in chosen)
 
