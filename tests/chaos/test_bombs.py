@@ -29,7 +29,7 @@ SAYS = {
     "png_warned": "12000×10000; SIGMASCOPE_MAX_PIXELS allows",
     "gif_frames": "SIGMASCOPE_MAX_PIXELS",
     "tiff_tile": "60000×60000; SIGMASCOPE_MAX_PIXELS allows",
-    "torch_large_pickle": "'archive/data.pkl' takes 2 GB; 64 MB are the limit",
+    "torch_large_pickle": "'archive/data.pkl' takes 2 GB; the limit for a member that is not a tensor is 64 MB",
     "torch_large_record": "'archive/byteorder' takes 1 GB",
     "torch_many_members": "its list of members takes 57.22 MB",
     "torch_overlapping": "overlap",

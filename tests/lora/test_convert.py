@@ -368,7 +368,7 @@ def test_a_convolution_of_another_kernel_asks_for_the_model(tmp_path: Path) -> N
         tmp_path / "out.safetensors",
     )
     loha_file(source, {name: (6, 44)})
-    with pytest.raises(ConfigError, match=f"{name}: 44 inputs are of no 3×3 convolution") as refusal:
+    with pytest.raises(ConfigError, match=f"{name}: 44 inputs do not fit a 3×3 convolution") as refusal:
         convert_lora(source, target, "peft", family="sdxl", rank=9999)
     assert "--model" in str(refusal.value)
     assert not target.exists()

@@ -149,7 +149,7 @@ def test_gradients_flow_through_delta() -> None:
         ((3, 2, 1, 1), (2, 4), (3, 4), "not matrices of one rank"),
         ((3, 0), (0, 4), (3, 4), "rank 0"),
         ((3, 2), (2, 4), (4, 3), "change a weight of (3, 4), but the weight is (4, 3)"),
-        ((3, 2), (2, 4), (3,), "no matrix"),
+        ((3, 2), (2, 4), (3,), "not a matrix"),
     ],
 )
 def test_factors_that_fit_nothing_are_refused(

@@ -120,7 +120,7 @@ def test_a_model_and_itself_leave_nothing_to_plan(pair: ModelPair) -> None:
     same = shutil.copy(pair.base, pair.base.with_name("same.safetensors"))
     with pytest.raises(ModelMismatchError, match="nothing to plan"):
         plan_lora(pair.base, same)
-    with pytest.raises(ConfigError, match="--max_rank 0 is no rank"):
+    with pytest.raises(ConfigError, match="--max_rank 0 is not a rank"):
         plan_lora(pair.base, pair.tuned, most_rank=0)
 
 

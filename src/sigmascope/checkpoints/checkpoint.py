@@ -217,13 +217,13 @@ def _check_buffer(buffer: Tensor, info: TensorInfo, needed: int | None = None) -
     flat = buffer.dim() == 1 and buffer.dtype == torch.uint8 and buffer.device.type == "cpu"
     if not (flat and buffer.is_contiguous() and buffer.storage_offset() % _BUFFER_ALIGNMENT_BYTES == 0):
         raise ConfigError(
-            f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device} cannot be read into.",
-            hint="Use a contiguous torch.uint8 buffer of one axis on the CPU that begins at a multiple of 8 bytes.",
+            f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device} cannot take a tensor's bytes.",
+            hint="Use a contiguous one-dimensional torch.uint8 buffer on the CPU, aligned to 8 bytes.",
         )
     if buffer.numel() < nbytes:
         raise ConfigError(
             f"{info.name} takes {nbytes} bytes at once, the buffer has {buffer.numel()}.",
-            hint="Make it as large as the largest tensor that is read into it.",
+            hint="Make the buffer as large as the largest tensor.",
         )
 
 
@@ -532,7 +532,7 @@ def read_exactly(stream: BinaryIO, path: Path, name: str, begin: int, buffer: Te
             if count == 0:
                 raise CheckpointError(
                     path,
-                    f"ends inside {shortened(name)}: it was cut short while it was open.",
+                    f"ends inside {shortened(name)}: the file was cut short while it was open.",
                     hint="Make sure that nothing writes to it, and start again.",
                 )
             done += count

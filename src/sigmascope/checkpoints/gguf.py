@@ -146,7 +146,8 @@ class GgufCheckpoint(Checkpoint):
             or math.prod(integers) != entry.elements
         ):
             raise _damaged(
-                path, f"{shortened(entry.name)} of shape {entry.shape} cannot be of shape {shortened(shape)}."
+                path,
+                f"{shortened(entry.name)} of shape {entry.shape} does not hold shape {shortened(shape)}.",
             )
         dtype = _PLAIN_TYPES.get(self._kinds[entry.name].name, torch.float32)
         return TensorInfo(entry.name, tuple(integers), dtype, entry.elements * dtype.itemsize)

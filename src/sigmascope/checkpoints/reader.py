@@ -150,7 +150,7 @@ def _open_pickle(file: Path) -> Checkpoint:
     with reading(file), file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     if not head:
-        raise CheckpointError(file, "is empty.", hint="Download it again or make it anew.")
+        raise CheckpointError(file, "is empty.", hint="Download it again or make it again.")
     kind = sniff(head)
     if kind == "safetensors":  # misnamed, and harmless
         return SafetensorsCheckpoint(file)
@@ -321,7 +321,7 @@ def _read_index(path: Path, most_bytes: int) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE_HINT) from error
     if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object that names weights.", hint=_INCOMPLETE_HINT)
+        raise CheckpointError(path, "is not a JSON object that lists weights.", hint=_INCOMPLETE_HINT)
     return index
 
 
@@ -333,8 +333,8 @@ def _checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
         if not isinstance(name, str) or not is_plain_name(name):
             raise CheckpointError(
                 path,
-                f"puts {shortened(key)} in {shortened(name)}, which is no file of this folder.",
-                hint="An index may only name files beside it. Do not use this one unless you know its maker.",
+                f"puts {shortened(key)} in {shortened(name)}, which is not a file in this folder.",
+                hint="An index may only name files in its own folder. Use this one only if you trust its source.",
             )
     return weight_map
 
@@ -438,7 +438,7 @@ def _component_names(folder: Path) -> list[str]:
         if not is_plain_name(name):
             raise CheckpointError(
                 folder / MODEL_INDEX,
-                f"names the component {name!r}, which is no folder beside it.",
+                f"names the component {name!r}, which is not a folder beside it.",
                 hint="Do not use this one unless you know its maker.",
             )
     return names

@@ -170,7 +170,7 @@ def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:
 def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     head = stream.read(HEAD_BYTES)
     if not head:
-        _fail(path, "is empty.", "Download it again or make it anew.")
+        _fail(path, "is empty.", "Download it again or make it again.")
     error = foreign_file_error(path, sniff(head), "a safetensors file")
     if error is not None:
         raise error
@@ -373,7 +373,9 @@ def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             message = f"the metadata {key!r}: {value!r} is not text to text."
-            raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
+            raise WriteError(
+                path, message, hint="Metadata values must be strings: encode other values with json.dumps."
+            )
         for text in (key, value):
             check_encodable(path, "the metadata", text)
     return dict(metadata)
@@ -650,7 +652,9 @@ def storable_entry(path: Path, name: str, tensor: Tensor) -> FileEntry:
         WriteError: The format keeps the name or cannot hold it, or it has no such type of tensor.
     """
     if name == "__metadata__":
-        raise WriteError(path, "no tensor can be named __metadata__: the format keeps the name.")
+        raise WriteError(
+            path, "no tensor can be named __metadata__: the safetensors format reserves that name."
+        )
     check_encodable(path, "the tensor", name)
     known = to_file(tensor.dtype, tuple(tensor.shape))
     if known is None or tensor.layout != torch.strided or tensor.device.type == "meta":

@@ -322,9 +322,7 @@ def flatten(nested: Any, quotes: Callable[[str], bool], *, private: bool) -> Fla
         if around is not None and not _is_tensor(value):
             walk.found.skeleton[name] = around
     if not walk.found.tensors:
-        raise ConfigError(
-            "There is no tensor in what should be saved.", hint="Give a mapping of names to tensors."
-        )
+        raise ConfigError("There is no tensor to save.", hint="Give a mapping of names to tensors.")
     return walk.found
 
 
@@ -353,7 +351,7 @@ class _FlatteningWalk:
             return f"<{type(value).__name__} in itself>"
         if len(above) >= _MAX_DEPTH:
             raise ConfigError(
-                f"{name} is nested more than {_MAX_DEPTH} deep.", hint="Save the tensors in it by name."
+                f"{name} is nested more than {_MAX_DEPTH} deep.", hint="Pass its tensors as separate names."
             )
         inside = (*above, id(value))
         if _is_comfyui_entry(value):
@@ -523,7 +521,7 @@ def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
         return _parsed_metadata(texts, fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it anew."
+            path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it again."
         ) from error
 
 

@@ -54,7 +54,7 @@ from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
 from sigmascope.units import first_few, format_size
 
-_DAMAGED_HINT = "Download it again or make it anew."
+_DAMAGED_HINT = "Download it again or make it again."
 _MAX_NAMED = 5
 _MAX_REASON_LENGTH = 160
 
@@ -223,7 +223,7 @@ def _is_sound_zip(path: Path) -> bool:
         raise CheckpointError(
             path,
             "is a compressed archive, which torch.save never writes.",
-            hint="Load it and save it again with torch.save, or unpack it if a checkpoint is inside.",
+            hint="Unpack it if it contains a checkpoint, or load it and save it again with torch.save.",
         )
     _check_members(members, list_begin, path)
     return True
@@ -245,7 +245,7 @@ def _check_list_size(stream: BinaryIO, path: Path) -> None:
     if size > _MAX_LIST_BYTES:
         raise _bomb(
             path,
-            f"its list of members takes {format_size(size)}; {format_size(_MAX_LIST_BYTES)} are the limit",
+            f"its list of members takes {format_size(size)}; the limit is {format_size(_MAX_LIST_BYTES)}",
         )
 
 
@@ -256,10 +256,13 @@ def _check_members(members: Sequence[zipfile.ZipInfo], list_begin: int, path: Pa
     for member, after in zip(ordered, begins, strict=False):  # an empty list begins after no member
         name, size = shortened(member.filename), max(member.file_size, member.compress_size)
         if member.header_offset + _LOCAL_HEADER_BYTES + size > after:
-            raise _bomb(path, f"{name} declares {format_size(size)}, which overlap what follows")
+            raise _bomb(path, f"{name} declares {format_size(size)}, which overlaps the next member")
         if "/data/" not in member.filename and size > _MAX_RECORD_BYTES:
             limit = format_size(_MAX_RECORD_BYTES)
-            raise _bomb(path, f"{name} takes {format_size(size)}; {limit} are the limit of what is no tensor")
+            raise _bomb(
+                path,
+                f"{name} takes {format_size(size)}; the limit for a member that is not a tensor is {limit}",
+            )
 
 
 def _bomb(path: Path, reason: str) -> CheckpointError:
@@ -581,7 +584,7 @@ def _raise_no_tensors(path: Path, loaded: Mapping[Any, Any]) -> None:
     top = ", ".join(str(key)[:40] for key in list(loaded)[:8])
     raise CheckpointError(
         path,
-        f"holds no tensors where they are looked for; at its top are: {top or 'nothing'}.",
+        f"has no tensors where a checkpoint keeps them; its top level holds: {top or 'nothing'}.",
         hint="Save the model's state_dict() itself, or under `model_state_dict` or `state_dict`.",
     )
 
@@ -721,7 +724,7 @@ class StreamingTorchWriter:
             if spec.dtype not in STORAGES:
                 raise WriteError(
                     self.path,
-                    f"the tensor {shortened(name)} is of {spec.dtype}, which is not written here.",
+                    f"the tensor {shortened(name)} is of {spec.dtype}, which this writer does not support.",
                     hint="Convert it to a common type, or write .safetensors.",
                 )
 
@@ -749,7 +752,8 @@ class StreamingTorchWriter:
         """
         if name not in self._left:
             raise WriteError(
-                self.path, f"the tensor {shortened(name)} was not announced, or is written twice."
+                self.path,
+                f"the tensor {shortened(name)} was not in the list of tensors to write, or is written twice.",
             )
         spec = self._specs[name]
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):

@@ -332,7 +332,7 @@ def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
                 f"{path}: {origin.key} is too large for {name}.", hint="Use --torch_dtype bf16 or float32."
             )
         raise NonFiniteError(
-            f"{path}: {origin.key} holds NaN or Inf.", hint="The backbone is damaged; fetch it again."
+            f"{path}: {origin.key} holds NaN or Inf.", hint="The backbone is damaged; download it again."
         )
     return converted if tuple(converted.shape) == spec.shape else adapt_weight(converted, spec.shape)
 
@@ -467,7 +467,7 @@ def config_target(save_path: Path, config: LbmConfig) -> Path | None:
         if _describes(own, config):
             return None
         raise ConfigError(
-            f"{own}: describes another model than the one to be made, and later commands would read it.",
+            f"{own}: describes a different model, and later commands would read it.",
             hint="Choose another --save_path, or move that file away.",
         )
     if not shared.exists():
@@ -638,13 +638,15 @@ def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> 
         for path in paths[1:]:
             with open_checkpoint(path) as second:
                 if set(first) != set(second):
-                    raise CheckpointError(path, f"has other tensors than {paths[0]}.", hint="Make it anew.")
+                    raise CheckpointError(
+                        path, f"has different tensors than {paths[0]}.", hint="Make it again."
+                    )
                 for done, key in enumerate(first, start=1):
                     tensor, other = first.tensor(key), second.tensor(key)
                     same_kind = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
                     bits = (each.reshape(-1).view(torch.uint8) for each in (tensor, other))
                     if not same_kind or not torch.equal(*bits):
-                        raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it anew.")
+                        raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it again.")
                     progress(done, len(first), key)
         return len(first)
 
@@ -712,7 +714,7 @@ def download(signature: str, variant: str | None) -> Path:
         return Path(fetch(signature, allow_patterns=wanted_files(variant)))
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(
-            f"--backbone_signature {signature}: is no folder or file here, and cannot be fetched from the hub "
+            f"--backbone_signature {signature}: is not a local folder or file, and cannot be downloaded from the hub "
             f"({str(error).splitlines()[0]}).",
             hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
         ) from error
@@ -770,14 +772,14 @@ def name_single_file(checkpoint: Checkpoint, config: LbmConfig) -> Backbone:
         if not parts[part]:
             raise CheckpointError(
                 checkpoint.path,
-                f"holds no tensors named {prefix}*, so no {part} of a single-file checkpoint.",
+                f"holds no tensors named {prefix}*, so it has no {part} of a single-file checkpoint.",
                 hint="Give a whole SDXL checkpoint, or a diffusers folder that holds unet and vae.",
             )
     layers = config.denoiser.layers_per_block
     counts = {layers} if isinstance(layers, int) else set(layers)
     if len(counts) > 1:
         raise ConfigError(
-            f"denoiser.layers_per_block: a single-file backbone has as many in every block, got {layers}.",
+            f"denoiser.layers_per_block: a single-file backbone has the same number in every block, got {layers}.",
             hint="Give the backbone as a diffusers folder.",
         )
     has_added_embedding = any(key.startswith(f"{UNET}label_emb.") for key in parts["unet"])

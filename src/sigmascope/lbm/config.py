@@ -384,7 +384,7 @@ def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
         AttributeError,
     ) as error:  # 2001-13-45, 5,000 digits, !!bool x
         raise ConfigError(
-            f"{path}: holds a value that is not what it looks like ({error}).",
+            f"{path}: holds a value that YAML reads as something else ({error}).",
             hint="Put quotation marks around it if it is meant as text.",
         ) from error
     return data if data is not None else {}

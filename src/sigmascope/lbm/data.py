@@ -183,7 +183,7 @@ class DataPosition:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"data position: expected epoch, samples and pending (numbers below samples), got {data!r:.200}.",
-                hint="Take it from a checkpoint of this version, or begin the epoch anew.",
+                hint="Take it from a checkpoint of this version, or start the epoch again.",
             ) from error
         return cls(epoch, samples, tuple(pending))
 
@@ -250,7 +250,7 @@ class TrainingData:
         if any(number % options.processes != options.process for number in start.pending):
             raise ConfigError(
                 f"data position: it is not of process {options.process} of {options.processes}.",
-                hint="Continue with as many processes as before, or begin the epoch anew.",
+                hint="Continue with as many processes as before, or start the epoch again.",
             )
         return self._batches(start)
 
@@ -443,13 +443,13 @@ def check_epoch(
     if passed < start.samples:
         raise DataError(
             f"the data ends after {passed} samples, before the position of the checkpoint ({start.samples}).",
-            hint="Continue with the shards that the checkpoint was trained on, or begin the epoch anew.",
+            hint="Continue with the shards that the checkpoint was trained on, or start the epoch again.",
         )
     if passed == 0:
         raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
     if good == 0 and start.samples == 0 and broken == 0:
         raise DataError(
-            f"there are {passed} samples for {processes} processes, so that one has none.",
+            f"there are {passed} samples for {processes} processes, so at least one process has none.",
             hint="Use fewer processes or more data.",
         )
     if good == 0 and start.samples == 0:

@@ -84,7 +84,7 @@ def load_image(path: str | Path) -> Image.Image:
         raise FileError(
             path,
             f"the picture cannot be decoded ({error}).",
-            hint="The file is damaged; fetch or save it again.",
+            hint="The file is damaged; download or save it again.",
         ) from error
 
 
@@ -269,7 +269,7 @@ def find_images(folder: str | Path) -> tuple[list[Path], list[UnreadableImage]]:
         files = sorted(path for path in place.iterdir() if path.suffix.lower() in PICTURES)
     except OSError as error:
         raise ConfigError(
-            f"--images {place} cannot be looked into ({error.strerror}).", hint="Name a folder of pictures."
+            f"--images {place} cannot be listed ({error.strerror}).", hint="Name a folder of pictures."
         ) from error
     pictures: list[Path] = []
     unreadable: list[UnreadableImage] = []

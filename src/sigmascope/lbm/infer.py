@@ -157,8 +157,8 @@ class PictureRows:
             raise ConfigError("there is no picture to translate.", hint="Give at least one with --images.")
         if asked := self.lbm.config.conditioning_keys:
             raise ConfigError(
-                f"the model takes {', '.join(asked)} beside the source.",
-                hint="Write a class as sigmascope.pipeline.lora_grid.GridSubject is, with your pictures for them.",
+                f"the model needs {', '.join(asked)} besides the source.",
+                hint="Write a class like sigmascope.pipeline.lora_grid.GridSubject that supplies those pictures.",
             )
         bridge_sigmas(self.num_inference_steps)
         check_resolution(self.resolution, self.picture_size)

@@ -181,7 +181,7 @@ def _require_pictures(
         raise ConfigError("there is no picture to translate.", hint="Use --images FOLDER or --noise 4.")
     if asked := resolve_config(path, config_path).conditioning_keys:
         raise ConfigError(
-            f"the model takes {', '.join(asked)} beside the source.",
+            f"the model needs {', '.join(asked)} besides the source.",
             hint="Call sigmascope.collect_statistics, or record_calls and fit_lora, with your own pictures for them.",
         )
 

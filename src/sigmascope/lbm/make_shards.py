@@ -244,7 +244,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 def _visible_files(root: Path) -> list[Path]:
     try:
         if not root.is_dir():
-            raise FileError(root, "is no folder.", hint="Name a folder with pairs of pictures.")
+            raise FileError(root, "is no folder.", hint="Pass a folder with pairs of pictures.")
         files = [path for path in root.rglob("*") if path.is_file()]
     except OSError as error:
         raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error

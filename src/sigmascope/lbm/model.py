@@ -316,7 +316,7 @@ def assign_weights(
         if not is_finite(tensor):
             raise NonFiniteError(
                 f"{checkpoint.path}: {key} holds NaN or Inf.",
-                hint="The checkpoint is damaged; fetch or save it again.",
+                hint="The checkpoint is damaged; download or save it again.",
             )
         tensor = tensor.to(device=device, dtype=dtypes[key.partition(".")[0]])
         owner, _, name = key.rpartition(".")

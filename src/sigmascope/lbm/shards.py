@@ -86,7 +86,7 @@ def expand_shards(patterns: Iterable[str], *, allow_pipe: bool = False) -> tuple
 def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
     if name.startswith(PIPE) and not allow_pipe:
         raise ConfigError(
-            f"shards {name!r}: commands are run only when that is allowed.",
+            f"shards {name!r}: it is a command, and commands run only with --allow_pipe.",
             hint="Give --allow_pipe on the command line if you trust it; the command runs in a shell.",
         )
     if name.startswith(PIPE) and not name.removeprefix(PIPE).strip():

@@ -96,7 +96,7 @@ class _WeightReader:
             if not is_finite(stored):
                 raise NonFiniteError(
                     f"{self._checkpoint.path}: {key} holds NaN or Inf.",
-                    hint="The checkpoint is damaged; fetch or save it again.",
+                    hint="The checkpoint is damaged; download or save it again.",
                 )
             self._unchecked.remove(key)
         if stored.dtype == self._dtype:

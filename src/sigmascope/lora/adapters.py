@@ -123,7 +123,7 @@ def form_delta(
     if not bool(torch.isfinite(delta).all()):
         raise NonFiniteError(
             f"{name}: the product of its tensors is too large for {str(dtype).removeprefix('torch.')}.",
-            hint="Make the LoRA again: no weight changes by so much.",
+            hint="Make the LoRA again: no real change is that large.",
         )
     return delta
 
@@ -681,7 +681,7 @@ def require_magnitudes(count: int, weight_shape: Sequence[int], *, per_output: b
     if count != weight_shape[axis]:
         raise LoraFormatError(
             f"DoRA: {count} magnitudes for a weight {tuple(weight_shape)}, expected {weight_shape[axis]}.",
-            hint="The file is damaged, or of a kind that is not known.",
+            hint="The file is damaged, or of an unknown kind.",
         )
 
 
@@ -697,7 +697,8 @@ class _WholeChange(Adapter):
         """
         if len(shapes) != 1:
             raise LoraFormatError(
-                f"{' and '.join(shapes)} change one weight.", hint="Which of them is meant cannot be told."
+                f"{' and '.join(shapes)} change one weight.",
+                hint="Only one of them can be meant: make the file again.",
             )
         return AdapterFacts(next(iter(shapes.values())), None)
 
@@ -777,5 +778,5 @@ def shapes_error(shapes: Shapes, *names: str) -> LoraFormatError:
     """The error for parts that do not fit together."""
     named = ", ".join(f"{name} {shapes[name]}" for name in names)
     return LoraFormatError(
-        f"{named} do not fit together.", hint="The file is damaged, or of a kind that is not known."
+        f"{named} do not fit together.", hint="The file is damaged, or of an unknown kind."
     )

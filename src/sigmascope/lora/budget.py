@@ -255,13 +255,14 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.max_bytes is None) == (self.max_error is None):
             raise ConfigError(
-                "a budget is either a size or an error.", hint="Give one of --max_size and --max_error."
+                "a budget is a size or an error, not both.", hint="Give one of --max_size and --max_error."
             )
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ConfigError(f"--max_size {self.max_bytes} holds nothing.", hint="Write it as 100MB.")
         if self.max_error is not None and not 0.0 < self.max_error < 1.0:
             raise ConfigError(
-                f"--max_error {self.max_error:g} is no share of the change.", hint="Write it as 5% or 0.05."
+                f"--max_error {self.max_error:g} is not a share of the change.",
+                hint="Write it as 5% or 0.05.",
             )
         if self.max_conv_rank is None:  # left out and spelt out are the same budget
             object.__setattr__(self, "max_conv_rank", self.max_rank)
@@ -769,7 +770,7 @@ def parse_weights(texts: Iterable[str]) -> Weights:
             weights.append((pattern, float(value)))
         except ValueError as error:
             raise ConfigError(
-                f"{WEIGHT_FOR} {pattern}={value} is no weight.", hint="Use 0 or more, such as 2."
+                f"{WEIGHT_FOR} {pattern}={value} is not a weight.", hint="Use 0 or more, such as 2."
             ) from error
     require_weights(tuple(weights))
     return tuple(weights)
@@ -785,7 +786,7 @@ def require_weights(weights: Weights) -> None:
         require_pattern(pattern, WEIGHT_FOR)
         if not (math.isfinite(weight) and weight >= 0.0):
             raise ConfigError(
-                f"{WEIGHT_FOR} {pattern}={weight:g} is no weight.", hint="Use 0 or more, such as 2."
+                f"{WEIGHT_FOR} {pattern}={weight:g} is not a weight.", hint="Use 0 or more, such as 2."
             )
 
 
@@ -797,7 +798,7 @@ def require_weighing(weighing: str, *, is_of_use: bool) -> None:
     """
     if weighing != RELATIVE and not is_of_use:
         raise ConfigError(
-            f"{BUDGET_WEIGHTS} {weighing} is for a budget without statistics.",
+            f"{BUDGET_WEIGHTS} {weighing} applies only to a budget without statistics.",
             hint="Add --max_size or --max_error, and leave --statistics out.",
         )
 
@@ -824,7 +825,7 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
         ) from error
     if not isinstance(given, dict):
         raise ConfigError(
-            f"{BUDGET_WEIGHTS} {path} holds no object.", hint="Use a name and a weight for each layer."
+            f"{BUDGET_WEIGHTS} {path} is not a JSON object.", hint="Map each layer's name to its weight."
         )
     for layer, weight in given.items():
         if layer not in layers:
@@ -836,7 +837,7 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (is_number and math.isfinite(weight) and weight >= 0):
             raise ConfigError(
-                f"{BUDGET_WEIGHTS} {path}: {layer}: {weight!r} is no weight.", hint="Use 0 or more."
+                f"{BUDGET_WEIGHTS} {path}: {layer}: {weight!r} is not a weight.", hint="Use 0 or more."
             )
     return {layer: float(weight) for layer, weight in given.items()}
 
@@ -868,7 +869,7 @@ def refuse_size(max_bytes: int, needed: int) -> NoReturn:
         ConfigError: With the least size.
     """
     raise ConfigError(
-        f"--max_size {format_size(max_bytes)} is too small: what must be in the file takes {needed} bytes.",
+        f"--max_size {format_size(max_bytes)} is too small: the smallest file with these settings takes {needed} bytes.",
         hint=f"Give at least {needed}, or lower the ranks that are set.",
     )
 

@@ -244,7 +244,9 @@ def _refuse_without_effect(
     format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
 ) -> None:
     if model is not None and family is not None:
-        raise ConfigError("--family has no effect beside --model, which tells it.", hint="Leave it out.")
+        raise ConfigError(
+            "--family has no effect with --model, which determines the family.", hint="Leave it out."
+        )
     if prefix is not None and (
         format not in {"peft", "native"} or (format == "native" and model is not None)
     ):
@@ -257,7 +259,7 @@ def _refuse_to_cut_nothing(
 ) -> None:
     if rank is None and statistics is not None:
         raise ConfigError(
-            "--statistics say what to cut, and nothing is cut.",
+            "--statistics only matter where ranks are cut, and nothing is cut.",
             hint="Add --rank, for changes that peft files cannot hold.",
         )
     if rank is not None:
@@ -265,7 +267,7 @@ def _refuse_to_cut_nothing(
         if wanted.keys.holds_changes:
             raise ConfigError(
                 f"--rank has no effect: {wanted.name} files hold every change as it is.",
-                hint="Leave it out, or change ranks by lora resize.",
+                hint="Leave it out, or change ranks with sigmascope lora resize.",
             )
 
 
@@ -362,14 +364,14 @@ class _Factors:
                 out, inner = shapes[name]
                 if inner % side**2:
                     raise ConfigError(
-                        f"{name}: {inner} inputs are of no {side}×{side} convolution, which the layer's name says.",
+                        f"{name}: {inner} inputs do not fit a {side}×{side} convolution, which the layer's name implies.",
                         hint="Give the model: --model.",
                     )
                 shapes[name] = (out, inner // side**2, side, side)
         if not shapes:
             raise ConfigError(
                 "--rank has no effect: the file holds no LoHa, LoKr or whole difference of a weight.",
-                hint="Leave it out, or change ranks by lora resize.",
+                hint="Leave it out, or change ranks with sigmascope lora resize.",
             )
         metrics = None
         if statistics is not None:

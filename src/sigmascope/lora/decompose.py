@@ -177,7 +177,7 @@ def _decompose_weighted(
     work, unit = to_ordinary_scale(weighed, weighed_norm)
     total = (weighed_norm / unit) ** 2
     if total == 0.0:
-        raise NonFiniteError("its change has no weight in these statistics.")
+        raise NonFiniteError("these statistics give its change no weight.")
     vectors, images = leading_vectors(work, rank, total_energy=total, steep=True)
     turn, values = _singular_directions(images, rank)
     # Mapped back, left and right vectors may be of any length: both get the same, which rounding needs.
@@ -554,7 +554,7 @@ def require_finite(matrix: Tensor) -> None:
         bad = int((~torch.isfinite(matrix)).sum())
         raise NonFiniteError(
             f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
-            hint="Check the two checkpoints; a diverged training leaves such weights.",
+            hint="Check the two checkpoints; diverged training leaves such weights.",
         )
 
 

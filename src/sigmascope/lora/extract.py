@@ -619,7 +619,7 @@ def refuse_other_yaml(sidecar: Path) -> None:
         is_ours = False
     if not is_ours:
         raise ConfigError(
-            f"{sidecar} is where the LoRA's description goes, and the file there is no such description.",
+            f"{sidecar} is where the LoRA's description goes, but that file is something else.",
             hint="Choose another name for --save_to, or move that file.",
         )
 

@@ -33,6 +33,7 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics_collection import copied, first_tensor, frozen
 from sigmascope.lora.writer import writer_of_aligned
 from sigmascope.progress import Progress, no_progress
+from sigmascope.units import counted
 
 __all__ = ["FitOptions", "FittedLora", "RecordedCall", "fit_lora", "record_calls", "save_fitted"]
 
@@ -62,10 +63,11 @@ class FitOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "gradient_accumulation_steps"):
             if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"--{name} {value} fits nothing.", hint="Use 1 or more.")
+                raise ConfigError(f"--{name} {value} does not fit anything.", hint="Use 1 or more.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(
-                f"--learning_rate {self.learning_rate:g} is no share.", hint="Use more than 0, such as 0.01."
+                f"--learning_rate {self.learning_rate:g} is out of range.",
+                hint="Use more than 0, such as 0.01.",
             )
 
 
@@ -167,7 +169,7 @@ def fit_lora(
             raise NonFiniteError("the model's outputs hold NaN or Inf.", hint="Use float32 or bfloat16.")
         if scale == 0.0:
             raise ConfigError(
-                "the tuned model gives what the base gives.", hint="Check that both are what you mean."
+                "the tuned model's outputs equal the base model's.", hint="Check the paths of both models."
             )
         strength.value = 1.0
         before = _error(model, judged, scale)
@@ -217,7 +219,7 @@ def _trained(model: nn.Module, lora: LoraFile) -> Iterator[tuple[dict[str, "Trai
     joined = [target.name for target in targets if id(target.factors.up) not in names]
     if joined:
         raise ModelMismatchError(
-            f"{lora}: {joined[0]} is joined with others in one and apart in the other, in {len(joined)} modules.",
+            f"{lora} and the model fuse layers differently in {counted(len(joined), 'module')}, first {joined[0]}.",
             hint="Fit a LoRA that names its layers as the model does, such as one made by lora extract.",
         )
     strength = Strength(1.0, lora.path)
@@ -400,7 +402,7 @@ def record_calls(
         made = first_tensor(output)
         if made is None:
             raise ConfigError(
-                f"{type(module).__name__} gives no tensor.",
+                f"{type(module).__name__} returns no tensor.",
                 hint="Pass the denoiser itself, not the pipeline.",
             )
         args, kwargs = given.pop()

@@ -430,11 +430,11 @@ def recognised(path: Path, keys: Sequence[str], groups: KeyGroups) -> LoraFormat
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     if not keys:
         raise LoraFormatError(
-            f"{path}: it holds no tensors, so it is no LoRA.",
+            f"{path}: it holds no tensors, so it is not a LoRA.",
             hint="The tool that wrote it saved nothing: make the file again.",
         )
     raise LoraFormatError(
-        f"{path}: its {counted(len(keys), 'key does', 'keys do')} not follow any known LoRA format. First keys: {', '.join(keys[:3])}.",
+        f"{path}: its {counted(len(keys), 'key follows', 'keys follow')} no known LoRA format. First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
 
@@ -483,7 +483,7 @@ def _refuse(path: Path, key: str) -> None:
     kind = next((what for pattern, what in _REFUSED if pattern.fullmatch(key)), None)
     if kind is not None:
         raise LoraFormatError(
-            f"{path}: {key} holds {kind}, which is not read.",
+            f"{path}: {key} holds {kind}, which Sigmascope does not read.",
             hint="Convert the file to plain LoRA factors with the tool that made it.",
         )
 
@@ -566,7 +566,7 @@ def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) ->
     if len(kinds) > 1:
         raise LoraFormatError(
             f"{path}: {name} is {' and '.join(kinds)} at once.",
-            hint="Which of them is meant cannot be told: make the file again.",
+            hint="Only one of them can be meant: make the file again.",
         )
     magnitudes = [role for role in (DORA, MAGNITUDE) if role in group]
     entries = []

@@ -132,8 +132,8 @@ class Journal:
         if content is None:
             raise CheckpointError(
                 self.path,
-                f"has lost {name}: something else has written to it.",
-                hint="Start again, with nothing else at work in its folder.",
+                f"has lost {name}: another program wrote to it.",
+                hint="Start again, and let nothing else write to its folder.",
             )
         return _decode(content)[1:]
 

@@ -121,14 +121,14 @@ class ExtractOptions:
         if self.statistics is not None:
             self.rank_rules.require_for_statistics()
         if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"--workers {self.workers} does no work.", hint="Use 1 or more.")
+            raise ConfigError(f"--workers {self.workers} leaves no worker.", hint="Use 1 or more.")
         require_rank("--rank", self.rank)
         require_rank("--conv_rank", self.conv_rank)
         require_one_of("--save_precision", self.save_precision, get_args(SavePrecision))
         require_one_of("--target_coverage", self.target_coverage, get_args(Coverage))
         if not (math.isfinite(self.min_diff) and self.min_diff >= 0):
             raise ConfigError(
-                f"--min_diff {self.min_diff} is no threshold.", hint="Use 0 or a positive number."
+                f"--min_diff {self.min_diff} is not a threshold.", hint="Use 0 or a positive number."
             )
 
     @property
@@ -446,7 +446,7 @@ def extract_layer(
     except torch.OutOfMemoryError as error:
         raise SigmascopeError(
             f"{layer}: the device has no memory left ({str(error).splitlines()[0]})",
-            hint="Close what else runs there, or use --workers 1 or --device cpu.",
+            hint="Close other programs on that device, or use --workers 1 or --device cpu.",
         ) from error
     if stored is None:
         return _record(change, reason or "rank_0", None, metric), None

@@ -177,7 +177,7 @@ def matrix_shape(weight_shape: Sequence[int]) -> tuple[int, int]:
     """
     if len(weight_shape) < 2 or min(weight_shape) < 1:
         raise LoraFormatError(
-            f"a weight of shape {tuple(weight_shape)} is no matrix, so it has no low-rank factors.",
+            f"a weight of shape {tuple(weight_shape)} is not a matrix, so it has no low-rank factors.",
             hint="Use weights of Linear (out, in) or convolution (out, in, kh, kw) layers.",
         )
     return weight_shape[0], prod(weight_shape[1:])

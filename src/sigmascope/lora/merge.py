@@ -98,7 +98,7 @@ class MergeMethod:
         seed: For `dare`: what the random choice starts from.
 
     Raises:
-        ConfigError: The density is no share.
+        ConfigError: The density is out of range.
     """
 
     name: MethodName = "linear"
@@ -244,7 +244,7 @@ def merge_lora_files(
         if options.statistics is not None:
             if options.plan is None:
                 raise ConfigError(
-                    "--statistics say what to cut, and nothing is cut.",
+                    "--statistics only matter where ranks are cut, and nothing is cut.",
                     hint="Add --rank, --max_size or another rank option.",
                 )
             refuse_files(target, [options.statistics])
@@ -543,7 +543,7 @@ def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[floa
         )
     for weight in weights:
         if not math.isfinite(weight):
-            raise ConfigError(f"--weights {weight} is no number.", hint="Give numbers such as 0.7,0.3.")
+            raise ConfigError(f"--weights {weight} is not a number.", hint="Give numbers such as 0.7,0.3.")
     return weights
 
 
@@ -639,6 +639,6 @@ def require_density(density: float) -> float:
     """
     if not 0.0 < density <= 1.0:
         raise ConfigError(
-            f"--density {density} is no share of values to keep.", hint="Use a number above 0, up to 1."
+            f"--density {density} is not a share of values to keep.", hint="Use a number above 0, up to 1."
         )
     return density

@@ -494,8 +494,8 @@ def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: Unet
         return path
     if not row.is_rename:
         raise LoraFormatError(
-            f"{lora}: {path} is a name of the original model, and other names are diffusers'.",
-            hint="Make the file again in one naming.",
+            f"{lora}: {path} is an original name, but other names in the file are diffusers'.",
+            hint="Make the file again with one kind of names.",
         )
     return row.parts[0]
 

@@ -194,9 +194,9 @@ def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
     form = _FORMS.get(patch.adapter_type)
     if form is None:
         why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
-        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
+        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change cannot be computed{why}.")
     if patch.adapter_type in {"oft", "boft"} and is_by_peft(patch):
-        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
+        raise LoraFormatError(f"{patch.key}: rotations in PEFT's form cannot be computed.")
     change = form(patch, weight)
     _require_size(patch, tuple(change.shape), weight)
     return change.reshape(weight.shape)
@@ -210,7 +210,7 @@ def _require_size(patch: AppliedPatch, shape: tuple[int, ...], weight: Tensor) -
     """
     if prod(shape) != weight.numel():
         raise ModelMismatchError(
-            f"{patch.key}: a change of {shape} is none of a weight {tuple(weight.shape)}."
+            f"{patch.key}: a change of shape {shape} does not fit a weight {tuple(weight.shape)}."
         )
 
 
@@ -277,7 +277,7 @@ _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
 
 def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
     if name not in patch.tensors:
-        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} without its {name}.")
+        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change lacks its {name}.")
     return patch.tensors[name].detach().to(weight.device, torch.float64)
 
 
@@ -499,7 +499,7 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
 
 def _weighted_factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     if kept_of_weight(patch) != 1.0:
-        raise LoraFormatError("the weight itself is scaled, which is no low-rank change.")
+        raise LoraFormatError("the weight itself is scaled, which is not a low-rank change.")
     if is_product(patch):
         return factors_of(patch, shape)
     form = {"loha": _loha_factors, "lokr": _lokr_factors}.get(patch.adapter_type)

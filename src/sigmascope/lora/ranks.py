@@ -474,7 +474,9 @@ def _rank(name: str, text: str) -> int:
 
 def _method(name: str, value: str, settings: dict[str, str]) -> MethodRank:
     if name not in METHODS:
-        raise ConfigError(f"{name or 'nothing'} is no rank method.", hint=f"Methods: {', '.join(METHODS)}.")
+        raise ConfigError(
+            f"{name or 'nothing'} is not a rank method.", hint=f"Methods: {', '.join(METHODS)}."
+        )
     limits = {key: _rank(key, settings[key]) for key in ("max", "max_conv", "min") if key in settings}
     return MethodRank(
         name,
@@ -552,9 +554,9 @@ def require_limits(least: int, most: Mapping[str, int | None]) -> None:
         ConfigError: With the flag.
     """
     if least < 0:
-        raise ConfigError(f"a least rank of {least} is below 0.", hint="Use 0 or more.")
+        raise ConfigError(f"the minimum rank {least} is below 0.", hint="Use 0 or more.")
     for flag, rank in most.items():
         if rank is not None:
             require_rank(flag, rank)
             if rank < least:
-                raise ConfigError(f"{flag} {rank} is below the least rank {least}.", hint="Swap them.")
+                raise ConfigError(f"{flag} {rank} is below the minimum rank {least}.", hint="Swap them.")

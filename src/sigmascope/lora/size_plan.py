@@ -165,7 +165,7 @@ def plan_lora(
     """
     options = options or ExtractOptions()
     if most_rank < 1:
-        raise ConfigError(f"--max_rank {most_rank} is no rank.", hint="Use 1 or more, such as 32.")
+        raise ConfigError(f"--max_rank {most_rank} is not a rank.", hint="Use 1 or more, such as 32.")
     with open_pair(base, tuned, options.pairing) as pair:
         statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
         records = _decomposed(pair, options, statistics, _DEEPER * most_rank, progress)

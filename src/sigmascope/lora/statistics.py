@@ -256,7 +256,7 @@ class MomentSum:
         """
         total = as_float64(self._sum.cpu()) / divisor
         if not bool(torch.isfinite(total).all()):
-            raise NonFiniteError("NaN or Inf went through it.")
+            raise NonFiniteError("its inputs or gradients hold NaN or Inf.")
         if self._columns is None or self._diagonal is None:
             full = (total + total.mT) / 2
             return Moments(full.diagonal().float().clone(), full=full.float())
@@ -452,7 +452,7 @@ def load_statistics(path: str | PathLike[str]) -> ModelStatistics:
             }
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                Path(path), f"it is no complete file of statistics: {error}", hint="Make it again."
+                Path(path), f"it is not a complete statistics file: {error}", hint="Make it again."
             ) from error
     return ModelStatistics(layers, metadata.get("fingerprint", ""), facts, unmet)
 
@@ -470,9 +470,9 @@ def _read_moments(checkpoint: Checkpoint, name: str) -> Moments:
 
 
 def require_ridge(ridge: float) -> None:
-    """Refuse, by a ConfigError, a ridge that is no share."""
+    """Refuse, by a ConfigError, a ridge that is out of range."""
     if not (math.isfinite(ridge) and ridge > 0):
-        raise ConfigError(f"--ridge {ridge:g} is no share.", hint="Use more than 0, such as 0.001.")
+        raise ConfigError(f"--ridge {ridge:g} is out of range.", hint="Use more than 0, such as 0.001.")
 
 
 def load_statistics_of(

@@ -95,12 +95,12 @@ def collect_statistics(
         Exception: Whatever `run` raises.
     """
     if probes < 1:
-        raise ConfigError(f"--probes {probes} looks at nothing.", hint="Use 1 or more.")
+        raise ConfigError(f"--probes {probes} measures nothing.", hint="Use 1 or more.")
     if rank < 1 or full_up_to < 1:
         raise ConfigError(f"--rank {rank} and --full_up_to {full_up_to}: both are 1 or more.")
     if getattr(model, "is_cache_enabled", False):
         raise ConfigError(
-            f"{type(model).__name__} skips layers by its cache.", hint="Call disable_cache() on it first."
+            f"{type(model).__name__} has a cache that skips layers.", hint="Call disable_cache() on it first."
         )
     if layerwise_casting(model) and getattr(model, "is_gradient_checkpointing", False):
         raise ConfigError(
@@ -262,8 +262,8 @@ def _finished(
             unmet.append(name)
     if not layers:
         raise ConfigError(
-            "no layer was met while the model was called.",
-            hint="Its forward may forbid gradients, or call none of the layers themselves.",
+            "no gradient reached any layer of the model.",
+            hint="Its forward may disable gradients, or use weights without calling their layers.",
         )
     return ModelStatistics(layers, fingerprint, facts, tuple(unmet))
 
@@ -551,7 +551,7 @@ class _Watched:
             raise
         except RuntimeError as error:
             raise ConfigError(
-                f"no gradient comes back through the sampling: {error}",
+                f"no gradient flows back through sampling: {error}",
                 hint='Use --through calls (in Python through="calls").',
             ) from error
         finally:
@@ -593,7 +593,7 @@ class _Watched:
             output = first_tensor(inner.forward(*args, **kwargs))
             if output is None:
                 raise ConfigError(
-                    f"{type(model).__name__} gives no tensor.",
+                    f"{type(model).__name__} returns no tensor.",
                     hint="Pass the denoiser itself, not the pipeline.",
                 )
             if output.requires_grad:  # a layer was met, and under gradients

@@ -200,7 +200,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("name", ["../other", "/etc", "a/b", ".."])
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({name: ["diffusers", "X"]}))
-    with pytest.raises(CheckpointError, match="no folder beside it"):
+    with pytest.raises(CheckpointError, match="not a folder beside it"):
         open_checkpoint(tmp_path)
 
 

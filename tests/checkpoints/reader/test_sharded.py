@@ -108,7 +108,7 @@ def test_an_index_may_only_name_files_beside_it(tmp_path: Path, name: str) -> No
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"puts 'a' in .* which is no file of this folder"):
+    with pytest.raises(CheckpointError, match=r"puts 'a' in .* which is not a file in this folder"):
         open_checkpoint(write_index(folder, {"a": name}))
 
 

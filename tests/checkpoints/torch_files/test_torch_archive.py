@@ -103,7 +103,7 @@ def test_a_tensor_that_was_not_written_is_an_error_and_no_file(tmp_path: Path) -
     [
         ("half", torch.zeros(3), r"'half' is torch\.float32 \[3\], announced was torch\.float16 \[3\]"),
         ("half", torch.zeros(4, dtype=torch.float16), r"'half' is torch\.float16 \[4\], announced was"),
-        ("other", torch.zeros(3), "'other' was not announced"),
+        ("other", torch.zeros(3), "'other' was not in the list"),
     ],
 )
 def test_a_tensor_other_than_announced_is_refused(

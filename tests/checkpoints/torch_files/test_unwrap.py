@@ -77,9 +77,9 @@ def test_two_keys_that_become_one_are_an_error() -> None:
     [
         (T, "holds a Tensor and no dictionary"),
         ([T], "holds a list and no dictionary"),
-        ({}, "holds no tensors.*nothing"),
-        ({"unet": {"a": T}, "epoch": 1}, "holds no tensors.*at its top are: unet, epoch"),
-        ({"state_dict": {}}, "holds no tensors"),
+        ({}, "no tensors where.*nothing"),
+        ({"unet": {"a": T}, "epoch": 1}, "has no tensors.*its top level holds: unet, epoch"),
+        ({"state_dict": {}}, "has no tensors"),
     ],
 )
 def test_where_no_tensor_is_found_the_error_says_what_was(loaded: object, message: str) -> None:

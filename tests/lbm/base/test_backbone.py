@@ -113,7 +113,7 @@ def test_a_single_file_without_a_part_says_which(
     file = make_form("safetensors")
     save_file({key: each for key, each in load_file(file).items() if not key.startswith(gone)}, file)
     with (
-        pytest.raises(CheckpointError, match=rf"no tensors named {gone}\.\*, so no {part}"),
+        pytest.raises(CheckpointError, match=rf"no tensors named {gone}\.\*, so it has no {part}"),
         open_backbone(file, sdxl_config),
     ):
         pass

@@ -128,7 +128,7 @@ def test_a_config_that_later_commands_would_take_for_ours_is_an_error(
     sdxl_config: LbmConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "base.yaml").write_text("bridge_noise_sigma: 0.5")
-    with pytest.raises(ConfigError, match=r"base\.yaml: describes another model"):
+    with pytest.raises(ConfigError, match=r"base\.yaml: describes a different model"):
         choose_base_files(tmp_path / "base.ckpt", sdxl_config, both=True)
 
 

@@ -58,5 +58,5 @@ def test_no_object_of_python_is_made(tmp_path: Path) -> None:
     "value", ["2001-13-45", "1" * 5000, '!!int ""', "!!float ''", "!!timestamp soon", "!!bool maybe"]
 )
 def test_a_value_that_is_not_what_it_looks_like_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"run\.yaml: holds a value that is not what it looks like"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: holds a value that YAML reads as something else"):
         read_yaml(written(tmp_path, f"rank: {value}\n"))

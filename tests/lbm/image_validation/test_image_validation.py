@@ -236,7 +236,7 @@ def test_without_a_picture_there_is_nothing_to_do(content: bytes | None, files: 
 
 
 def test_a_folder_that_is_none_is_named(files: Files) -> None:
-    with pytest.raises(ConfigError, match=r"base\.safetensors cannot be looked into"):
+    with pytest.raises(ConfigError, match=r"base\.safetensors cannot be listed"):
         validate_images(files.base, files.tuned, files.lora, files.base)
 
 

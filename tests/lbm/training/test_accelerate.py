@@ -75,7 +75,7 @@ def test_processes_that_would_train_alone_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(accelerate, "resolve_device", lambda name, flag: torch.device("mps"))
     with (
-        pytest.raises(ConfigError, match=r"device: .* leaves each of the 2 processes alone .*torchrun"),
+        pytest.raises(ConfigError, match=r"device: .* would not connect the 2 processes .*torchrun"),
         accelerated(small_run.settings(device="auto")),
     ):
         pass

@@ -56,20 +56,20 @@ def test_a_size_below_the_least_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("build", "named"),
     [
-        (lambda: Budget(), "either a size or an error"),
-        (lambda: Budget(max_bytes=1, max_error=0.1), "either a size or an error"),
+        (lambda: Budget(), "a size or an error, not both"),
+        (lambda: Budget(max_bytes=1, max_error=0.1), "a size or an error, not both"),
         (lambda: Budget(max_bytes=0), "--max_size 0 holds nothing"),
-        (lambda: Budget(max_error=0.0), "--max_error 0 is no share"),
-        (lambda: Budget(max_error=1.0), "--max_error 1 is no share"),
-        (lambda: Budget(max_error=math.nan), "--max_error nan is no share"),
-        (lambda: Budget(max_bytes=9, weights=(("a", -1.0),)), "--weight_for a=-1 is no weight"),
+        (lambda: Budget(max_error=0.0), "--max_error 0 is not a share"),
+        (lambda: Budget(max_error=1.0), "--max_error 1 is not a share"),
+        (lambda: Budget(max_error=math.nan), "--max_error nan is not a share"),
+        (lambda: Budget(max_bytes=9, weights=(("a", -1.0),)), "--weight_for a=-1 is not a weight"),
         (lambda: Budget(max_bytes=9, weights=(("a(", 1.0),)), "not a valid regular expression"),
         (lambda: Budget(max_bytes=9, max_rank=0), "--max_rank 0 keeps nothing"),
         (lambda: Budget(max_bytes=9, max_rank=2, min_rank=3), "--max_rank 2 is below"),
         (lambda: Budget(max_bytes=9, min_rank=-1), "below 0"),
         (lambda: parse_weights(["mid"]), "has no value"),
-        (lambda: parse_weights(["mid=much"]), "--weight_for mid=much is no weight"),
-        (lambda: parse_weights(["mid=nan"]), "is no weight"),
+        (lambda: parse_weights(["mid=much"]), "--weight_for mid=much is not a weight"),
+        (lambda: parse_weights(["mid=nan"]), "is not a weight"),
     ],
 )
 def test_what_makes_no_sense_is_refused(build: Callable[[], object], named: str) -> None:

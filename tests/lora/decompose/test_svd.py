@@ -85,7 +85,7 @@ def test_full_rank_factors_of_a_small_change_survive_float16() -> None:
 
 def test_full_rank_factors_of_zero_and_of_a_bias() -> None:
     assert torch.equal(factors_full_rank(torch.zeros(3, 2)).delta(), torch.zeros(3, 2))
-    with pytest.raises(LoraFormatError, match="no matrix"):
+    with pytest.raises(LoraFormatError, match="not a matrix"):
         factors_full_rank(torch.zeros(3))
 
 

@@ -102,7 +102,10 @@ def test_a_convolution_is_its_matrix(randn: Randn, make_patch: MakePatch) -> Non
 def test_factors_of_another_shape_are_said(randn: Randn, make_patch: MakePatch) -> None:
     effect = effect_of([make_patch("lora", up=randn(12, 3), down=randn(3, 7))], randn(12, 8))
     assert effect.delta_norm is None
-    assert effect.unavailable["delta_norm"] == "a.weight: a change of (12, 7) is none of a weight (12, 8)."
+    assert (
+        effect.unavailable["delta_norm"]
+        == "a.weight: a change of shape (12, 7) does not fit a weight (12, 8)."
+    )
 
 
 def test_nan_is_no_norm(randn: Randn, make_patch: MakePatch) -> None:

@@ -168,14 +168,14 @@ def test_a_ridge_that_makes_no_sense_is_refused(ridge: float) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"budget_weights": "plain"}, "--budget_weights plain is for a budget"),
+        ({"budget_weights": "plain"}, "--budget_weights plain applies only to a budget"),
         (
             {
                 "budget": Budget(max_bytes=9_000),
                 "budget_weights": "plain",
                 "statistics": Path("s.safetensors"),
             },
-            "--budget_weights plain is for a budget without statistics",
+            "--budget_weights plain applies only to a budget without statistics",
         ),
         (
             {"rules": RankRules(MethodRank("threshold", 0.05)), "statistics": Path("s.safetensors")},
@@ -231,11 +231,11 @@ def test_the_error_that_is_limited_is_the_weighted_one(pair: ModelPair) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[]", "holds no object"),
+        ("[]", "is not a JSON object"),
         ("{", "budget_weights"),
         ('{"denoiser.conv_inn": 1}', "Did you mean"),
-        ('{"denoiser.conv_in": -1}', "is no weight"),
-        ('{"denoiser.conv_in": true}', "is no weight"),
+        ('{"denoiser.conv_in": -1}', "is not a weight"),
+        ('{"denoiser.conv_in": true}', "is not a weight"),
     ],
 )
 def test_a_file_of_weights_that_makes_no_sense_is_refused(

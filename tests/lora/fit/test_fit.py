@@ -283,7 +283,7 @@ def test_what_cannot_be_fitted_is_told(base: Net) -> None:
     lora, recorded = truncated(base, tuned, 2), calls_of(tuned, 2)
     with pytest.raises(ConfigError, match="no call of the tuned model was recorded"):
         fit_lora(base, lora, [[], []])
-    with pytest.raises(ConfigError, match="gives what the base gives"):
+    with pytest.raises(ConfigError, match="outputs equal the base model's"):
         fit_lora(tuned, lora, recorded)
     with pytest.raises(ConfigError, match="Net is in float16"):
         fit_lora(copy.deepcopy(base).half(), lora, recorded)
@@ -356,7 +356,7 @@ class TestRecordedCalls:
         assert not base._forward_pre_hooks
 
     @pytest.mark.parametrize(
-        ("model", "says"), [(nn.Linear(2, 2), "was not called"), (nn.Identity(), "gives no tensor")]
+        ("model", "says"), [(nn.Linear(2, 2), "was not called"), (nn.Identity(), "returns no tensor")]
     )
     def test_nothing_to_record(self, model: nn.Module, says: str) -> None:
         def run() -> None:

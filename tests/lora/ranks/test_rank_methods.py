@@ -207,7 +207,7 @@ def test_an_unknown_method_is_refused_with_those_known() -> None:
 
 
 def test_limits_the_wrong_way_round_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_rank 2 is below the least rank 4"):
+    with pytest.raises(ConfigError, match="max_rank 2 is below the minimum rank 4"):
         MethodRank("energy", 0.9, max_rank=2, min_rank=4)
 
 

@@ -36,7 +36,7 @@ def test_a_rank_below_one_is_refused_by_name(rank: int, conv_rank: int, named: s
 
 
 def test_a_bias_has_no_rank() -> None:
-    with pytest.raises(LoraFormatError, match="no matrix"):
+    with pytest.raises(LoraFormatError, match="not a matrix"):
         FixedRank(4, 4).rank_for((320,))
 
 

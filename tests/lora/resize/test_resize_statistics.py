@@ -192,7 +192,7 @@ def test_what_does_not_belong_together_is_refused(pair: ModelPair, lora: Path) -
     threshold = RankPlan(RankRules(MethodRank("threshold", 0.1)))
     with pytest.raises(ConfigError, match="threshold compares singular values"):
         resize_lora(lora, target, threshold, statistics=path)
-    with pytest.raises(ConfigError, match="--ridge 0 is no share"):
+    with pytest.raises(ConfigError, match="--ridge 0 is out of range"):
         resize_lora(lora, target, RANK_2, statistics=path, ridge=0.0)
     with pytest.raises(ConfigError, match="nothing is cut"):
         merge_lora_files([lora, lora], target, CombineOptions(statistics=path))

@@ -137,7 +137,7 @@ def test_a_merge_refuses_weights_without_a_budget(flags: list[str], source: Path
     command = ["lora", "merge", str(source), "--save_to", str(source.with_name("out.safetensors"))]
     result = CliRunner().invoke(app, [*command, *flags, "--budget_weights", "plain"])
     assert isinstance(result.exception, ConfigError)
-    assert "--budget_weights plain is for a budget" in result.exception.message
+    assert "--budget_weights plain applies only to a budget" in result.exception.message
 
 
 def test_a_merge_takes_a_file_of_weights(source: Path) -> None:
@@ -157,7 +157,7 @@ def test_weights_without_a_budget_are_refused_by_the_command(source: Path) -> No
     )
     assert result.exit_code != 0
     assert isinstance(result.exception, ConfigError)
-    assert "--budget_weights plain is for a budget" in result.exception.message
+    assert "--budget_weights plain applies only to a budget" in result.exception.message
 
 
 def test_the_command_takes_the_way_of_counting(source: Path) -> None:

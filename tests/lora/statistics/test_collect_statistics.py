@@ -219,7 +219,7 @@ def test_a_sampling_that_lets_no_gradient_through_is_told() -> None:
         made = model(inputs()).exp()
         yield made.mul_(2)  # exp needs what it gave
 
-    with pytest.raises(ConfigError, match="no gradient comes back through the sampling") as caught:
+    with pytest.raises(ConfigError, match="no gradient flows back through sampling") as caught:
         collect_statistics(model, run)
     assert "--through calls" in str(caught.value.hint)
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -411,7 +411,7 @@ def test_a_model_that_forbids_gradients_itself_is_told() -> None:
             with torch.no_grad():
                 return super().forward(x)
 
-    with pytest.raises(ConfigError, match="no layer was met"):
+    with pytest.raises(ConfigError, match="no gradient reached any layer"):
         collected(Closed(), inputs())
 
 
@@ -496,7 +496,7 @@ def test_the_first_layer_that_met_nan_is_named() -> None:
     model = Chain()
     with torch.no_grad():
         model.first.weight[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"^first: NaN or Inf went through it"):
+    with pytest.raises(NonFiniteError, match=r"^first: its inputs or gradients hold NaN or Inf"):
         collected(model, torch.full((1, 2, 6), torch.inf))
 
 

@@ -212,8 +212,8 @@ METADATA = {"sigmascope_statistics": "1", "facts": "{}", "unmet": "[]", "fingerp
     ("rows", "tensors", "says"),
     [
         ('{"a": 1}', {"x": torch.ones(1)}, r"a\.inputs"),
-        ('["a"]', {"x": torch.ones(1)}, "no complete file of statistics"),
-        ("[" * 100_000, {"x": torch.ones(1)}, "no complete file of statistics"),
+        ('["a"]', {"x": torch.ones(1)}, "not a complete statistics file"),
+        ("[" * 100_000, {"x": torch.ones(1)}, "not a complete statistics file"),
         ('{"a": 1}', {"a.inputs.full": torch.ones(2, 3)}, "not square"),
         (
             '{"a": 1}',

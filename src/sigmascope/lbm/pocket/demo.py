@@ -252,7 +252,7 @@ class PocketSubject:
         if case.batch != 1:
             raise ConfigError("--batch: the pocket model makes one picture at a time.", hint="Leave it out.")
         if case.frames is not None:
-            raise ConfigError("--frames: the pocket model makes pictures, no videos.", hint="Leave it out.")
+            raise ConfigError("--frames: the pocket model makes pictures, not videos.", hint="Leave it out.")
         bridge_sigmas(STEPS if case.steps is None else case.steps)
 
     def generate(self, case: BenchCase, seed: int, monitor: PerformanceMonitor) -> Made:

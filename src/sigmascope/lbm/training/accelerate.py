@@ -104,7 +104,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
             ) from error
         except ImportError as error:
             raise ConfigError(
-                f"accelerate: what the launcher asks for is not installed ({error}).",
+                f"accelerate: the launcher needs a package that is not installed ({error}).",
                 hint="Install it, or launch without it.",
             ) from error
         except ValueError as error:
@@ -144,8 +144,8 @@ def _check_kind(accelerator: Accelerator) -> None:
     count = launched_processes()
     if accelerator.num_processes != count:
         raise ConfigError(
-            f"device: Accelerate leaves each of the {count} processes alone on {device}.",
-            hint="Start them by torchrun or accelerate launch, on GPUs or with device cpu.",
+            f"device: Accelerate would not connect the {count} processes on {device}.",
+            hint="Start them with torchrun or accelerate launch, on GPUs or with device cpu.",
         )
 
 
@@ -157,24 +157,24 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
     """
     if kind == DistributedType.MEGATRON_LM:
         raise ConfigError(
-            "accelerate: Megatron-LM trains language models of its own making, not this one.",
+            "accelerate: Megatron-LM only trains its own language models.",
             hint="Launch with --use_fsdp --fsdp_version 2, or without --use_megatron_lm.",
         )
     if kind != DistributedType.FSDP:
         return
     if not fsdp2:
         raise ConfigError(
-            "accelerate: FSDP of version 1 keeps weights in flat buffers, from which no checkpoints are written here.",
+            "accelerate: FSDP 1 keeps weights in flat buffers, from which Sigmascope cannot write checkpoints.",
             hint="Set fsdp_version: 2 in Accelerate's configuration, or launch with --fsdp_version 2.",
         )
     if settings.optimizer.lower() in _NOT_IN_PARTS:
         raise ConfigError(
-            f"optimizer: PyTorch's {settings.optimizer} does not work on weights that FSDP spreads over processes.",
+            f"optimizer: PyTorch's {settings.optimizer} does not work on weights that FSDP shards.",
             hint="Use AdamW, or any other than Adafactor and Rprop.",
         )
     if settings.mixed_precision == "fp16":
         raise ConfigError(
-            "mixed_precision: fp16 does not go with FSDP: all processes would have to skip the same steps.",
+            "mixed_precision: fp16 does not work with FSDP: all processes would have to skip the same steps.",
             hint="Use bf16 or no.",
         )
 
@@ -306,7 +306,7 @@ def prepare_step(
         denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)
     except ValueError as error:
         raise ConfigError(
-            f"accelerate: FSDP does not take the denoiser as the launcher's configuration says ({error}).",
+            f"accelerate: FSDP cannot wrap the denoiser as the launcher's configuration asks ({error}).",
             hint="Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, without fsdp_transformer_layer_cls_to_wrap.",
         ) from error
     return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser))
@@ -352,7 +352,7 @@ def _by_engine(
         engine, _ = accelerator.prepare(step, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed asserts what it checks
         raise ConfigError(
-            f"accelerate: DeepSpeed does not take its configuration ({error}).",
+            f"accelerate: DeepSpeed rejects its configuration ({error}).",
             hint="Correct the file that --deepspeed_config_file names.",
         ) from error
     own = EngineOptimizer(engine, optimizer, trained, keep=accelerator.is_main_process)

@@ -215,8 +215,8 @@ def newest_readable(path: Path, read: Callable[[Path], T]) -> tuple[Path, T] | N
     if failures:
         raise CheckpointError(
             path,
-            f"no checkpoint is whole; the newest: {failures[0].message}",
-            hint="Start anew with --no_resume.",
+            f"no checkpoint is complete; the newest: {failures[0].message}",
+            hint="Start over with --no_resume.",
         )
     return None
 

@@ -98,7 +98,7 @@ class Processes:
             if words:
                 raise OtherProcessError(
                     f"process {number} of {self.size} failed: {words}",
-                    hint="The checkpoints written before are intact; see what that process says.",
+                    hint="See that process's output. Earlier checkpoints are intact.",
                 )
 
 
@@ -165,7 +165,7 @@ def naming_lost_processes(team: Processes) -> Iterator[None]:
         reason = re.sub(r"^\[\S+\]\s*", "", words).splitlines()[0].partition(". ")[0]
         raise OtherProcessError(
             f"another of the {team.size} processes of this training has ended ({reason}).",
-            hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
+            hint="See that process's output. Earlier checkpoints are intact, and the same command resumes.",
         ) from error
 
 
@@ -298,24 +298,24 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
     """
     if stage >= WEIGHTS_STAGE:
         raise ConfigError(
-            f"accelerate: zero_optimization.stage {stage} spreads the weights too, which training leaves to FSDP.",
+            f"accelerate: zero_optimization.stage {stage} shards the weights too; use FSDP for that.",
             hint="Use stage 2, or launch with --use_fsdp --fsdp_version 2.",
         )
     if settings.mixed_precision == "fp16":
         raise ConfigError(
-            "mixed_precision: fp16 does not go with DeepSpeed, which would scale the loss by rules of its own.",
+            "mixed_precision: fp16 does not work with DeepSpeed, which scales the loss by its own rules.",
             hint="Use bf16 or no.",
         )
     if stage > 0 and settings.optimizer.lower() in NOT_IN_PIECES:
         raise ConfigError(
-            f"optimizer: {settings.optimizer} does not work on the flat pieces of weights that ZeRO makes.",
+            f"optimizer: {settings.optimizer} does not work on the flat shards of weights that ZeRO makes.",
             hint=f"Use AdamW, or any other than {', '.join(NOT_IN_PIECES)}; or stage 0.",
         )
     for key in _OF_THE_YAML:
         if key in asked:
             raise ConfigError(
-                f"accelerate: DeepSpeed's configuration has {key}, which the YAML chooses.",
-                hint=f"Take {key} out of DeepSpeed's configuration.",
+                f"accelerate: DeepSpeed's configuration has {key}, which the YAML sets.",
+                hint=f"Remove {key} from DeepSpeed's configuration.",
             )
     steps, batch = settings.gradient_accumulation_steps, settings.batch_size
     bf16 = settings.mixed_precision == "bf16"

@@ -180,7 +180,7 @@ class Objective:
         if missing := [key for key in self.config.conditioning_keys if key not in given]:
             raise ConfigError(
                 f"conditioning: the batch has no {', '.join(missing)}.",
-                hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
+                hint="Add them to the shards, or remove them from conditioning_images_keys and conditioning_masks_keys.",
             )
         images, masks = batch.conditioning_images, batch.conditioning_masks
         return join_conditioning(

@@ -181,7 +181,7 @@ def make_schedule(
             )
         if settings.warmup_steps >= steps:
             raise ConfigError(
-                f"warmup_steps: {settings.warmup_steps} leave nothing of a run of {steps} steps.",
+                f"warmup_steps: {settings.warmup_steps} is too many for a run of {steps} steps.",
                 hint="Use fewer.",
             )
     try:
@@ -272,8 +272,8 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
     if different:
         raise CheckpointError(
             checkpoint,
-            f"holds other weights than are trained here, first {min(different)}.",
-            hint="Start anew with --no_resume.",
+            f"does not hold the weights that this run trains, first {min(different)}.",
+            hint="Start over with --no_resume.",
         )
     with torch.no_grad():
         for name, parameter in session.parameters.items():
@@ -351,7 +351,7 @@ def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], che
         )
         raise ConfigError(
             f"{checkpoint}: was trained with other settings ({listed}).",
-            hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
+            hint="Set them back, choose another save_ckpt_path, or start over with --no_resume.",
         )
 
 

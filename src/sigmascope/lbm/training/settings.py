@@ -230,8 +230,8 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
         )
     if "allow_pipe" in data:
         raise ConfigError(
-            f"{where}: allow_pipe: a file cannot allow that commands run.",
-            hint="Take it out, and give --allow_pipe on the command line if you trust the file.",
+            f"{where}: allow_pipe: a file may not allow commands.",
+            hint="Remove it, and pass --allow_pipe on the command line if you trust the file.",
         )
     if data and all(key in LbmConfig.model_fields for key in data):
         raise ConfigError(
@@ -271,7 +271,7 @@ def renamed(data: Any) -> Any:
             raise ValueError(f"{theirs}: {ours} is the same; leave one of them out")
         if ours == "lr_scheduler" and value not in SCHEDULES:
             raise ValueError(
-                f"{theirs}: torch's {value} is not known here; write {ours}: one of {', '.join(SCHEDULES)}"
+                f"{theirs}: torch's {value} is not available; set {ours} to one of {', '.join(SCHEDULES)}"
             )
         values[ours] = value
     return values

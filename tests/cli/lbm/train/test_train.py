@@ -116,7 +116,11 @@ def test_no_resume_begins_anew(trained: SmallRun) -> None:
         ({"trainable_lora_modules": ["attn9"]}, ConfigError, "attn9"),
         ({"learning_rat": 1.0}, ConfigError, "learning_rate"),
         ({"vae_num_channels": 8, "unet_input_channels": 8}, ModelMismatchError, "expected [16"),
-        ({"lr_scheduler": "linear", "warmup_steps": 5}, ConfigError, "warmup_steps: 5 leave nothing"),
+        (
+            {"lr_scheduler": "linear", "warmup_steps": 5},
+            ConfigError,
+            "warmup_steps: 5 is too many for a run of 5 steps",
+        ),
         (
             {"lr_scheduler": "piecewise_constant", "lr_scheduler_kwargs": {"step_rules": "x"}},
             ConfigError,

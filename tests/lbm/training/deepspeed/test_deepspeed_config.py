@@ -127,12 +127,12 @@ def test_a_file_that_is_none_is_an_error(
 @pytest.mark.parametrize(
     ("stage", "keys", "message"),
     [
-        (3, {}, r"stage 3 spreads the weights .* --fsdp_version 2"),
+        (3, {}, r"stage 3 shards the weights .* --fsdp_version 2"),
         (1, {"optimizer": "Adafactor"}, r"optimizer: Adafactor .* AdamW"),
         (
             1,
             {"device": "auto", "mixed_precision": "fp16"},
-            "mixed_precision: fp16 does not go with DeepSpeed",
+            "mixed_precision: fp16 does not work with DeepSpeed",
         ),
     ],
 )

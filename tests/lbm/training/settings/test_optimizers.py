@@ -102,7 +102,7 @@ def test_arguments_reach_the_schedule() -> None:
 def test_a_schedule_that_falls_needs_the_number_of_steps(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} needs to know the number of steps.*max_steps"):
         rates(name, None)
-    with pytest.raises(ConfigError, match="warmup_steps: 10 leave nothing of a run of 10 steps"):
+    with pytest.raises(ConfigError, match="warmup_steps: 10 is too many for a run of 10 steps"):
         rates(name, 10, 10)
 
 

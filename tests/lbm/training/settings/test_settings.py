@@ -64,7 +64,7 @@ def test_one_yaml_holds_the_run_and_the_model(tmp_path: Path) -> None:
 
 def test_no_yaml_allows_commands(tmp_path: Path) -> None:
     said = refusal(rank=8, train_shards="pipe:cat a.tar", allow_pipe=True)
-    assert "a file cannot allow that commands run" in said
+    assert "a file may not allow commands" in said
     assert "--allow_pipe on the command line" in said
     path = tmp_path / "run.yaml"
     path.write_text(YAML)
@@ -121,7 +121,7 @@ def test_a_schedule_under_lbm_s_name_is_taken_over_or_refused_with_ours() -> Non
     settings = parse_train_settings({**RUN, "rank": 8, **theirs})
     assert (settings.lr_scheduler, settings.lr_scheduler_kwargs) == ("polynomial", {"power": 2})
     said = refusal(rank=8, learning_rate_scheduler="CosineAnnealingLR")
-    assert "write lr_scheduler: one of linear, cosine" in said
+    assert "set lr_scheduler to one of linear, cosine" in said
     assert "leave one of them out" in refusal(
         rank=8, learning_rate_scheduler="linear", lr_scheduler="constant"
     )
