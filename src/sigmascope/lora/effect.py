@@ -30,7 +30,14 @@ from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteErro
 from sigmascope.lora.adapters import require_memory
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.layer_names import block_of_module, block_position
-from sigmascope.lora.linalg import as_float64, blocked_norm, frobenius_norm, is_real, root_sum_square
+from sigmascope.lora.linalg import (
+    as_float64,
+    blocked_norm,
+    frobenius_norm,
+    is_real,
+    max_rank,
+    root_sum_square,
+)
 from sigmascope.lora.patches import (
     as_factors,
     change_by,
@@ -586,7 +593,9 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
 
 
 def _coordinates(factors: LoraFactors) -> "ChangeBases | None":
-    """C and D such that up·C and downᵀ·D are the bases; None if the factors are zero or nearly dependent."""
+    """C and D such that up·C and downᵀ·D are the bases; None if the factors are zero, dependent or nearly so."""
+    if factors.rank > max_rank(factors.weight_shape):  # then Gram matrices are larger than the bases
+        return None
     up, down = as_float64(factors.up), as_float64(factors.down)
     left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
     if left is None or right is None:
