@@ -590,6 +590,11 @@ class Resizer:
         """The rank of every module that is not excluded, under a budget."""
         rules = self.plan.rules
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
+        if not shapes:
+            raise ConfigError(
+                "A budget cuts plain factors, and this LoRA has none that may be cut.",
+                hint="Leave --max_size and --max_error out, or exclude fewer layers.",
+            )
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)
         spread = needs_spread_ranks(self.plan.budget_weights, self.family, has_statistics=self.has_metric)
