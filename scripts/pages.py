@@ -1,4 +1,8 @@
-"""Fill the pages of all commands, names and modules, and take a picture of a report, when MkDocs builds the site."""
+"""What pages of the documentation show of the code.
+
+`python scripts/pages.py --write` renews what the repository keeps: the commands and the table of findings. When MkDocs
+builds the site, it adds names and modules, and a picture of a report.
+"""
 
 import ast
 import re
@@ -12,7 +16,8 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "src" / "sigmascope"
 FACE = PACKAGE / "__init__.pyi"
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "report.png"
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURE = DOCS / "images" / "report.png"
 """Made by each build that finds a browser; not kept in the repository."""
 
 
@@ -24,12 +29,8 @@ def on_pre_build(config: Any) -> None:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Add what belongs to a page (a hook of MkDocs)."""
-    if page.file.src_uri == "commands.md":
-        return f"{markdown}\n{commands()}"
     if page.file.src_uri == "reference.md":
         return markdown.replace("<!-- the face -->", "\n".join(face()))
-    if page.file.src_uri == "performance.md":
-        return markdown.replace("<!-- the findings -->", "\n".join(findings()))
     if page.file.src_uri == "report.md" and PICTURE.exists():
         return markdown.replace("<!-- the report -->", "![A report in a browser](images/report.png)")
     if page.file.src_uri == "architecture.md":
@@ -37,11 +38,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown
 
 
-def commands() -> str:
+def commands() -> Iterator[str]:
     """Every command with its arguments and options in Markdown, as Typer writes it from their help."""
     typer = [sys.executable, "-m", "typer", "sigmascope.cli.root", "utils", "docs", "--name", "sigmascope"]
-    told = subprocess.run(typer, capture_output=True, text=True, check=True).stdout
-    return told.partition("\n")[2]  # the page has a heading of its own
+    written = subprocess.run(typer, capture_output=True, text=True, check=True).stdout
+    bold = re.sub(r'<span style="font-weight: bold">(.*?)</span>', r"**\1**", written)
+    # The page has a heading of its own, and quotes need no entities in Markdown.
+    yield from bold.replace("&#x27;", "'").replace("&quot;", '"').strip().splitlines()[1:]
 
 
 def face() -> Iterator[str]:
@@ -74,6 +77,20 @@ def findings() -> Iterator[str]:
         yield f"| {rule.about} | `{rule.id}` | {' or '.join(rule.severities)} | {rule.says} |"
 
 
+KEPT = {"commands.md": commands, "performance.md": findings}
+"""What the repository keeps, by page; it stands between two markers."""
+
+
+def renewed(name: str, page: str) -> str:
+    """The text of a page with what stands between its markers made anew."""
+    before, begin, rest = page.partition("<!-- python scripts/pages.py --write -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not end:
+        raise ValueError(f"docs/{name} lacks its markers: {begin.strip() or 'the first'}, <!-- end -->")
+    text = "\n".join(KEPT[name]()).strip()
+    return f"{before}{begin}\n{text}\n\n{end}{after}"
+
+
 def report_picture(path: Path) -> bool:
     """Run the pocket model, write its report and show that to a browser without a window.
 
@@ -99,3 +116,11 @@ def report_picture(path: Path) -> bool:
         command += [f"--user-data-dir={folder}/profile", "--window-size=1000,1250", f"--screenshot={path}"]
         subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
     return True
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("Usage: python scripts/pages.py --write")
+    for name in KEPT:
+        path = DOCS / name
+        path.write_text(renewed(name, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-PAGES = Path(__file__).parents[2] / "scripts" / "pages.py"
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "scripts" / "pages.py"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -29,3 +30,24 @@ def test_without_a_browser_there_is_no_picture_and_no_error(
     pages = runpy.run_path(str(PAGES))
     assert not pages["report_picture"](tmp_path / "report.png")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["commands.md", "performance.md"])
+def test_what_a_page_shows_of_the_code_is_up_to_date(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    renewed = runpy.run_path(str(PAGES))["renewed"](name, text)
+    assert text == renewed, f"docs/{name} is out of date; renew it: python scripts/pages.py --write"
+
+
+def test_only_what_stands_between_the_markers_is_made_anew() -> None:
+    page = "Mine.\n<!-- python scripts/pages.py --write -->\nout of date\n<!-- end -->\nMine too."
+    renewed = runpy.run_path(str(PAGES))["renewed"]("performance.md", page)
+    assert renewed.startswith("Mine.\n")
+    assert "out of date" not in renewed
+    assert "| memory | `memory_leak` | warning |" in renewed
+    assert renewed.endswith("\nMine too.")
+
+
+def test_a_page_without_its_markers_is_named() -> None:
+    with pytest.raises(ValueError, match=r"docs/performance\.md lacks its markers"):
+        runpy.run_path(str(PAGES))["renewed"]("performance.md", "no markers")
