@@ -91,14 +91,14 @@ def printable(text: object) -> str:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun: `1 tensor`, `2 tensors`.
+    """A number with its noun: `1 tensor`, `2,000 tensors`.
 
     Args:
         number: How many.
         one: The words after 1, which may include a verb: `module has`.
         many: The words after any other number; without it, `one` with an s.
     """
-    return f"{number} {one}" if number == 1 else f"{number} {many or f'{one}s'}"
+    return f"1 {one}" if number == 1 else f"{number:,} {many or f'{one}s'}"
 
 
 def first_few(texts: Sequence[str], most: int = 5, *, between: str = ", ") -> str:

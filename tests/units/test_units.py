@@ -40,3 +40,4 @@ def test_a_count_agrees_with_its_noun_and_verb() -> None:
     assert [counted(number, "key") for number in (0, 1, 2)] == ["0 keys", "1 key", "2 keys"]
     assert counted(1, "module has", "modules have") == "1 module has"
     assert counted(3, "module has", "modules have") == "3 modules have"
+    assert counted(2_000, "step") == "2,000 steps"
