@@ -1,8 +1,8 @@
 """Findings on a record, most of them from rules: what was seen, why it matters, what to do.
 
-`diagnose` holds a run against all rules (`RULES`), which `rules_time`, `memory` and `rules_model` declare. Three others look
-for what was noted already: findings of single stages' analyses, records of encodings and decodings that
-nobody has analysed, and models that did not stay what they were from stage to stage.
+`diagnose` applies all rules (`RULES`) to a run; `rules_time`, `memory` and `rules_model` declare them. Three other
+functions collect what the record already holds: findings of stages' analyses, records of encodings and decodings that no
+analysis has read, and models that changed from one stage to the next.
 """
 
 import logging
@@ -22,28 +22,28 @@ __all__ = ["RULES", "diagnose"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_ABOUT: Final = ("component", "device", "class", "prompt")
-"""Evidence that tells findings of one rule apart."""
+_SUBJECTS: Final = ("component", "device", "class", "prompt")
+"""Names of evidence that tell findings of one rule apart."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 MODEL_STATE = "model_state."
-"""Before the model's type: the fact of a stage that holds the state of that model at its end."""
+"""Prefix, before the model's type, of the fact with that model's state at the end of a stage."""
 EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
-"""Stages whose work is to change a model."""
+"""Stages that are meant to change a model."""
 _CHANGES_ALL = frozenset({"model_loading", "lora_application"})
 _HARMLESS = frozenset({"device"})
 _NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
 
 
 def diagnose(run: Run) -> tuple[Finding, ...]:
-    """What the record says is wrong or slow, what to do, and what that would gain. The gravest come first.
+    """What is wrong or slow in a run, what to do about it, and how much that would gain; the gravest first.
 
-    Where a run holds several generations, the same finding of several of them is given once, with `generations` in
-    its evidence. A rule that fails on an odd record is left out, with a line in the log.
+    A finding that several generations of the run share is given once, with `generations` in its evidence. A rule that
+    fails on an odd record is skipped, with a line in the log.
 
     Args:
-        run: With `PipelineFacts` and `CallFacts` among its facts or its stages' (`pipeline`, `call`), for the rules
-            that need them; without, those rules are silent. Of merged ranks each is looked at by itself, named in the
-            evidence, and then they are compared with each other.
+        run: Some rules need `PipelineFacts` and `CallFacts` among the facts of the run or its stages (`pipeline`,
+            `call`); without these they find nothing. In a merged run each rank is judged by itself, with its name in the
+            evidence, and then the ranks are compared.
     """
     findings = _findings_of_ranks(run) or _findings_of_process(run)
     return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
@@ -72,7 +72,7 @@ def _findings_of_rule(rule: Rule, subject: Any) -> list[Finding]:
 def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
     try:
         return read()
-    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
+    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere, and one rule must not stop the others
         _log.warning("%s failed: %s: %s", what, type(failure).__name__, printable(failure))
         return []
 
@@ -81,7 +81,7 @@ def _findings_of_process(run: Run) -> list[Finding]:
     by_subject: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
     for case in _readable_cases(run):
         for finding in _findings(case, "generation"):
-            about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
+            about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))
     return [_as_one(alike) for alike in by_subject.values()] + _findings(run, "run")
@@ -89,16 +89,16 @@ def _findings_of_process(run: Run) -> list[Finding]:
 
 @rule("record.folded", "info", about="the record", looks_at="run")
 def folded(run: Run) -> Iterator[Seen]:
-    """Earlier generations are kept as sums, which no rule reads."""
+    """Earlier generations are kept only as sums, which rules cannot judge."""
     if run.folded is not None:
         yield Seen(
-            message=f"The rules looked at what is in the record in full, and at none of {folded_in_words(run.folded)}.",
+            message=f"The findings leave out {folded_in_words(run.folded)}.",
             evidence={"kept": run.folded.kept, "folded_generations": run.folded.generations},
         )
 
 
 def _readable_cases(run: Run) -> Iterator[Case]:
-    """What there is to look at, as far as it can be read."""
+    """The run's cases that can be read."""
     try:
         yield from cases(run)
     except ValueError as failure:
@@ -108,7 +108,7 @@ def _readable_cases(run: Run) -> Iterator[Case]:
 
 
 def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
-    """The first, which says how many generations it is true of."""
+    """The first of them, with the number of generations in its evidence."""
     first = alike[0][0]
     generations = {number for _, number in alike if number is not None}
     if len(generations) < 2:
@@ -139,7 +139,7 @@ def _findings_in_analysis(stage: Stage) -> Iterator[Finding]:
 def find_vae_findings(run: Run) -> list[Finding]:
     """Stand-ins, fallbacks and failures of `encode_latents` and `decode_latents`.
 
-    Where a stage holds an analysis, that has them already: see `find_stage_findings`.
+    A stage with an analysis already has them: see `find_stage_findings`.
     """
     return [finding for stage in run.stages for finding in _findings_in_record(stage)]
 
@@ -155,12 +155,12 @@ def _findings_in_record(stage: Stage) -> Iterator[Finding]:
 
 
 def find_model_changes(run: Run) -> tuple[Finding, ...]:
-    """A finding for each model that another stage than those meant for it has changed."""
+    """A finding for each model that changed in a stage that should not change it."""
     findings: list[Finding] = []
     last_states: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for stage in run.walk():
         if stage.name in _CHANGES_ALL:
-            last_states.clear()  # a step is closed for one model, and may have changed the others as well
+            last_states.clear()  # its facts hold one model's state, and it may have changed the others too
         for model_type, state in _model_states(stage):
             if model_type in last_states and stage.name not in EXPECTED_IN:
                 findings += _model_change(model_type, stage.name, *last_states[model_type], state)
@@ -192,8 +192,8 @@ def _model_change(
     yield Finding(
         id="model_state_changed",
         severity=severity,
-        message=f"{model_type} is not as {earlier} left it: {', '.join(changed)}.",
+        message=f"{stage} changed {model_type}, compared with the end of {earlier}: {', '.join(changed)}.",
         evidence=evidence,
-        advice=None if severity == "info" else "Check which node or call replaced or patched the model.",
+        advice=None if severity == "info" else "Find the node or call that replaced or patched the model.",
         stage=stage,
     )

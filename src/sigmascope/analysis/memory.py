@@ -1,11 +1,10 @@
-"""What a record says of memory: what the rules find, what grows from call to call, and whose the peaks are.
+"""What a record says about memory: findings, growth from call to call, and what was running at each peak.
 
-For growth, what is looked at is the memory that stages of one name, or the steps in a stage, leave in use: in the
-process and on each device.
+Growth compares the memory that stages of one name, or the steps of a stage, leave in use in the process and on each
+device.
 
-A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is
-the one that this stage, or the step at that moment, ran; memory that others hold besides it is part of the
-peak.
+A peak belongs to the innermost stage that was open at that moment and reached it. The component is the one that this
+stage or step ran; the peak includes memory that other components hold.
 """
 
 import math
@@ -35,14 +34,14 @@ _LOADS: Final = frozenset({"model_loading", "lora_application"})
 """Stages whose purpose is to leave more memory in use."""
 _TILES: Final = "tiles would make it less (pipe.vae.enable_tiling())"
 _WORTHWHILE: Final = 0.9
-"""Of a peak: what would leave more of it is not worth the tiles."""
+"""Share of a peak: tiles that leave more than this are not worth it."""
 _COMFORTABLE_SHARE: Final = 0.7
 """Weights that take less of a device than this leave room for activations at usual sizes."""
 
 
 @rule("memory.near_the_limit", "warning", about="memory")
 def near_the_limit(case: Case) -> Iterator[Seen]:
-    """A peak so near the device's size that a slightly larger image will not fit."""
+    """Memory was almost full: a slightly larger image will not fit."""
     for device in case.accelerators():
         highest, name = _most_reserved(case, device.device)
         if device.total_bytes and highest > _NEAR_LIMIT_SHARE * device.total_bytes:
@@ -53,7 +52,7 @@ def near_the_limit(case: Case) -> Iterator[Seen]:
                     "peak_mb": mib(highest),
                     "total_mb": mib(device.total_bytes),
                 },
-                advice="Next to no room: VAE tiling, half precision, or offloading (pipe.enable_model_cpu_offload()).",
+                advice="To free memory, use VAE tiling, half precision or offloading (pipe.enable_model_cpu_offload()).",
                 stage=name,
             )
 
@@ -74,9 +73,10 @@ def _is_in(stage: Stage, outer: Stage) -> bool:
 
 @rule("memory.kept_after_stage", "warning", about="memory")
 def kept_after_a_stage(case: Case) -> Iterator[Seen]:
-    """Most of what a stage took is still in use at its end, and at that of those around it, though it loads nothing.
+    """A stage that loads nothing left most of the memory it took in use.
 
-    What a stage gives to the next, or weights that are offloaded again after the generation, are kept by none.
+    The stages around it must leave it in use too: outputs for the next stage are freed by then, and so are weights that
+    are offloaded after the generation.
     """
     for stage in _leaves(case):
         if stage.name in _LOADS or stage.memory is None or stage.peak is None or not stage.success:
@@ -90,25 +90,25 @@ def kept_after_a_stage(case: Case) -> Iterator[Seen]:
             is_much = kept > max(_KEPT_BYTES, _KEPT_SHARE * (peak - baseline))
             if is_much and _is_kept_around(case, stage, memory.device, kept):
                 yield Seen(
-                    message=f"{stage.name} left {units.mib(kept)} MB more in use on {memory.device} than it found.",
+                    message=f"{stage.name} left {units.mib(kept)} MB more in use on {memory.device} than before it began.",
                     evidence={
                         "device": memory.device,
                         "kept_mb": mib(kept),
                         "peak_growth_mb": mib(peak - baseline),
                     },
-                    advice="Look for outputs, hidden states or graphs that are kept: torch.no_grad(), del, and no lists "
-                    "of latents.",
+                    advice="Look for outputs, hidden states or graphs that are kept. Use torch.no_grad() and del, and "
+                    "collect no latents in lists.",
                     stage=stage.name,
                 )
 
 
 def _leaves(case: Case) -> Iterator[Stage]:
-    """Stages without others inside: what an inner one keeps is said there."""
+    """Stages without others inside: a finding names the innermost stage."""
     return (stage for stage in case.stages if not stage.children)
 
 
 def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
-    """Whether all stages that hold this one leave at least half as much, as far as that is known."""
+    """Whether all stages around this one leave at least half as much in use, as far as that is known."""
     for outer in case.stages:
         if outer is stage or outer.memory is None or not _is_in(stage, outer):
             continue
@@ -121,9 +121,9 @@ def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
 
 @rule("values.not_finite", "error", about="pictures")
 def values_not_finite(case: Case) -> Iterator[Seen]:
-    """The first tensor that holds NaN or infinity: what comes after it is lost.
+    """The first tensor that holds NaN or infinity, which spoils all that comes after it.
 
-    A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
+    A stage's tensors are mostly its results, so the tensors of the stages inside it come before its own.
     """
     for stage in sorted(case.stages, key=lambda stage: stage.started_seconds + stage.seconds):
         for name, facts in stage.tensors.items():
@@ -132,27 +132,27 @@ def values_not_finite(case: Case) -> Iterator[Seen]:
                 continue
             half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
             yield Seen(
-                message=f"{name} of {stage.name} is the first tensor with {_not_finite_words(nans, infinities)}, of "
-                f"{facts.num_elements:,} elements.",
+                message=f"{name} of {stage.name} is the first tensor with NaN or infinity: "
+                f"{_not_finite_words(nans, infinities)} among {units.counted(facts.num_elements, 'element')}.",
                 evidence={"tensor": name, "nan": nans, "inf": infinities, "dtype": facts.dtype},
-                advice="float16 overflows at 65,504: run this part in bfloat16 or float32 (SDXL's VAE: force_upcast or a "
-                "mended one)." if half else "Look at the stage before: its weights, the LoRA's strength, the input.",
+                advice="float16 overflows at 65,504. Run this part in bfloat16 or float32. For SDXL's VAE, use force_upcast or "
+                "madebyollin/sdxl-vae-fp16-fix." if half else "Check the stage before it: weights, LoRA strength, input.",
                 stage=stage.name,
             )  # fmt: skip
             return
 
 
 def _not_finite_words(nans: int, infinities: int) -> str:
-    parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infinities:,} infinite values"] * bool(infinities)
+    parts = [f"{nans:,} NaN"] * bool(nans) + [units.counted(infinities, "infinite value")] * bool(infinities)
     return " and ".join(parts)
 
 
 @rule("memory.fragmented", "info", "warning", about="memory", looks_at="run")
 def fragmented(run: Run) -> Iterator[Seen]:
-    """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
+    """PyTorch took far more memory from the device than its tensors needed.
 
-    What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
-    that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
+    Memory that the allocator keeps from one stage for the next is not fragmentation, so the most that it ever held is
+    compared with the most that tensors ever took. Some fragmentation is usual; it matters when memory is short.
     """
     case = whole(run)
     sizes = {accelerator.device: accelerator.total_bytes for accelerator in case.accelerators()}
@@ -167,12 +167,12 @@ def fragmented(run: Run) -> Iterator[Seen]:
             continue
         yield Seen(
             severity="warning" if reserved > _SHORT_SHARE * (sizes.get(device) or 0) > 0 else "info",
-            message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
-            f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
-            "was asked.",
+            message=f"PyTorch held {units.mib(reserved)} MB on {device} in {name}: {units.mib(idle)} MB "
+            f"({100 * idle / reserved:.0f} %) more than tensors ever took, because its free blocks were too small to "
+            "reuse.",
             evidence={"device": device, "idle_mb": mib(idle), "fragmentation": idle / reserved},
-            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; so does making the largest "
-            "images first. torch.cuda.empty_cache() gives them back to others.",
+            advice="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or generate the largest images first. "
+            "torch.cuda.empty_cache() frees the unused blocks for other programs.",
             stage=name,
         )  # fmt: skip
 
@@ -194,7 +194,7 @@ def _held_before(case: Case, device: str) -> int:
 
 @rule("placement.cpu_while_accelerator_free", "warning", about="a slow device")
 def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Seen]:
-    """A denoiser on the CPU, with no offloading that would move it, while there is a device."""
+    """The denoiser ran on the CPU, without offloading, though there is an accelerator."""
     devices = case.accelerators()
     if not devices:
         return
@@ -202,17 +202,17 @@ def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Seen]:
         if part.module is None or set(part.module.devices) != {"cpu"} or part.offload is not None:
             continue
         yield Seen(
-            message=f"{name} ({part.class_name}) is on the CPU while {devices[0].device} "
-            f"({devices[0].name or 'unnamed'}) is there.",
+            message=f"{name} ({part.class_name}) ran on the CPU, though there is {devices[0].device} "
+            f"({devices[0].name or 'unnamed'}).",
             evidence={"component": name, "accelerator": devices[0].device, "mb": mib(part.module.nbytes)},
-            advice=f'pipe.to("{devices[0].device.partition(":")[0]}"), or pipe.enable_model_cpu_offload() if it does '
+            advice=f'Call pipe.to("{devices[0].device.partition(":")[0]}"), or pipe.enable_model_cpu_offload() if it does '
             "not fit.",
         )
 
 
 @rule("placement.weights_moved_every_step", "warning", "info", about="offloading")
 def weights_moved_every_step(case: Case) -> Iterator[Seen]:
-    """Sequential and group offloading carry the denoiser's weights to the device in each step."""
+    """Sequential or group offloading moves the denoiser's weights to the device in every step."""
     steps = sum(len(stage.steps) for stage in case.with_steps())
     for name, part in case.components("denoiser").items():
         if part.offload not in ("sequential", "group") or part.module is None or part.module.nbytes is None:
@@ -222,11 +222,11 @@ def weights_moved_every_step(case: Case) -> Iterator[Seen]:
         yield Seen(
             severity="warning" if part.offload == "sequential" or room else "info",
             message=f"{part.offload.capitalize()} offloading moves {name}'s {units.mib(part.module.nbytes)} MB to the "
-            f"device in every step: {units.mib(moved)} MB over {steps} steps.",
+            f"device in every step: {units.mib(moved)} MB over {units.counted(steps, 'step')}.",
             evidence={"component": name, "offload": part.offload, "steps": steps, "moved_mb": mib(moved)},
-            advice="It fits: keep the denoiser on the device (pipe.enable_model_cpu_offload() moves each model once a "
-            "generation)." if room else "enable_model_cpu_offload() moves each model once a generation; if that does "
-            "not fit, group offloading with use_stream=True hides part of the copying.",
+            advice="The denoiser fits on the device: keep it there (pipe.enable_model_cpu_offload() moves each model once a "
+            "generation)." if room else "Try pipe.enable_model_cpu_offload(), which moves each model once a generation. "
+            "If that does not fit, group offloading with use_stream=True hides part of the copying.",
         )  # fmt: skip
 
 
@@ -244,13 +244,13 @@ def _largest_device_bytes(case: Case) -> int | None:
 
 @rule("placement.offloaded_though_it_fits", "info", about="offloading")
 def offloaded_though_it_fits(case: Case) -> Iterator[Seen]:
-    """Model offloading where all weights would fit on the device together."""
+    """Model offloading is on, though all weights fit on the device together."""
     parts = [part for part in (case.pipeline.components.values() if case.pipeline else ()) if part.module]
     if not any(part.offload == "model" for part in parts) or not _is_there_room(case, parts):
         return
     needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
     yield Seen(
-        message=f"Model offloading is on, though all weights together take {units.mib(needed)} MB of a device of "
+        message=f"Model offloading is on, though all weights together take {units.mib(needed)} MB of the device's "
         f"{units.mib(_largest_device_bytes(case))} MB.",
         evidence={"weights_mb": mib(needed), "device_mb": mib(_largest_device_bytes(case))},
         advice="Keep the pipeline on the device: pipe.remove_all_hooks(); pipe.to(device).",
@@ -259,7 +259,7 @@ def offloaded_though_it_fits(case: Case) -> Iterator[Seen]:
 
 @rule("placement.loaded_again", "warning", about="offloading", looks_at="run")
 def loaded_again(run: Run) -> Iterator[Seen]:
-    """The same model loaded more than once in a run, as where a text encoder is made anew for each image."""
+    """A run loaded the same model more than once, such as a text encoder for every image."""
     seconds: dict[tuple[object, ...], list[float]] = {}
     for stage in whole(run).named("model_loading"):
         if "moves" in stage.facts:
@@ -274,7 +274,7 @@ def loaded_again(run: Run) -> Iterator[Seen]:
         yield Seen(
             message=f"{class_name} was loaded {len(loads)} times; the loads after the first took {units.seconds(again)}.",
             evidence={"class": str(class_name), "times": len(loads), "gain_seconds": again},
-            advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
+            advice="Load it once and keep it. To free memory, move it to the CPU instead of deleting it.",
             stage="model_loading",
         )
 
@@ -305,7 +305,7 @@ def find_leaks(run: Run) -> tuple[Finding, ...]:
 
 @rule(_LEAK, "warning", about="memory", looks_at="run")
 def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
-    """A kind of stage, or a step, that leaves more memory in use each time it runs."""
+    """A stage or step leaves more memory in use each time it runs."""
     by_name: dict[str, list[Stage]] = {}
     for stage in run.walk():
         by_name.setdefault(stage.name, []).append(stage)
@@ -313,7 +313,7 @@ def grows_from_call_to_call(run: Run) -> Iterator[Seen]:
     for name, stages in by_name.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
-                leak = _leak(name, "time it ran", where, readings)
+                leak = _leak(name, "call", where, readings)
                 if leak is not None and (name in outermost or _grows_inside(inside, leak)):
                     yield leak
                     break
@@ -334,7 +334,7 @@ def _leak(stage: str, period: str, where: str, readings: Sequence[int]) -> Seen 
         return None
     slope = grown.slope
     return Seen(
-        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {grown.calls} of them.",
+        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {units.counted(grown.calls, period)}.",
         evidence={
             "where": where,
             "calls": grown.calls,

@@ -1,7 +1,7 @@
-"""What a rule is: one kind of finding, with its id, how grave it is, what it is about, and the function that sees it.
+"""A rule: one kind of finding, with its id, severities, topic, and the function that looks for it.
 
-A file of rules imports `rule`, and is imported by `diagnostics`. The first line of a function's docstring is what the
-docs say of its findings.
+A file of rules imports `rule`, and `diagnostics` imports that file. The docs show the first line of the function's
+docstring.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +11,13 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 from sigmascope.records.run import Finding, JsonScalar, Severity
 
 LooksAt = Literal["generation", "run", "ranks"]
-"""What a rule is given: the `Case` of each generation, the `Run`, or the runs of merged ranks by name."""
+"""What a rule gets: the `Case` of each generation, the `Run`, or the runs of merged ranks by name."""
 RULES: Final[dict[str, "Rule"]] = {}
 """All rules by id, in the order in which they were declared."""
 
 
 class Seen(NamedTuple):
-    """What a rule saw: a finding without its id, and without its severity where that is the usual one."""
+    """What a rule saw: a finding without its id. Without a severity, it has the rule's usual one."""
 
     message: str
     evidence: Mapping[str, JsonScalar]
@@ -53,7 +53,7 @@ class Rule:
         return (self.look.__doc__ or "").partition("\n")[0]
 
     def findings(self, subject: Any) -> Iterator[Finding]:
-        """What it finds in a case, a run or the ranks: see `looks_at`.
+        """What it finds in a case, a run or the ranks, as `looks_at` says.
 
         Raises:
             ValueError: A finding has a severity that the rule does not declare.
@@ -61,7 +61,9 @@ class Rule:
         for seen in self.look(subject):
             severity = self.severities[0] if seen.severity is None else seen.severity
             if severity not in self.severities:
-                raise ValueError(f"{self.id} declares {self.severities}, and one is said to be {severity!r}")
+                raise ValueError(
+                    f"{self.id} declares the severities {self.severities}, and gave a finding {severity!r}"
+                )
             yield Finding(self.id, severity, seen.message, seen.evidence, seen.advice, seen.stage)
 
 

@@ -1,7 +1,6 @@
 """Rules on what runs: model, scheduler, guidance and LoRA, precision, attention, prompts, finished pictures.
 
-Whether a denoiser was distilled to few steps is told by what its pipeline's record says of it
-(`few_step_evidence`).
+`few_step_evidence` looks in a pipeline's record for signs that its denoiser was distilled to few steps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ from sigmascope.records.run import ComponentFacts, JsonScalar, PipelineFacts
 _EDIT_NAMES: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
 _MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")
 _FEW_STEP_SCHEDULERS: Final = frozenset({"LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler"})
-_FEW_STEPS: Final = 12  # more are too many for a distilled model
-_ENOUGH_STEPS: Final = 8
+_MOST_DISTILLED_STEPS: Final = 12
+_ENOUGH_DISTILLED_STEPS: Final = 8
 _FEW_STEP_NAMES: Final = ("turbo", "lightning", "schnell", "lcm", "hyper-sd", "hyper_sd", "distill", "dmd")
-_BF16_CAPABILITY: Final = (8, 0)
-"""From here on NVIDIA's tensor cores multiply bfloat16 (CUDA C++ Programming Guide, table of features)."""
+_LEAST_BF16_CAPABILITY: Final = (8, 0)
+"""CUDA C++ Programming Guide, table of features: from here on, tensor cores multiply bfloat16."""
 _FLOAT32, _HALF = "float32", frozenset({"float16", "bfloat16"})
 _ONE_TENSOR_PROCESSORS: Final = frozenset(
     {
@@ -43,15 +42,15 @@ _TEXT_STAGE = "text_encoding"
 _PICTURES_FACT = "pictures"
 _COUNTS: Final = ("pictures", "looked_at", "one_colour", "not_finite", "replaced")
 _NO_CONTENT_ADVICE = (
-    'NaN becomes black. Ask once for output_type="latent": if those latents are finite it is the VAE, to be run in '
-    "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or a mended one); if not, it is the "
-    "denoiser, a LoRA or an embedding before it."
+    'NaN shows as black. Run once with output_type="latent". If the latents are finite, the VAE is at fault: run it in '
+    "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or madebyollin/sdxl-vae-fp16-fix). "
+    "If not, the fault is earlier: the denoiser, a LoRA or an embedding."
 )
 
 
 @rule("model.edit_model_for_text_to_image", "warning", about="the model")
 def edit_model_for_text_to_image(case: Case) -> Iterator[Seen]:
-    """An editing model that gets no image does work for one all the same, and makes worse images."""
+    """An editing model got no image to edit: it still does that work, and makes worse images."""
     if case.pipeline is None or case.call.has_image is not False:
         return
     names = (case.pipeline.class_name, case.pipeline.source or "")
@@ -61,40 +60,39 @@ def edit_model_for_text_to_image(case: Case) -> Iterator[Seen]:
     instead = "Qwen/Qwen-Image with QwenImagePipeline" if is_qwen else "the family's text-to-image model"
     must = any(word in case.pipeline.class_name for word in _MUST_HAVE_IMAGE)
     yield Seen(
-        message=f"{case.pipeline.source or case.pipeline.class_name} is made to change an image, and was called without "
-        "one.",
+        message=f"{case.pipeline.source or case.pipeline.class_name} edits images, and was called without one.",
         evidence={"pipeline": case.pipeline.class_name, "source": case.pipeline.source, "needs_image": must},
-        advice=f"For text to image take {instead}.",
+        advice=f"For text-to-image, use {instead}.",
     )
 
 
 @rule("model.too_many_steps", "warning", about="the model")
 def too_many_steps(case: Case) -> Iterator[Seen]:
-    """More steps than a distilled model needs."""
+    """A distilled model ran more steps than it needs."""
     steps = case.call.num_inference_steps
     why = None if case.pipeline is None else few_step_evidence(case.pipeline)
-    if steps is None or why is None or steps <= _FEW_STEPS:
+    if steps is None or why is None or steps <= _MOST_DISTILLED_STEPS:
         return
-    gain = _seconds_in_steps(case) * (1 - _ENOUGH_STEPS / steps) or None
+    gain = _seconds_in_steps(case) * (1 - _ENOUGH_DISTILLED_STEPS / steps) or None
     yield Seen(
-        message=f"{steps} steps of a model that is made for 1 to {_ENOUGH_STEPS} ({why}).",
+        message=f"The model is made for 1 to {_ENOUGH_DISTILLED_STEPS} steps ({why}), and ran {steps}.",
         evidence={"steps": steps, "why": why, "gain_seconds": gain},
-        advice=f"num_inference_steps={_ENOUGH_STEPS} or fewer.",
+        advice=f"Set num_inference_steps to {_ENOUGH_DISTILLED_STEPS} or fewer.",
     )
 
 
 @rule("model.scheduler_for_distilled_models", "warning", about="the model")
 def scheduler_for_distilled_models(case: Case) -> Iterator[Seen]:
-    """A scheduler for models distilled to few steps, with a model that does not look like one."""
+    """The scheduler is for models distilled to few steps, and this model does not look like one."""
     steps = case.call.num_inference_steps
     if case.pipeline is None or steps is None or few_step_evidence(case.pipeline) is not None:
         return
     scheduler = next((part.class_name for part in case.components("scheduler").values()), None)
     if scheduler in _FEW_STEP_SCHEDULERS:
         yield Seen(
-            message=f"{scheduler} is made for models distilled to few steps, and nothing says that this one is.",
+            message=f"{scheduler} is for models distilled to few steps, and nothing shows that this model is one.",
             evidence={"scheduler": scheduler, "steps": steps},
-            advice="Load the LCM or TCD weights or LoRA that belongs to it, or take the scheduler that the model came with.",
+            advice="Load the LCM or TCD weights or LoRA that it needs, or use the scheduler that came with the model.",
         )
 
 
@@ -102,7 +100,7 @@ def scheduler_for_distilled_models(case: Case) -> Iterator[Seen]:
 def guidance_doubles_the_work(case: Case) -> Iterator[Seen]:
     """Classifier-free guidance runs the denoiser for the negative prompt as well.
 
-    It is as it should be, unless the model is distilled to do without, or a target is missed.
+    That is normal. It is a finding if the model is distilled to need no guidance, or a target is missed.
     """
     call = case.call
     if call.guidance_batches is None or call.guidance_batches < 2 or case.pipeline is None:
@@ -114,23 +112,23 @@ def guidance_doubles_the_work(case: Case) -> Iterator[Seen]:
     yield Seen(
         severity="info" if why is None else "warning",
         message=f"Guidance at {call.guidance_scale:g} runs the denoiser {call.guidance_batches} times for each step's sample"
-        + (f", though the model is distilled to do without ({why})." if why else ".")
+        + (f", though the model is distilled to need none ({why})." if why else ".")
         if call.guidance_scale is not None
         else f"Guidance runs the denoiser {call.guidance_batches} times for each step's sample.",
         evidence={"guidance_scale": call.guidance_scale, "gain_seconds": gain},
-        advice="guidance_scale=1 (0 for SD-Turbo's pipelines)." if why else "Where quality allows, a guidance-distilled "
-        "model, or guidance in part of the steps only (PAG, guidance interval), takes less of the steps' time.",
+        advice="Set guidance_scale=1 (0 for SD-Turbo's pipelines)." if why else "If quality allows, use a "
+        "guidance-distilled model, or guidance in some of the steps only (guidance interval).",
     )  # fmt: skip
 
 
 def _seconds_in_steps(case: Case) -> float:
-    """What the denoiser's calls took: neither callbacks between the steps nor what else a denoising holds."""
+    """How long the denoiser's calls took, without callbacks between steps and other work of the denoising."""
     return sum(map(seconds_in_steps, case.named("denoising")), 0.0)
 
 
 @rule("lora.modules_unmatched", "warning", "error", about="what goes in")
 def lora_modules_unmatched(case: Case) -> Iterator[Seen]:
-    """A LoRA that was loaded, and of which modules are not on the model."""
+    """The model lacks some or all modules of a LoRA that was loaded."""
     for stage in case.named("lora_application"):
         analysis = _mapping(stage.facts.get("lora_application"))
         applied, verdict = _mapping(analysis.get("applied_verdict")), _mapping(analysis.get("verdict"))
@@ -141,10 +139,9 @@ def lora_modules_unmatched(case: Case) -> Iterator[Seen]:
         none = matched == 0
         yield Seen(
             severity="error" if none else "warning",
-            message=("None" if none else f"Only {matched}")
-            + f" of the LoRA's {total} modules are on the model.",
+            message=f"The model has {'none' if none else f'only {matched}'} of the LoRA's {units.counted(total, 'module')}.",
             evidence={"modules": total, "matched": matched},
-            advice="sigmascope lora inspect FILE --model MODEL names each module and the likely reason.",
+            advice="Run sigmascope lora inspect FILE --model MODEL: it names each module and the likely reason.",
             stage=stage.name,
         )
 
@@ -154,7 +151,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def few_step_evidence(pipeline: PipelineFacts) -> str | None:
-    """Why the denoiser is taken for one distilled to few steps; None: nothing says so."""
+    """The sign that the denoiser was distilled to few steps; None if there is no sign."""
     for name, part in pipeline.of_role("denoiser").items():
         if part.config.get("time_cond_proj_dim") is not None:
             return f"{name}.config.time_cond_proj_dim: it was distilled to take guidance as an input"
@@ -174,7 +171,7 @@ def _few_step_word_in(text: str) -> str | None:
 
 @rule("precision.float32_on_accelerator", "warning", about="precision")
 def float32_on_an_accelerator(case: Case) -> Iterator[Seen]:
-    """Denoisers and text encoders in float32 take twice the memory of bfloat16, and more time."""
+    """A denoiser or text encoder runs in float32: twice the memory of bfloat16, and slower."""
     for role in ("denoiser", "text_encoder"):
         for name, part in case.components(role).items():
             device = _accelerator_of(part)
@@ -184,26 +181,26 @@ def float32_on_an_accelerator(case: Case) -> Iterator[Seen]:
             nbytes = part.module.nbytes
             half = None if nbytes is None else nbytes // 2
             yield Seen(
-                message=f"{name} ({part.class_name}) is in float32 on {device}: {units.mib(nbytes)} MB of weights that would "
-                f"be {units.mib(half)} MB in {dtype}, which the device also multiplies faster.",
+                message=f"{name} ({part.class_name}) is in float32 on {device}: its weights take {units.mib(nbytes)} MB, and "
+                f"would take {units.mib(half)} MB in {dtype}, which is also faster.",
                 evidence={"component": name, "device": device, "mb": mib(nbytes), "saved_mb": mib(half)},
                 advice=f"Load it with torch_dtype=torch.{dtype}.",
             )
 
 
 def _accelerator_of(part: ComponentFacts) -> str | None:
-    """The device of most of its weights, unless that is the CPU."""
+    """The device that holds most of the weights; None if that is the CPU."""
     device = None if part.module is None else _most_common(part.module.devices)
     return None if device in (None, "cpu", "meta") else device
 
 
 def _most_common(counts: Mapping[str, int]) -> str | None:
-    """What most elements are of; a dtype without "torch.", which records from elsewhere may have."""
+    """The dtype or device of most elements, without the "torch." that records from elsewhere may have."""
     return max(counts, key=lambda name: counts[name]).removeprefix("torch.") if counts else None
 
 
 def _multiplies_bfloat16(case: Case, device: str) -> bool:
-    """Whether its tensor cores know bfloat16; unknown counts as yes."""
+    """Whether the device's tensor cores multiply bfloat16; if unknown, yes."""
     capability = next(
         (
             accelerator.compute_capability
@@ -215,12 +212,12 @@ def _multiplies_bfloat16(case: Case, device: str) -> bool:
     if capability is None:
         return True
     parts = capability.split(".")
-    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
+    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _LEAST_BF16_CAPABILITY
 
 
 @rule("precision.float32_vae", "warning", "info", about="precision")
 def float32_vae(case: Case) -> Iterator[Seen]:
-    """A VAE in float32 beside a denoiser in half precision: on purpose for some, a slip for others."""
+    """The VAE runs in float32 and the denoiser in half precision: some VAEs need that, others do not."""
     denoisers = [part.module for part in case.components("denoiser").values() if part.module is not None]
     if not any(_most_common(module.dtypes) in _HALF for module in denoisers):
         return
@@ -228,20 +225,20 @@ def float32_vae(case: Case) -> Iterator[Seen]:
         device = _accelerator_of(part)
         if part.module is None or device is None or _most_common(part.module.dtypes) != _FLOAT32:
             continue
-        meant = part.config.get("force_upcast") is True
+        is_intended = part.config.get("force_upcast") is True
         yield Seen(
-            severity="info" if meant else "warning",
-            message=f"{name} ({part.class_name}) runs in float32 beside a denoiser in half precision"
-            + (": its configuration asks for that, since it overflows in float16." if meant else "."),
-            evidence={"component": name, "force_upcast": meant, "mb": mib(part.module.nbytes)},
-            advice="bfloat16 has float32's range and takes half of its memory: try vae.to(torch.bfloat16), or a VAE that "
-            "was mended for float16 (madebyollin/sdxl-vae-fp16-fix for SDXL), and compare the images.",
+            severity="info" if is_intended else "warning",
+            message=f"{name} ({part.class_name}) runs in float32, and the denoiser in half precision"
+            + (": its config asks for that, because it overflows in float16." if is_intended else "."),
+            evidence={"component": name, "force_upcast": is_intended, "mb": mib(part.module.nbytes)},
+            advice="bfloat16 has the range of float32 and takes half the memory. Try vae.to(torch.bfloat16), or for SDXL a "
+            "VAE that runs in float16 (madebyollin/sdxl-vae-fp16-fix), and compare the images.",
         )
 
 
 @rule("precision.not_channels_last", "info", about="precision")
 def convolutions_not_channels_last(case: Case) -> Iterator[Seen]:
-    """Half-precision convolutions on tensor cores are faster with channels last."""
+    """The denoiser's weights are not channels-last, with which half-precision convolutions are faster."""
     for name, part in case.components("denoiser").items():
         module, device = part.module, _accelerator_of(part)
         if part.channels_last is not False or module is None or case.pipeline is None:
@@ -250,8 +247,8 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Seen]:
             continue
         if _most_common(module.dtypes) in _HALF:
             yield Seen(
-                message=f"{name} ({part.class_name}) computes its convolutions in half precision, and its weights do not "
-                "lie channels-last.",
+                message=f"{name} ({part.class_name}) runs its convolutions in half precision, and its weights are not "
+                "channels-last.",
                 evidence={"component": name, "device": device},
                 advice=f"Try pipe.{name}.to(memory_format=torch.channels_last) and compare the step times.",
             )
@@ -259,7 +256,7 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Seen]:
 
 @rule("attention.plain_processor_in_joint_blocks", "error", about="attention")
 def plain_processor_in_joint_blocks(case: Case) -> Iterator[Seen]:
-    """AttnProcessor2_0 and its like return one tensor where an MMDiT's block unpacks two."""
+    """A joint attention block has AttnProcessor2_0 or the like, which returns one tensor instead of two."""
     if case.pipeline is None:
         return
     wrong = {
@@ -271,17 +268,18 @@ def plain_processor_in_joint_blocks(case: Case) -> Iterator[Seen]:
         return
     names = ", ".join(sorted(wrong))
     yield Seen(
-        message=f"{sum(wrong.values())} joint attention blocks have {names}, which returns one tensor where the block "
-        "unpacks two (image and text): the call fails, or the text is lost.",
+        message=f"{units.counted(sum(wrong.values()), 'joint attention block has', 'joint attention blocks have')} {names}, "
+        "which returns one tensor instead of two (image and text): the call fails, or the text is lost.",
         evidence={"blocks": sum(wrong.values()), "processors": names},
-        advice="Put the model's own processor back: reload the transformer, or set_attn_processor(FluxAttnProcessor(), "
-        "JointAttnProcessor2_0() or QwenDoubleStreamAttnProcessor2_0()). They use PyTorch's fast attention already.",
+        advice="Put the model's own processor back: reload the transformer, or call set_attn_processor() with "
+        "FluxAttnProcessor(), JointAttnProcessor2_0() or QwenDoubleStreamAttnProcessor2_0(). They already use PyTorch's "
+        "fused attention.",
     )
 
 
 @rule("attention.eager", "warning", about="attention")
 def eager_attention(case: Case) -> Iterator[Seen]:
-    """Attention that builds the whole matrix costs memory and time that fused attention does not."""
+    """Attention builds the whole matrix, which takes more memory and time than fused attention."""
     if case.pipeline is None:
         return
     eager = {
@@ -291,17 +289,17 @@ def eager_attention(case: Case) -> Iterator[Seen]:
         return
     count, names = sum(eager.values()), ", ".join(sorted(eager))
     yield Seen(
-        message=f"{count} attention modules run {names}, which builds the whole attention matrix: memory grows with the "
-        "square of the number of tokens.",
+        message=f"{units.counted(count, 'attention module runs', 'attention modules run')} {names}, which builds the whole "
+        "attention matrix: memory grows with the square of the number of tokens.",
         evidence={"modules": count, "processors": names},
-        advice="pipe.unet.set_attn_processor(AttnProcessor2_0()), or disable_attention_slicing(): PyTorch's "
+        advice="Call pipe.unet.set_attn_processor(AttnProcessor2_0()), or pipe.disable_attention_slicing(): PyTorch's "
         "scaled_dot_product_attention gives the same result.",
     )
 
 
 @rule("text.prompt_is_cut", "warning", about="what goes in")
 def prompt_is_cut(case: Case) -> Iterator[Seen]:
-    """A prompt of which some tokens reach no text encoder, not even the one that reads most of it."""
+    """A prompt is too long: its last tokens reach no text encoder."""
     for stage in case.named(_TEXT_STAGE):
         for side, prompt in _prompts(stage.facts.get(_TEXT_STAGE)):
             cut, total, limit = (
@@ -310,16 +308,15 @@ def prompt_is_cut(case: Case) -> Iterator[Seen]:
             if not isinstance(cut, int) or not cut:
                 continue
             yield Seen(
-                message=f"The {side} prompt is cut: {cut} of its {total} tokens reach no text encoder; the longest "
-                f"reads {limit}.",
+                message=f"The {side} prompt is cut: {cut} of its {total} tokens reach no text encoder. The longest "
+                f"limit is {limit} tokens.",
                 evidence={
                     "prompt": side,
                     "truncated_tokens": cut,
                     "token_count": total,
                     "token_limit": limit,
                 },
-                advice="Shorten it, or move what matters to where it is kept; or encode it in parts and pass "
-                "prompt_embeds.",
+                advice="Shorten it, move what matters to its beginning, or encode it in parts and pass prompt_embeds.",
                 stage=_TEXT_STAGE,
             )
 
@@ -334,11 +331,11 @@ def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @rule("picture.not_finite", "error", about="pictures")
 def pictures_not_finite(case: Case) -> Iterator[Seen]:
-    """Pictures that hold NaN or infinity."""
+    """Pictures hold NaN or infinity."""
     for stage, _, count in _pictures(case):
         if count["not_finite"]:
             yield Seen(
-                message=f"{count['not_finite']} of {count['looked_at']} pictures hold NaN or infinity.",
+                message=f"{_share(count, 'not_finite')} {'holds' if count['not_finite'] == 1 else 'hold'} NaN or infinity.",
                 evidence={**_looked_at(count), "not_finite": count["not_finite"]},
                 advice=_NO_CONTENT_ADVICE,
                 stage=stage,
@@ -347,31 +344,35 @@ def pictures_not_finite(case: Case) -> Iterator[Seen]:
 
 @rule("picture.replaced_by_safety_checker", "warning", about="pictures")
 def pictures_replaced(case: Case) -> Iterator[Seen]:
-    """Pictures in whose place the pipeline's safety checker has put black."""
+    """The pipeline's safety checker replaced pictures with black."""
     for stage, _, count in _pictures(case):
         if count["replaced"]:
             yield Seen(
-                message=f"The pipeline's safety checker has put black in place of {count['replaced']} of "
-                f"{count['pictures']} pictures.",
+                message=f"The pipeline's safety checker replaced {count['replaced']} of "
+                f"{units.counted(count['pictures'], 'picture')} with black.",
                 evidence={**_looked_at(count), "replaced": count["replaced"]},
-                advice="Take another seed or prompt; nothing is wrong with model or VAE.",
+                advice="Use another seed or prompt. Nothing is wrong with the model or the VAE.",
                 stage=stage,
             )
 
 
 @rule("picture.is_one_colour", "warning", about="pictures")
 def pictures_of_one_colour(case: Case) -> Iterator[Seen]:
-    """Pictures that are one colour all over; of a video, if all frames looked at are so."""
+    """Pictures are a single colour; a video counts if all frames looked at are."""
     for stage, noted, count in _pictures(case):
         flat = count["one_colour"]
         if flat and not count["replaced"] and (flat == count["looked_at"] or not noted.get("is_video")):
             colour = ", ".join(f"{band:g}" for band in noted.get("colour") or ())
             yield Seen(
-                message=f"{flat} of {count['looked_at']} pictures are one colour all over ({colour}).",
+                message=f"{_share(count, 'one_colour')} {'is' if flat == 1 else 'are'} one colour all over ({colour}).",
                 evidence={**_looked_at(count), "one_colour": flat, "colour": colour},
                 advice=_NO_CONTENT_ADVICE,
                 stage=stage,
             )
+
+
+def _share(count: Mapping[str, int], name: str) -> str:
+    return f"{count[name]} of {units.counted(count['looked_at'], 'picture')}"
 
 
 def _looked_at(count: Mapping[str, int]) -> dict[str, JsonScalar]:
@@ -379,7 +380,7 @@ def _looked_at(count: Mapping[str, int]) -> dict[str, JsonScalar]:
 
 
 def _pictures(case: Case) -> Iterator[tuple[str, Mapping[str, Any], dict[str, int]]]:
-    """The stages with pictures: name, what was noted of these, and their numbers as far as they can be read."""
+    """Of each stage with pictures: its name, the facts about them, and the counts that could be read."""
     for stage in case.stages:
         noted = stage.facts.get(_PICTURES_FACT)
         if isinstance(noted, Mapping):

@@ -1,7 +1,7 @@
 """Rules on time: where it goes, how even steps are, how busy the accelerators were, which rank is slow.
 
-Some look at what lies between the steps, or at what held the accelerators back; `slow_ranks` at what the
-ranks of a merged run say of each other.
+Some look at the time between steps, or at what slowed the accelerators down. `slow_ranks` compares the ranks of a
+merged run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,34 +25,36 @@ from sigmascope.records.performance import DeviceUtilization, utilization_of
 from sigmascope.records.run import Run, Stage, stage_seconds
 
 _GENERATION: Final = "generation"
-_VAE_SHARE: Final = 0.3
-_TEXT_SHARE: Final = 0.2
-# Of steps.
+_LEAST_VAE_SHARE: Final = 0.3
+_LEAST_TEXT_SHARE: Final = 0.2
+# For steps.
 _FEWEST_STEPS: Final = 6
-_COMPILE_FACTOR: Final = 3.0
-_COMPILE_SECONDS: Final = 0.5
-_OUTLIER_FACTOR: Final = 2.0
-_OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
-_DRIFT_SHARE: Final = 0.05
-_MOST_NUMBERS: Final = 8  # of steps in a sentence
-_BUSY_SHARE: Final = 0.6
+_LEAST_FIRST_STEP_RATIO: Final = 3.0
+_LEAST_FIRST_STEP_EXCESS_SECONDS: Final = 0.5
+_LEAST_OUTLIER_RATIO: Final = 2.0
+_LEAST_OUTLIER_DEVIATIONS: Final = (
+    6.0  # median absolute deviations: 4 standard deviations if times are normal
+)
+_LEAST_DRIFT_SHARE: Final = 0.05
+_MOST_STEPS_NAMED: Final = 8
+_LEAST_BUSY_SHARE: Final = 0.6
 _LEAST_CALLBACK_SHARE: Final = 0.1
 _LEAST_CALLBACK_SECONDS_A_STEP: Final = 0.01
-# Of samples of a device: percentages.
+# For samples of a device, in per cent.
 _FEWEST_SAMPLES: Final = 5
-_IDLE_BELOW: Final = 70.0
-_IN_USE_FROM: Final = 5.0
-"""Below this nothing of the pipeline runs on a device; it is another one's, or nobody's."""
-_HEAT_FROM: Final = 5.0
-_POWER_CAP_FROM: Final = 50.0
-# Of ranks.
-_SLOWER_BY: Final = 1.1
+_LEAST_BUSY_PERCENT: Final = 70.0
+_LEAST_PERCENT_IN_USE: Final = 5.0
+"""A device that is busy for less does not run this pipeline."""
+_LEAST_HEAT_PERCENT: Final = 5.0
+_LEAST_POWER_CAP_PERCENT: Final = 50.0
+# For ranks.
+_LEAST_SLOW_RANK_RATIO: Final = 1.1
 _FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
 @rule("time.target_missed", "warning", about="time")
 def target_missed(case: Case) -> Iterator[Seen]:
-    """A generation that took longer than its target, and where its time went."""
+    """A generation took longer than its target; the message names what took most of its time."""
     for stage in case.named(_GENERATION):
         metrics = noted_metrics(stage)
         total = None if metrics is None else metrics.total_generation_time
@@ -64,13 +66,13 @@ def target_missed(case: Case) -> Iterator[Seen]:
         yield Seen(
             message=f"{units.seconds(total)}, {total / target:.1f} times the target of {units.seconds(target)}.{where}",
             evidence={"seconds": total, "target_seconds": target, "longest_stage": longest},
-            advice="See the other findings; each says what it would gain.",
+            advice="See the other findings: they say how much time each would save.",
             stage=stage.name,
         )
 
 
 def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
-    """What took most of a generation, and its seconds: a stage in it, its own steps, or what is in neither."""
+    """What took most of a generation, and its seconds: a stage, its own steps, or work outside of both."""
     parts: dict[str, float] = {}
     for part in _stages_in(stage):
         parts[part.name] = parts.get(part.name, 0.0) + stage_seconds(part)
@@ -78,13 +80,13 @@ def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
         parts["its steps"] = seconds_in_steps(stage)
     if not parts:
         return None, 0.0
-    parts["what is in no stage"] = total - sum(parts.values())
+    parts["work outside of stages"] = total - sum(parts.values())
     longest = max(parts, key=lambda name: parts[name])
     return longest, parts[longest]
 
 
 def _stages_in(stage: Stage) -> Iterator[Stage]:
-    """The stages of a generation; a pipeline that is watched has its own generation in the monitor's."""
+    """The stages of a generation. A watched pipeline has a generation of its own inside the monitor's."""
     for child in stage.children:
         if child.name == _GENERATION:
             yield from _stages_in(child)
@@ -94,28 +96,28 @@ def _stages_in(stage: Stage) -> Iterator[Stage]:
 
 @rule("time.vae_share", "info", about="time")
 def vae_takes_long(case: Case) -> Iterator[Seen]:
-    """Encoding and decoding that take over 30 % of the time."""
+    """The VAE took over 30 % of the time."""
     spent = seconds_of(case.named("latent_encoding", "latent_decoding"))
-    if case.seconds <= 0 or not case.denoises or spent < _VAE_SHARE * case.seconds:
+    if case.seconds <= 0 or not case.denoises or spent < _LEAST_VAE_SHARE * case.seconds:
         return
     tiled = any(part.tiling for part in case.components("vae").values())
     yield Seen(
         message=f"The VAE took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} of "
         f"{units.seconds(case.seconds)}.",
         evidence={"vae_seconds": spent, "seconds": case.seconds, "share": spent / case.seconds, "tiling": tiled},
-        advice="Tiling is on and costs time: switch it off if the whole image fits (vae.disable_tiling())."
+        advice="Tiling costs time: if the whole image fits, switch it off (vae.disable_tiling())."
         if tiled
-        else "Run the VAE in half precision, compile it, decode only the images that are kept, or preview with a tiny "
+        else "Run the VAE in half precision, compile it, decode only the images you keep, or preview with a tiny "
         "autoencoder (AutoencoderTiny).",
     )  # fmt: skip
 
 
 @rule("time.text_encoding_share", "info", about="time")
 def text_encoding_takes_long(case: Case) -> Iterator[Seen]:
-    """Text encoding that takes over 20 % of the time, as where a T5 runs on the CPU or prompts are encoded again."""
+    """Text encoding took over 20 % of the time, for example with T5 on the CPU, or the same prompt encoded again."""
     stages = case.named("text_encoding")
     spent = seconds_of(stages)
-    if case.seconds <= 0 or not case.denoises or spent < _TEXT_SHARE * case.seconds:
+    if case.seconds <= 0 or not case.denoises or spent < _LEAST_TEXT_SHARE * case.seconds:
         return
     on_cpu = [
         name
@@ -124,46 +126,46 @@ def text_encoding_takes_long(case: Case) -> Iterator[Seen]:
     ]
     yield Seen(
         message=f"Text encoding took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} in "
-        f"{len(stages)} call{'s' * (len(stages) > 1)}.",
+        f"{units.counted(len(stages), 'call')}.",
         evidence={"seconds": spent, "calls": len(stages), "on_cpu": ", ".join(on_cpu) or None},
-        advice="Encode a prompt once (pipe.encode_prompt) and pass prompt_embeds for each image"
+        advice="Encode each prompt once (pipe.encode_prompt) and pass prompt_embeds for every image"
         + (f"; {', '.join(on_cpu)} ran on the CPU." if on_cpu else "."),
     )
 
 
 @rule("time.first_step_compiles", "info", about="steps")
 def first_step_compiles(case: Case) -> Iterator[Seen]:
-    """A first step much longer than the rest: compilation, autotuning, lazy loading."""
+    """The first step took much longer than the rest: compilation, autotuning or lazy loading."""
     for stage in case.with_steps():
         first, others = step_seconds(stage)[0], known(step_seconds(stage)[1:])
         if first is None or len(others) < 2:
             continue
         usual = median(others)
         excess = first - usual
-        if first < _COMPILE_FACTOR * usual or excess < _COMPILE_SECONDS:
+        if first < _LEAST_FIRST_STEP_RATIO * usual or excess < _LEAST_FIRST_STEP_EXCESS_SECONDS:
             continue
         compiled = any(part.compiled for part in case.components("denoiser").values())
         yield Seen(
             message=f"The first step took {units.seconds(first)}, the others {units.seconds(usual)}"
-            + (": torch.compile compiles in it." if compiled else "."),
+            + (", because torch.compile compiles in it." if compiled else "."),
             evidence={"first_seconds": first, "median_seconds": usual, "gain_seconds": excess, "compiled": compiled, **_untimed(stage)},
-            advice="Warm up once before timing. Compiling the repeated blocks alone (compile_repeated_blocks()) and a kept "
-            "cache (TORCHINDUCTOR_CACHE_DIR) shorten it."
+            advice="Warm up once before timing. To shorten it, compile only the repeated blocks (compile_repeated_blocks()) "
+            "and keep the cache (TORCHINDUCTOR_CACHE_DIR)."
             if compiled
-            else "Warm up once before timing; if it comes back in each generation, look for what is loaded or moved then.",
+            else "Warm up once before timing. If every generation has it, look for what is loaded or moved then.",
             stage=stage.name,
         )  # fmt: skip
 
 
 def _untimed(stage: Stage) -> dict[str, int]:
-    """How many steps' times are not known, where there are such."""
+    """How many steps have no known time, if any."""
     count = step_seconds(stage).count(None)
     return {"steps_not_timed": count} if count else {}
 
 
 @rule("time.steps_stand_out", "info", "warning", about="steps")
 def steps_stand_out(case: Case) -> Iterator[Seen]:
-    """Single steps far longer than their neighbours: recompiling, or somebody else's load."""
+    """A few steps took far longer than the rest: recompilation, or load from other programs."""
     for stage in case.with_steps():
         timed = {number: step for number, step in enumerate(step_seconds(stage), start=1) if step is not None}
         first = timed.pop(1, None)
@@ -172,7 +174,7 @@ def steps_stand_out(case: Case) -> Iterator[Seen]:
             continue
         usual = median(seconds)
         deviation = median(abs(step - usual) for step in seconds)
-        limit = max(_OUTLIER_FACTOR * usual, usual + _OUTLIER_DEVIATIONS * deviation)
+        limit = max(_LEAST_OUTLIER_RATIO * usual, usual + _LEAST_OUTLIER_DEVIATIONS * deviation)
         slow = [number for number, step in timed.items() if step > limit]
         if not slow or len(slow) > len(seconds) // 3:
             continue
@@ -183,22 +185,22 @@ def steps_stand_out(case: Case) -> Iterator[Seen]:
             message=f"{len(slow)} of {len(seconds) + (first is not None)} steps took more than twice as long as the rest: "
             f"{_some_of(slow)}.",
             evidence={"steps": _some_of(slow), "median_seconds": usual, "gain_seconds": gain, "compiled": compiled, **_untimed(stage)},
-            advice="Steps like these recompile when shapes or flags change: run with TORCH_LOGS=recompiles, and compile "
-            "with dynamic=True."
+            advice="A change of shapes or flags makes a step recompile: run with TORCH_LOGS=recompiles to see why, and "
+            "compile with dynamic=True."
             if compiled
-            else "Look for what else runs on the machine, garbage collection, previews or callbacks in those steps.",
+            else "Look for other programs, garbage collection, previews or callbacks during those steps.",
             stage=stage.name,
         )  # fmt: skip
 
 
 def _some_of(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
-    return shown if len(numbers) <= _MOST_NUMBERS else f"{shown}, …"
+    shown = ", ".join(map(str, numbers[:_MOST_STEPS_NAMED]))
+    return shown if len(numbers) <= _MOST_STEPS_NAMED else f"{shown}, …"
 
 
 @rule("time.steps_slow_down", "warning", about="steps")
 def steps_slow_down(case: Case) -> Iterator[Seen]:
-    """Steps that grow longer and longer: heat, or something that accumulates."""
+    """Steps took longer and longer: heat, or something that accumulates."""
     for stage in case.with_steps():
         seconds = known(step_seconds(stage)[1:])
         if len(seconds) < 2 * _FEWEST_STEPS:
@@ -206,26 +208,26 @@ def steps_slow_down(case: Case) -> Iterator[Seen]:
         slope = theil_sen(seconds)
         usual = median(seconds)
         grown = slope.lower * (len(seconds) - 1)
-        if grown < _DRIFT_SHARE * usual:
+        if grown < _LEAST_DRIFT_SHARE * usual:
             continue
         total = slope.value * (len(seconds) - 1)
         yield Seen(
-            message=f"Steps grew longer by {units.percent(total, usual)} over {len(seconds)} of them, steadily.",
+            message=f"Steps slowed down steadily: by {units.percent(total, usual)} over {len(seconds)} steps.",
             evidence={
                 "growth_seconds": total,
                 "median_seconds": usual,
                 "steps": len(seconds),
                 **_untimed(stage),
             },
-            advice="Heat: watch the clock and temperature of the device (nvidia-smi -q -d CLOCK,PERFORMANCE). If it is "
-            "cool, look for lists that grow in callbacks, or memory near its limit.",
+            advice="Check the device's clocks and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE). If it is cool, look "
+            "for lists that grow in callbacks, or memory near its limit.",
             stage=stage.name,
         )
 
 
 @rule("time.callback_takes_long", "info", "warning", about="time")
 def callback_takes_long(case: Case) -> Iterator[Seen]:
-    """A callback after each step that takes over 10 % of the denoising."""
+    """The callback after each step took over 10 % of the denoising."""
     callback = case.call.callback
     for stage in case.named("denoising") if callback is not None else ():
         spent = seconds_between_steps(stage)
@@ -243,27 +245,27 @@ def callback_takes_long(case: Case) -> Iterator[Seen]:
                 "seconds": stage.seconds,
                 "share": spent / stage.seconds,
             },
-            advice="Do less in it, do it in fewer of the steps, or hand it to another thread.",
+            advice="Do less in it, call it in fewer steps, or hand the work to another thread.",
             stage=stage.name,
         )
 
 
 @rule("time.device_waits", "info", about="an idle device")
 def device_waits(case: Case) -> Iterator[Seen]:
-    """An accelerator that has nothing to do between the steps: the host is busy with something else.
+    """The accelerator had nothing to do between the steps, because the host was busy.
 
-    A step's time on the device is that between two marks in its queue, gaps between small kernels included: those are seen
-    by how busy the device was (`utilization.device_idle`).
+    A step's time on the device runs from one mark in its queue to the next, so it includes gaps between small kernels:
+    `utilization.device_idle` finds those.
     """
     for stage in case.with_steps():
         rows = _timed_rows(stage)
         busy = [stage.steps.gpu_seconds[row] or 0.0 for row in rows]
         wall = _seconds_of_rows(stage, rows)
-        if len(busy) < _FEWEST_STEPS or wall <= 0 or sum(busy) >= _BUSY_SHARE * wall:
+        if len(busy) < _FEWEST_STEPS or wall <= 0 or sum(busy) >= _LEAST_BUSY_SHARE * wall:
             continue
         yield Seen(
-            message=f"The steps kept the device for {units.percent(sum(busy), wall)} of the {units.seconds(wall)} from "
-            "the first to the last; between them it waited for the host.",
+            message=f"The device was in steps for {units.percent(sum(busy), wall)} of the {units.seconds(wall)} from the "
+            "first step to the last. Between steps it waited for the host.",
             evidence={"busy_seconds": sum(busy), "seconds": wall, **_untimed(stage)},
             advice="Look at what runs between the steps: callbacks, previews, .item() and .cpu(), a scheduler on the CPU.",
             stage=stage.name,
@@ -271,7 +273,7 @@ def device_waits(case: Case) -> Iterator[Seen]:
 
 
 def _timed_rows(stage: Stage) -> range:
-    """The steps that the accelerator timed, if they are neighbours: beside a gap, idle time is not told from work."""
+    """The steps that the accelerator timed, if there is no gap among them: in a gap it may have worked or been idle."""
     timed = [row for row, seconds in enumerate(step_seconds(stage)) if seconds is not None]
     whole = is_timed_on_device(stage) and timed[-1] - timed[0] + 1 == len(timed)
     return range(timed[0], timed[-1] + 1) if whole else range(0)
@@ -287,15 +289,15 @@ def _seconds_of_rows(stage: Stage, rows: range) -> float:
 
 @rule("utilization.device_idle", "info", "warning", about="an idle device")
 def device_idle(case: Case) -> Iterator[Seen]:
-    """A device on which no kernel ran for a good part of the denoising: the host, or copying, keeps it waiting."""
+    """The device ran no kernel for much of the denoising: it waited for the host or for copies."""
     for stage, device in _sampled(case):
         busy = device.busy_percent
-        if busy is None or not _IN_USE_FROM <= busy.mean < _IDLE_BELOW:
+        if busy is None or not _LEAST_PERCENT_IN_USE <= busy.mean < _LEAST_BUSY_PERCENT:
             continue
         idle = stage.seconds * (1 - busy.mean / 100)
         yield Seen(
-            severity="warning" if busy.mean < _IDLE_BELOW / 2 else "info",
-            message=f"{device.device} was busy for {busy.mean:.0f} % of {stage.name}; it waited for about "
+            severity="warning" if busy.mean < _LEAST_BUSY_PERCENT / 2 else "info",
+            message=f"{device.device} was busy for {busy.mean:.0f} % of {stage.name} and waited for about "
             f"{units.seconds(idle)} of {units.seconds(stage.seconds)}.",
             evidence={
                 "device": device.device,
@@ -303,7 +305,7 @@ def device_idle(case: Case) -> Iterator[Seen]:
                 "samples": device.samples,
                 "idle_seconds": idle,
             },
-            advice="That is the most there is to gain. Compile the denoiser (pipe.transformer."
+            advice="You can gain that much at most. Compile the denoiser (pipe.transformer."
             "compile_repeated_blocks(fullgraph=True), or torch.compile with mode='reduce-overhead'), make several "
             "images at once, take .item() and .cpu() out of callbacks, and keep offloaded weights on the device.",
             stage=stage.name,
@@ -320,17 +322,17 @@ def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
 
 @rule("utilization.slowed_by_heat", "warning", about="a slow device")
 def slowed_by_heat(case: Case) -> Iterator[Seen]:
-    """A device that lowered its clocks because it was too hot: its times are not those of a cool one."""
+    """Heat lowered the device's clocks: a cool device would be faster."""
     for stage, device in _sampled(case):
         share, warmth = device.heat_percent, device.temperature_celsius
-        if share is None or share < _HEAT_FROM:
+        if share is None or share < _LEAST_HEAT_PERCENT:
             continue
         highest = None if warmth is None else warmth.highest
         how_hot = "" if highest is None else f" It reached {highest:.0f} °C."
         yield Seen(
             message=f"Heat lowered the clocks of {device.device} for {share:.0f} % of {stage.name}.{how_hot}",
             evidence={"device": device.device, "share_percent": share, "highest_celsius": highest},
-            advice="Improve the cooling or lower the limit on power (nvidia-smi -pl); compare runs only at the same "
+            advice="Improve the cooling or lower the power limit (nvidia-smi -pl). Compare runs only at the same "
             "temperature.",
             stage=stage.name,
         )
@@ -338,44 +340,44 @@ def slowed_by_heat(case: Case) -> Iterator[Seen]:
 
 @rule("utilization.held_by_power_cap", "info", about="a slow device")
 def held_by_power_cap(case: Case) -> Iterator[Seen]:
-    """A device at its limit on power most of the time, as is usual for large models on full load."""
+    """The device was at its power limit most of the time, as is usual for large models at full load."""
     for stage, device in _sampled(case):
         share, power = device.power_cap_percent, device.power_watts
-        if share is None or share < _POWER_CAP_FROM:
+        if share is None or share < _LEAST_POWER_CAP_PERCENT:
             continue
         mean = None if power is None else power.mean
         yield Seen(
-            message=f"The limit on power lowered the clocks of {device.device} for {share:.0f} % of {stage.name}"
+            message=f"The power limit lowered the clocks of {device.device} for {share:.0f} % of {stage.name}"
             + ("." if mean is None else f", at {mean:.0f} W."),
             evidence={"device": device.device, "share_percent": share, "mean_watts": mean},
-            advice="It does what it may: narrower types (bf16, fp8) do the same work for less power.",
+            advice="The device does all that its limit allows. Smaller dtypes (bf16, fp8) need less power for the same work.",
             stage=stage.name,
         )
 
 
 @rule("ranks.slow_rank", "warning", about="steps", looks_at="ranks")
 def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Seen]:
-    """A rank whose steps take longer than those of the others: where they wait for each other, it sets the pace."""
+    """One rank's steps take longer than the others': if ranks wait for each other, it slows all of them."""
     on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
     of_stage: dict[str, dict[str, list[float]]] = {}
     for rank, run in ranks.items():
         for stage in run.walk():
             timed = step_seconds(stage, on_device=step_name(stage) in on_device)
-            seconds = known(timed[1:])  # it compiles in the first
+            seconds = known(timed[1:])  # the first may compile
             if len(stage.steps) >= _FEWEST_STEPS_OF_A_RANK and seconds:
                 of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
     for stage_name, of_rank in of_stage.items():
-        steps = {rank: median(all_of_it) for rank, all_of_it in of_rank.items()}
+        steps = {rank: median(seconds) for rank, seconds in of_rank.items()}
         slowest = max(steps, key=lambda rank: steps[rank])
         others = [seconds_of_rank for rank, seconds_of_rank in steps.items() if rank != slowest]
-        if not others or steps[slowest] < _SLOWER_BY * median(others):
+        if not others or steps[slowest] < _LEAST_SLOW_RANK_RATIO * median(others):
             continue
         factor = steps[slowest] / median(others)
         yield Seen(
             message=f"A step of {slowest} takes {units.seconds(steps[slowest])}, {factor:.2f} times that of the other "
             f"ranks ({units.seconds(median(others))}).",
             evidence={"rank": slowest, "step_seconds": steps[slowest], "others_seconds": median(others)},
-            advice="Compare the device's clocks, heat and link with the others' (nvidia-smi -q -d PERFORMANCE, nvidia-smi "
-            "topo -m), and whether it was given more work.",
+            advice="Compare its device's clocks, heat and link with the others' (nvidia-smi -q -d PERFORMANCE, nvidia-smi "
+            "topo -m). Check whether it got more work.",
             stage=stage_name,
         )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_target_that_is_missed_names_what_took_longest(pipe: Any) -> None:
                 gpu.host_works(idle)
     (finding,) = (one for one in diagnose(watch.record()) if one.id == "time.target_missed")
     assert number(finding, "seconds") == pytest.approx(2.0, abs=0.1)
-    assert finding.evidence["longest_stage"] == "what is in no stage"
+    assert finding.evidence["longest_stage"] == "work outside of stages"
     assert "generations" not in finding.evidence
 
 

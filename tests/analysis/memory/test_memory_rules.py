@@ -76,6 +76,6 @@ def test_the_first_tensor_that_is_not_finite_is_named(found: Found) -> None:
     )["values.not_finite"]
     assert finding.stage == "denoising"
     assert finding.message.startswith(
-        "latents of denoising is the first tensor with 3 NaN and 1 infinite values"
+        "latents of denoising is the first tensor with NaN or infinity: 3 NaN and 1 infinite value among 256 elements."
     )
     assert "bfloat16" in (finding.advice or "")

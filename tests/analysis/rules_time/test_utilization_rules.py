@@ -24,7 +24,7 @@ def busy(mean: float, samples: int = 50) -> Stage:
 def test_a_device_that_waits_is_told_with_the_seconds_that_it_waited(found: Found) -> None:
     finding = found(busy(40.0))["utilization.device_idle"]
     assert finding.evidence["idle_seconds"] == pytest.approx(6.0)
-    assert finding.message == "cuda:0 was busy for 40 % of denoising; it waited for about 6.00 s of 10.00 s."
+    assert finding.message == "cuda:0 was busy for 40 % of denoising and waited for about 6.00 s of 10.00 s."
     assert finding.severity == "info"
 
 
@@ -52,7 +52,5 @@ def test_heat_is_told_with_the_temperature(found: Found) -> None:
 def test_a_limit_on_power_is_told_with_the_watts(found: Found) -> None:
     capped = denoising(power_cap_percent=90.0, power_watts=Gauge(448.0, 460.0, 5.0))
     finding = found(capped)["utilization.held_by_power_cap"]
-    assert (
-        finding.message == "The limit on power lowered the clocks of cuda:0 for 90 % of denoising, at 448 W."
-    )
+    assert finding.message == "The power limit lowered the clocks of cuda:0 for 90 % of denoising, at 448 W."
     assert not found(denoising(power_cap_percent=10.0))
