@@ -51,22 +51,31 @@ class BenchRequest:
     pipeline: Annotated[
         str,
         typer.Argument(
-            help="A folder that diffusers wrote, a name on the hub, or pocket: the model that ships.",
+            help="A diffusers folder, a name on the hub, or pocket: the small model that ships with Sigmascope.",
             metavar="PIPELINE",
             show_default=False,
         ),
     ]
     steps: Annotated[
         str | None,
-        typer.Option("--steps", help="Denoising steps; several by comma.", metavar="<n,…>"),
+        typer.Option("--steps", help="Denoising steps. Separate several by commas.", metavar="<n,…>"),
     ] = None
     resolution: Annotated[
         str | None,
-        typer.Option("--resolution", help="WIDTHxHEIGHT, or the side of a square.", metavar="<size,…>"),
+        typer.Option(
+            "--resolution",
+            help="WIDTHxHEIGHT, or the side of a square. Separate several by commas.",
+            metavar="<size,…>",
+        ),
     ] = None
-    batch: Annotated[str, typer.Option("--batch", help="Pictures per generation.", metavar="<n,…>")] = "1"
-    repeat: Annotated[int, typer.Option("--repeat", help="Generations of each case that count.")] = 10
-    warmup: Annotated[int, typer.Option("--warmup", help="Generations before those, to warm up.")] = 1
+    batch: Annotated[
+        str,
+        typer.Option("--batch", help="Pictures per generation. Separate several by commas.", metavar="<n,…>"),
+    ] = "1"
+    repeat: Annotated[int, typer.Option("--repeat", help="Measured generations of each case.")] = 10
+    warmup: Annotated[
+        int, typer.Option("--warmup", help="Generations of each case before those, to warm up.")
+    ] = 1
     frames: Annotated[int | None, typer.Option("--frames", help="Frames of a video.")] = None
     prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt for every generation.")] = None
     image: Annotated[
@@ -74,9 +83,7 @@ class BenchRequest:
     ] = None
     call: Annotated[
         list[str] | None,
-        typer.Option(
-            "--call", help="Another argument of the call, such as guidance_scale=1.0; may be repeated."
-        ),
+        typer.Option("--call", help="Another argument of the call, such as guidance_scale=1.0. Repeatable."),
     ] = None
     seed: Annotated[int, typer.Option("--seed", help="Seed of the noise, the same for every repeat.")] = 0
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto"
@@ -91,7 +98,7 @@ class BenchRequest:
     )
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for the runs; a new one by default.", show_default=False),
+        typer.Option("--output", "-o", help="Folder for the runs. By default a new one.", show_default=False),
     ] = None
     as_json: AsJson = False
 
@@ -102,8 +109,8 @@ def bench(request: BenchRequest) -> None:
     """Measure a pipeline: warm-up, repeats, percentiles, throughput and peak memory.
 
     Every combination of steps, resolution and batch is a case. Each repeat is
-    saved as a run, which sigmascope check and sigmascope compare read. The exit
-    code is 1 when a case could not be measured.
+    saved as a run, for sigmascope check and sigmascope compare. The exit code is
+    1 if a case could not be measured.
     """
     with needs_extra("lbm"):
         from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, RunFiles, run_benchmark
@@ -114,7 +121,7 @@ def bench(request: BenchRequest) -> None:
     output = request.output or _DEFAULT_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     RunFiles(output).tidy()  # refused now rather than after loading
     subject, load_seconds = _load(request)
-    # What a monitor logs of each generation, the tables say of all of them.
+    # The tables show for all generations what a monitor would log for each.
     logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
     with progress_bar("Measuring") as progress:
         results = run_benchmark(
@@ -234,7 +241,7 @@ def _refuse_for_pocket(request: BenchRequest) -> None:
         if value:
             raise ConfigError(f"{flag}: the pocket model relights its own scene.", hint="Leave it out.")
     if request.offload != "none":
-        raise ConfigError("--offload: the pocket model fits anywhere.", hint="Leave it out.")
+        raise ConfigError("--offload: the pocket model fits on any device.", hint="Leave it out.")
 
 
 def call_values(entries: Sequence[str]) -> dict[str, Any]:
@@ -270,7 +277,9 @@ def checked_offload(text: str, device: "torch.device") -> "Offload":
     if text not in ("none", "model", "sequential"):
         raise ConfigError(f"--offload is {text!r}.", hint="Use none, model or sequential.")
     if text != "none" and device.type == "cpu":
-        raise ConfigError(f"--offload {text}: the pipeline runs in RAM as it is.", hint="Leave it out.")
+        raise ConfigError(
+            f"--offload {text}: on the CPU, the pipeline is in RAM anyway.", hint="Leave it out."
+        )
     return text  # type: ignore[return-value]  # one of the three
 
 
@@ -361,7 +370,7 @@ def _peaks(result: "CaseResult") -> list[str]:
 
 
 def _case_name(result: "CaseResult") -> str:
-    """The label, with the size that came out where none was asked for."""
+    """The label, with the actual size if none was asked for."""
     made, label = result.made, result.case.label
     if result.case.width is None and made is not None and made.width is not None:
         return f"{made.width}x{made.height}-{label}"
@@ -389,7 +398,7 @@ def _spread(latency: "Latency") -> str:
 
 
 def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") -> None:
-    """A line each, after the case's name; once and without a name what is true of all of several cases."""
+    """A line for each remark after its case's name; a remark on all cases stands once, without a name."""
     common = (
         [remark for remark in remarks[0][1] if all(remark in others for _, others in remarks)]
         if remarks
@@ -405,7 +414,7 @@ def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") ->
 
 
 def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
-    """What went wrong, whether the target was met, and what to know."""
+    """What went wrong, whether the target was met, and other remarks."""
     remarks = []
     if result.failure is not None:
         remarks.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
@@ -413,7 +422,7 @@ def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
         return remarks
     case, made = result.case, result.made
     if case.width is not None and made is not None and made.width not in (None, case.width):
-        remarks.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
+        remarks.append(Text(f"the pictures are {made.width}x{made.height}.", style="yellow"))
     if target is not None:
         met = sum(seconds <= target for seconds in _generation_seconds(result))
         style = "green" if met == len(result.runs) else "yellow"

@@ -77,7 +77,7 @@ def _path_argument(help_text: str) -> Any:
 
 
 class ManyBaselines(TyperCommand):
-    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
+    """A command whose `--baseline` takes all values up to the next option, such as a shell's `*.json`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the option before each of its values."""
@@ -103,7 +103,7 @@ def compare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs with those before a change: times of stages and steps, and peaks of memory.
+    """Compare runs with those before a change: times of stages and steps, and memory peaks.
 
     First a sentence says how the time changed, where, and what explains it; then
     what differs in prompts, call, pipeline, versions and machine; then the figures
@@ -154,7 +154,12 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
             console.print(_figures(heading, shown))
     same = 0 if full else sum(not _changed(figure) for figures in groups.values() for figure in figures)
     if same:
-        console.print(Text(f"{same} figures are as before, within noise; --full shows them.", style="dim"))
+        console.print(
+            Text(
+                f"{units.counted(same, 'figure is', 'figures are')} as before, within noise; --full shows {'it' if same == 1 else 'them'}.",
+                style="dim",
+            )
+        )
     if comparison.steps:
         console.print(_figures("Step by step", comparison.steps))
     for name, reason in comparison.missing.items():
@@ -221,7 +226,7 @@ def _change(figure: "FigureComparison") -> Text:
 
 
 def _interval(figure: "FigureComparison") -> str:
-    """Of the ratio; a dash where it could not be reckoned."""
+    """The ratio's interval; a dash if there is none."""
     return (
         units.UNKNOWN
         if figure.lower is None or figure.upper is None
@@ -230,7 +235,7 @@ def _interval(figure: "FigureComparison") -> str:
 
 
 def _print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
-    """Say of which figures some runs are left out, and why."""
+    """Say which figures leave out some runs, and why."""
     for figure in figures:
         if "runs" in figure.unavailable:
             console.print(
@@ -286,7 +291,7 @@ def check(
     ] = 0.01,
     as_json: AsJson = False,
 ) -> None:
-    """Check runs against a baseline: times of stages and steps, and peaks of memory.
+    """Check runs against a baseline: times of stages and steps, and memory peaks.
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
     more than is allowed. Five runs on each side can show it; ten show 5 %. The
@@ -317,7 +322,7 @@ def check(
 def _check_work(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
-    """Checks by the work that was done, and the work that one side lacks."""
+    """Checks by the work that the runs did, and work that one side lacks."""
     from sigmascope.analysis.recipe import what_changed
     from sigmascope.analysis.run_comparison import check_regression, require_pairs
 
@@ -395,7 +400,7 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
     run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
     before, after = (max(counts) for counts in zip(*run_counts, strict=True)) if run_counts else (0, 0)
     count = len(check.regressed)
-    outcome = f"{count} figures regressed" if count != 1 else "1 figure regressed"
+    outcome = f"{units.counted(count, 'figure')} regressed"
     console.print(
         Text(f"{outcome} ({after} runs against {before}).", style="bold red" if count else "bold green")
     )
@@ -454,7 +459,7 @@ def show(
         str,
         typer.Option(
             "--prompts",
-            help=f"What {_joined(f'--{surface.name}' for surface in surfaces())} say of prompts: full, hash or none.",
+            help=f"What {_joined(f'--{surface.name}' for surface in surfaces())} show of prompts: full, hash or none.",
         ),
     ] = "hash",
     as_json: AsJson = False,
@@ -503,7 +508,7 @@ def _as_dict(run: "Run") -> dict[str, Any]:
 
 
 def _has_browser() -> bool:
-    """Whether somebody sits here before a screen with a browser, and not at the end of a pipe or of ssh."""
+    """Whether the user sits at a screen with a browser, not behind a pipe or ssh."""
     has_screen = (
         sys.platform in ("win32", "darwin") or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
     )
@@ -511,7 +516,7 @@ def _has_browser() -> bool:
 
 
 def _open_in_browser(runs: "Sequence[Run]", prompts: PromptPrivacy) -> None:
-    """Write the report among the temporary files, for the browser alone, and open it there."""
+    """Write the report to a temporary file and open it in the browser."""
     import tempfile
     import webbrowser
 
@@ -526,7 +531,7 @@ def _open_in_browser(runs: "Sequence[Run]", prompts: PromptPrivacy) -> None:
 
 
 def newest_run(folder: Path) -> "Run":
-    """The run that was written last among a folder's .json files; it is named on stderr, and what is passed over.
+    """The newest run among a folder's .json files. Stderr names it and each file that was skipped.
 
     Raises:
         ConfigError: There is none.
@@ -536,7 +541,7 @@ def newest_run(folder: Path) -> "Run":
         try:
             run = load_runs([path])[0]
         except SigmascopeError as error:
-            say(f"Passed over: {error.message}", err=True)
+            say(f"Skipped: {error.message}", err=True)
             continue
         say(f"The newest run here is {path}", err=True)
         return run
@@ -591,7 +596,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _refuse_copies(runs: "dict[Path, Run]") -> None:
-    """A run that counted twice would be taken for two that agree."""
+    """Refuse a run that is given twice: it would count as two that agree."""
     seen: dict[str, list[Path]] = {}
     for path, run in runs.items():
         namesakes = seen.setdefault(run.id, [])

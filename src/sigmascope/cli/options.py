@@ -1,8 +1,8 @@
 """Options that several commands share, and what they mean together.
 
-A command takes its options one by one, or as a dataclass of them (`option_groups`). The `lora` commands share what is
-compared of two models (`PairFlags`) and how much rank a LoRA gets (`RankFlags`). `flag` and those after it make the
-options of the `lbm` commands, since each command shows them in a panel of its own. `commands_on_demand` is for groups.
+A command takes options one by one, or as a dataclass (`option_groups`). The `lora` commands share `PairFlags` (how to
+compare two models) and `RankFlags` (how much rank a LoRA gets). `flag` and the functions after it make the options of
+the `lbm` commands, each of which shows them in panels of its own. `commands_on_demand` is for groups.
 """
 
 import inspect
@@ -81,17 +81,19 @@ BasePath = Annotated[
     Path,
     typer.Option(
         "--base_model_path",
-        help="Checkpoint that the LoRA is put on.",
+        help="The base model: the checkpoint that the LoRA is for.",
         show_default=False,
     ),
 ]
 TunedPath = Annotated[
     Path,
-    typer.Option("--tuned_model_path", help="Fine-tuned checkpoint.", show_default=False),
+    typer.Option("--tuned_model_path", help="The fine-tuned checkpoint.", show_default=False),
 ]
 SaveTo = Annotated[
     Path,
-    typer.Option("--save_to", help="File to write, .safetensors. Replaced when there.", show_default=False),
+    typer.Option(
+        "--save_to", help="The .safetensors file to write. An existing file is replaced.", show_default=False
+    ),
 ]
 
 
@@ -99,12 +101,15 @@ Statistics = Annotated[
     Path | None,
     typer.Option(
         "--statistics",
-        help="File of `lora statistics`: least error of what the model puts out, not of its weights.",
+        help="A file from lora statistics. The error of the model's output is kept small, not that of its weights.",
         show_default=False,
     ),
 ]
 Ridge = Annotated[
-    float, typer.Option("--ridge", help="With statistics: the weight of directions that were never met.")
+    float,
+    typer.Option(
+        "--ridge", help="With statistics: how much an input direction counts that the inputs never took."
+    ),
 ]
 
 
@@ -150,46 +155,49 @@ def _pair_option(name: str, help_text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFlags:
-    """What is compared of two models, and what is done where they do not fit each other."""
+    """Which parts of two models are compared, and what to do where the models do not fit each other."""
 
     parts: Annotated[
         str,
         typer.Option(
             "--parts",
             metavar="<names>",
-            help="Parts to compare, with commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
+            help="Parts to compare, separated by commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
             "text_encoder_3, other.",
         ),
     ] = "denoiser"
     on_missing: Annotated[
         Unfit,
         _pair_option(
-            "--on_missing", "Tensors that one model lacks: refuse, or leave them out and name them."
+            "--on_missing", "Tensors that one model lacks: refuse them, or leave them out and list them."
         ),
     ] = Unfit.ERROR
     on_shape_change: Annotated[
-        Unfit, _pair_option("--on_shape_change", "Tensors whose shapes differ: refuse, or leave out.")
+        Unfit,
+        _pair_option("--on_shape_change", "Tensors whose shapes differ: refuse them, or leave them out."),
     ] = Unfit.ERROR
     on_integer: Annotated[
-        Unfit, _pair_option("--on_integer", "Integer tensors that differ: refuse, or leave out.")
+        Unfit, _pair_option("--on_integer", "Integer tensors that differ: refuse them, or leave them out.")
     ] = Unfit.ERROR
     on_mixed_dtypes: Annotated[
         MixedDtypes,
-        _pair_option("--on_mixed_dtypes", "Tensors stored in two dtypes: compare, refuse, or leave out."),
+        _pair_option(
+            "--on_mixed_dtypes", "Tensors stored in two dtypes: compare them, refuse them, or leave them out."
+        ),
     ] = MixedDtypes.COMPARE
     variant: Annotated[
         str | None,
         typer.Option(
             "--variant",
             metavar="<name>",
-            help="Files of diffusers folders to read where there are several: fp16, bf16.",
+            help="Which files to read if a diffusers folder has several variants: fp16, bf16.",
             show_default="the plain files",
             rich_help_panel=_PAIR_PANEL,
         ),
     ] = None
 
     def options(self) -> "PairOptions":
-        """The same as `open_pair` takes it.
+        """The flags as `open_pair` takes them.
 
         Raises:
             ConfigError: A part that is not known.
@@ -214,32 +222,36 @@ def _rank_option(name: str, help_text: str, metavar: str, default: str | bool = 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """How much rank a LoRA gets, as typed: None where nothing was."""
+    """How much rank a LoRA gets, as typed; None for a flag that was not given."""
 
     rank: Annotated[
         int | None, _rank_option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
     ] = None
     conv_rank: Annotated[
         int | None,
-        _rank_option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16"),
+        _rank_option(
+            "--conv_rank", "Rank of convolutions, including 1×1. 9999: full rank.", "<rank>", default="16"
+        ),
     ] = None
     max_size: Annotated[
         str | None,
         _rank_option(
             "--max_size",
-            "Best ranks for a file of at most this size: 100MB. 1 MB is 1 MiB, 1024² bytes.",
+            "Choose the best ranks for a file of at most this size, such as 100MB (1 MB is 1024² bytes).",
             "<size>",
         ),
     ] = None
     max_error: Annotated[
         str | None,
-        _rank_option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
+        _rank_option(
+            "--max_error", "Choose the smallest file with at most this overall error, such as 5%.", "<share>"
+        ),
     ] = None
     weight_for: Annotated[
         list[str] | None,
         _rank_option(
             "--weight_for",
-            "With a size or error: 'mid_block=2' lets the squared error of these layers count twice. Repeatable.",
+            "With --max_size or --max_error: 'mid_block=2' counts the squared error of matching layers twice. Repeatable.",
             "<pattern=n>",
         ),
     ] = None
@@ -247,7 +259,7 @@ class RankFlags:
         str | None,
         _rank_option(
             "--rank_method",
-            "A rank for each layer by its own singular values: energy:0.95, error:5%, sv_fro:0.9, "
+            "Choose each layer's rank from its singular values: energy:0.95, error:5%, sv_fro:0.9, "
             "sv_ratio:20, sv_cumulative:0.8, threshold:0.01, ratio:0.05, quantile:0.9, adaptive_…:0.9. "
             "For convolutions: energy:0.95,conv=0.9.",
             "<name:value>",
@@ -257,22 +269,25 @@ class RankFlags:
         str | None,
         _rank_option(
             "--dynamic_method",
-            "As in kohya's tools: sv_ratio, sv_fro, sv_cumulative. --rank limits it.",
+            "Choose ranks as kohya's tools do: sv_ratio, sv_fro, sv_cumulative. --rank is the limit.",
             "<name>",
         ),
     ] = None
     dynamic_param: Annotated[
         float | None, _rank_option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
     ] = None
-    max_rank: Annotated[int | None, _rank_option("--max_rank", "No layer gets more.", "<rank>")] = None
+    max_rank: Annotated[
+        int | None, _rank_option("--max_rank", "The highest rank that a layer may get.", "<rank>")
+    ] = None
     max_conv_rank: Annotated[
-        int | None, _rank_option("--max_conv_rank", "No convolution gets more.", "<rank>")
+        int | None, _rank_option("--max_conv_rank", "The highest rank that a convolution may get.", "<rank>")
     ] = None
     min_rank: Annotated[
         int | None,
         _rank_option(
             "--min_rank",
-            "No changed layer gets less. 0 may leave layers out. Without it, each layer of a model that samples in many steps gets one rank for all, or seven eighths of it above 8, unless --statistics or --budget_weights say better.",
+            "The lowest rank that a changed layer may get; 0 may leave layers out. By default, the layers of a model that "
+            "samples in many steps get nearly the same rank, unless --statistics or --budget_weights is given.",
             "<rank>",
         ),
     ] = None
@@ -280,28 +295,30 @@ class RankFlags:
         list[str] | None,
         _rank_option(
             "--rank_for",
-            "Another rank or method for layers that match: 'up_blocks.*attn1=64'. Repeatable, the last wins.",
+            "A different rank or method for matching layers: 'up_blocks.*attn1=64'. Repeatable; the last match counts.",
             "<pattern=rank>",
         ),
     ] = None
     exclude: Annotated[
-        list[str] | None, _rank_option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>")
+        list[str] | None, _rank_option("--exclude", "Leave out matching layers. Repeatable.", "<pattern>")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeFlags(RankFlags):
-    """The same for a LoRA that has ranks already: what is not named stays as it is."""
+    """The same for a LoRA that already has ranks: a flag that is not given leaves them as they are."""
 
     rank: Annotated[
         int | None,
-        _rank_option("--rank", "Rank of Linear layers. 9999: as it is.", "<rank>", default="as it is"),
+        _rank_option(
+            "--rank", "Rank of Linear layers. 9999 leaves it as it is.", "<rank>", default="as it is"
+        ),
     ] = None
     conv_rank: Annotated[
         int | None,
         _rank_option(
             "--conv_rank",
-            "Rank of convolutions, 1×1 too. 9999: as it is.",
+            "Rank of convolutions, including 1×1. 9999 leaves it as it is.",
             "<rank>",
             default="that of --rank",
         ),
@@ -310,15 +327,15 @@ class ResizeFlags(RankFlags):
         str | None,
         _rank_option(
             "--budget_weights",
-            "With --max_size or --max_error. relative: an error counts by the size of its layer's change. "
-            "plain: as it is. Or a JSON file of layers and weights.",
+            "With --max_size or --max_error, how errors count. relative: compared with the size of the layer's change. "
+            "plain: as they are. Or a JSON file with a weight for each layer.",
             "<name>",
             default="relative",
         ),
     ] = None
 
     def plan(self) -> "RankPlan | None":
-        """What the flags mean, None where none is given. A rank for Linear layers holds for convolutions too.
+        """What the flags mean; None if none was given. A rank for Linear layers applies to convolutions too.
 
         Raises:
             ConfigError: Flags that contradict each other, have no effect, or make no sense.
@@ -340,7 +357,7 @@ class RankChoice(NamedTuple):
 
     Attributes:
         rules: The policy of every layer. With a budget, only its overrides and exclusions count.
-        budget: What all layers share, if asked for.
+        budget: The size or error that all layers share, if one was asked for.
     """
 
     rules: "RankRules"
@@ -352,7 +369,7 @@ def rank_choice(flags: RankFlags, *, rank: int = 32, conv_rank: int = 16) -> Ran
 
     Args:
         flags: As typed.
-        rank: Rank of Linear layers when nothing is asked for.
+        rank: Rank of Linear layers if no flag gives one.
         conv_rank: The same for convolutions.
 
     Raises:
@@ -378,7 +395,7 @@ def rank_choice(flags: RankFlags, *, rank: int = 32, conv_rank: int = 16) -> Ran
 
 
 def _require_one_way(flags: RankFlags) -> None:
-    """Refuse two answers to how much rank there is, and settings of an answer that was not given."""
+    """Refuse two ways to choose ranks at once, and settings of a way that was not chosen."""
     ways = ("max_size", "max_error", "rank_method", "dynamic_method")
     given = [f"--{name}" for name in ways if getattr(flags, name) is not None]
     if len(given) > 1:
@@ -402,7 +419,8 @@ def _require_one_way(flags: RankFlags) -> None:
             )
     if flags.weight_for and flags.max_size is None and flags.max_error is None:
         raise ConfigError(
-            "--weight_for is for --max_size and --max_error only.", hint="Add one, or leave it out."
+            "--weight_for is for --max_size and --max_error only.",
+            hint="Add one of them, or leave --weight_for out.",
         )
 
 
@@ -469,37 +487,38 @@ def _in_panel(name: str, help_text: str, **settings: Any) -> Callable[..., Any]:
 
 
 base_model_path = _in_panel(
-    "--base_model_path", "LBM checkpoint: .safetensors, .ckpt, or a folder.", show_default=False
+    "--base_model_path", "LBM checkpoint: a .safetensors or .ckpt file, or a folder.", show_default=False
 )
 config_path = _in_panel(
-    "--config_path", "The model's YAML; by default the one beside the checkpoint, else the full-size model."
+    "--config_path",
+    "The model's YAML. By default the one beside the checkpoint, or else LBM's full-size model.",
 )
 torch_dtype = _in_panel("--torch_dtype", "float32, bf16 or fp16.")
 device = _in_panel("--device", "auto, cpu, cuda, cuda:1, mps or xpu.")
 tile_size = _in_panel(
-    "--tile_size", "Run the VAE in tiles of this many pixels: large pictures in little memory."
+    "--tile_size", "Run the VAE in tiles of this many pixels, so that large pictures need little memory."
 )
 as_json = _in_panel("--json", "Print the outcome as JSON on stdout.")
 
 
 def commands_on_demand(modules: Mapping[str, str]) -> type[TyperGroup]:
-    """The class of a group whose commands are imported when they are named, and all of them for its help.
+    """The class of a group that imports a command only when it is named, or all of them for its help.
 
-    So `sigmascope lora extract` waits for what extracts alone.
+    So `sigmascope lora extract` imports only what it needs.
 
     Args:
         modules: By the command's name, the module whose `app` has the command.
     """
 
     class Group(TyperGroup):
-        """The commands of the modules, and then those that are there already."""
+        """The commands of the modules, then those that are already imported."""
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.commands: Any = _Commands(modules, self.commands)
 
         def list_commands(self, ctx: Any) -> list[str]:
-            """Their names; nothing is imported for them."""
+            """The commands' names, without importing any."""
             return list(self.commands)
 
     return Group

@@ -61,7 +61,7 @@ def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
-    return wanted  # what a callback returns becomes the option's value
+    return wanted  # the callback's result becomes the option's value
 
 
 @app.callback()
@@ -106,12 +106,13 @@ def watch(
         str | None,
         typer.Argument(
             metavar="SCRIPT",
-            help="The script, - for stdin, or with -m the module and with -c the code.",
+            help="The script, or - for stdin. With -m a module, with -c code.",
             show_default=False,
         ),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     code: Annotated[bool, typer.Option("-c", help="Run code, as python -c does.")] = False,
@@ -121,51 +122,57 @@ def watch(
             "--output",
             "-o",
             metavar="PATH",
-            help="File or folder for the record; without it, a new file in this folder.",
+            help="File or folder for the record. By default a new file in this folder.",
         ),
     ] = None,
     trace: Annotated[
-        str | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto too.")
+        str | None, typer.Option("--trace", metavar="FILE", help="Also write a trace for Perfetto.")
     ] = None,
     prompts: Annotated[
-        str, typer.Option("--prompts", help="What is kept of prompts: full, hash or none.")
+        str, typer.Option("--prompts", help="What to keep of prompts: full, hash or none.")
     ] = "full",
     name: Annotated[
-        str | None, typer.Option("--name", help="What the run is called; without it, as the script.")
+        str | None, typer.Option("--name", help="Name of the run. By default the script's.")
     ] = None,
     sample_hz: Annotated[
-        float, typer.Option("--sample_hz", help="How many times a second to read memory, 10 at most.")
+        float, typer.Option("--sample_hz", help="How many times a second to read memory, at most 10.")
     ] = 10.0,
     keep_generations: Annotated[
         int,
         typer.Option(
             "--keep_generations",
             min=1,
-            help="Keep this many of the last generations in full, and sums of those before.",
+            help="Keep this many of the last generations in full, and only sums of earlier ones.",
         ),
     ] = KEEP_GENERATIONS,
     step_memory: Annotated[
         bool,
-        typer.Option("--step_memory/--no_step_memory", help="Read memory at the end of each step too."),
+        typer.Option("--step_memory/--no_step_memory", help="Also read memory at the end of each step."),
     ] = True,
     thumbnails: Annotated[
-        bool, typer.Option("--thumbnails", help="Keep each generation's first picture, small, for reports.")
+        bool,
+        typer.Option(
+            "--thumbnails", help="Keep a small copy of each generation's first picture, for reports."
+        ),
     ] = False,
     stacks: Annotated[
-        bool, typer.Option("--stacks", help="Find the script's own lines that take time while no step runs.")
+        bool, typer.Option("--stacks", help="Find lines of the script that take time while no step runs.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     full: Full = False,
     install: Annotated[
-        bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
+        bool,
+        typer.Option(
+            "--install", help="From now on, SIGMASCOPE=1 watches any Python process of this environment."
+        ),
     ] = False,
     uninstall: Annotated[bool, typer.Option("--uninstall", help="Undo --install.")] = False,
 ) -> None:
     """Run a script unchanged and see where its time and memory go.
 
-    Every diffusers pipeline in it is watched, and every stage that it names
-    itself. Its output, exit code and signals are its own; the summary goes to
-    stderr when it ends.
+    Every diffusers pipeline in it is watched, and so is every stage that the
+    script names. The script's output, exit code and signals stay its own. The
+    summary goes to stderr at the end.
     """
     if install or uninstall:
         _startup_file(install=install, uninstall=uninstall, script=script)
@@ -198,12 +205,15 @@ def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None
     from sigmascope.integrations import launch
 
     if script is not None or (install and uninstall):
-        raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")
+        raise ConfigError(
+            "--install and --uninstall take no script, and exclude each other.",
+            hint="Give one of them alone.",
+        )
     if install:
         path = launch.install()
-        say(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
+        say(f"Wrote {path}: SIGMASCOPE=1 now watches any Python process of this environment.")
     elif launch.uninstall():
-        say(f"{launch.startup_file()} is gone.")
+        say(f"Removed {launch.startup_file()}.")
     else:
         say("Nothing was installed.")
 
@@ -215,23 +225,23 @@ def _check_script(script: str | None, *, module: bool, code: bool, sample_hz: fl
         raise ConfigError("-m and -c exclude each other.", hint="Give one of them.")
     if not (module or code or script == "-") and not Path(script).exists():
         raise ConfigError(
-            f"The script {script} does not exist.", hint="Check the path; a module is run with -m."
+            f"The script {script} does not exist.", hint="Check the path. To run a module, add -m."
         )
     if not 0 < sample_hz < float("inf"):
         raise ConfigError(
-            f"--sample_hz {sample_hz:g} is not above 0 and finite.", hint="Choose one from 0.1 to 10."
+            f"--sample_hz must be finite and above 0, got {sample_hz:g}.", hint="Choose one from 0.1 to 10."
         )
 
 
 def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
-    """The whole path, refused now rather than when the script is done."""
+    """The absolute path; a bad one is refused now, not when the script has run."""
     if path is None:
         return None
     from sigmascope.integrations.process_recording import SEPARATORS
 
     if not (may_be_folder and os.path.isdir(path)):  # noqa: PTH112 - False of a name that is too long, where `Path` raises
         if path.endswith(SEPARATORS):
-            raise WriteError(path, "is no folder.", hint="Create it, or name a file.")
+            raise WriteError(path, "is not a folder.", hint="Create it, or name a file.")
         require_writable(path)
     return str(Path(path).absolute())
 

@@ -59,7 +59,7 @@ def test_an_argument_needs_a_name_and_a_value(entry: str) -> None:
 
 
 def test_there_is_nothing_to_offload_from_a_cpu() -> None:
-    with pytest.raises(ConfigError, match="runs in RAM as it is"):
+    with pytest.raises(ConfigError, match="is in RAM anyway"):
         checked_offload("model", torch.device("cpu"))
 
 

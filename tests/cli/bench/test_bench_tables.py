@@ -48,7 +48,7 @@ def test_the_size_that_came_out_is_shown_where_none_was_asked_for() -> None:
 
 
 def test_another_size_than_was_asked_for_is_told() -> None:
-    assert "33x33-b1: what was made is 32x32." in printed(result(BenchCase(33, 33), made=Made(1, 32, 32)))
+    assert "33x33-b1: the pictures are 32x32." in printed(result(BenchCase(33, 33), made=Made(1, 32, 32)))
 
 
 def test_what_is_true_of_all_cases_is_told_once() -> None:

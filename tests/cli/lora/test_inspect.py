@@ -138,9 +138,9 @@ def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspec
     tips = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("title")]
     bars, cells = tips[:3], tips[3:]
     assert [tip.partition(",")[0] for tip in bars if tip] == [
-        "conv_in: 1 modules",
-        "down_blocks.1: 1 modules",
-        "conv_out: 1 modules",
+        "conv_in: 1 module",
+        "down_blocks.1: 1 module",
+        "conv_out: 1 module",
     ]
     assert [tip.partition(":")[0].rpartition(".")[2] for tip in cells if tip][::2] == ["conv_in", "conv_out"]
 

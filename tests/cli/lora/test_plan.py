@@ -74,11 +74,11 @@ def test_more_bytes_are_nearer_to_the_tuned_model_s_pictures(plan: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--try", "1MB"], "--try measures pictures"),
+        (["--try", "1MB"], "--try needs pictures to measure"),
         (["--images", "."], "--images is for --try"),
         (["--try", "lots", "--images", "."], "--try lots is no size"),
         (["--try", "1MB", "--images", "nowhere"], "nowhere"),
-        (["--picture", "plan.gif"], "is not named as SVG"),
+        (["--picture", "plan.gif"], "is not SVG or PNG"),
         (["--max_rank", "0"], "--max_rank 0"),
         (["--seed", "3"], "--seed is for --images only"),
         (["--exclude", "no_such_layer"], "no_such_layer"),

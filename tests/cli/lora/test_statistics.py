@@ -163,8 +163,8 @@ def test_a_pipeline_is_run_on_prompts_of_random_words(sigmascope: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "it needs one kind of input"),
-        (["--noise", 1, "--prompts", "prompts.txt"], "it needs one kind of input"),
+        ([], "Give one kind of input"),
+        (["--noise", 1, "--prompts", "prompts.txt"], "Give one kind of input"),
         (["--noise", 0], "--noise 0 makes no picture"),
         (["--images", "nothing"], "--images nothing cannot be listed"),
         (["--images", "."], "holds no picture that can be read"),
@@ -310,7 +310,7 @@ def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "it needs one kind of input"),
+        ([], "Give one kind of input"),
         (["--noise", 0], "--noise 0 makes no picture"),
         (["--images", "nothing"], "--images nothing cannot be listed"),
         (["--noise", 1, "--steps", 0], "--steps 0"),

@@ -70,7 +70,7 @@ def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> No
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("errors.gif", "not named as SVG or PNG"), ("lora.safetensors/errors.svg", "cannot be reached")],
+    [("errors.gif", "is not SVG or PNG"), ("lora.safetensors/errors.svg", "cannot be reached")],
 )
 def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
     place: str, message: str, files: "ModelPair", call: Validate
@@ -103,7 +103,7 @@ def test_what_fails_draws_no_picture(files: "ModelPair", call: Validate) -> None
     outcome = call(*arguments(files, "--picture", picture))
     assert outcome.code == 1
     assert picture.read_text() == "<svg/>"
-    assert "The picture is not drawn" in outcome.err
+    assert f"The picture {picture} was not drawn" in outcome.err
 
 
 def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair", call: Validate) -> None:

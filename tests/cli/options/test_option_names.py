@@ -75,7 +75,7 @@ def test_every_argument_and_option_of_a_command_has_its_help(name: str) -> None:
 
 
 def test_the_page_of_commands_lists_every_option() -> None:
-    page = runpy.run_path(str(PAGES_SCRIPT))["commands"]()
+    page = "\n".join(runpy.run_path(str(PAGES_SCRIPT))["commands"]())
     for name, command in COMMANDS.items():
         section = re.split(r"^#{2,} `", page.partition(f"`sigmascope {name}`\n")[2], flags=re.MULTILINE)[0]
         missing = {option for option in options(command) if option.startswith("--") and option not in section}

@@ -86,12 +86,12 @@ def test_options_reach_the_process() -> None:
         ([], "No script is named"),
         (["nothing.py"], "nothing.py does not exist"),
         (["--prompts", "some", "script.py"], "'some' does not exist"),
-        (["--sample_hz", "0", "script.py"], "--sample_hz 0 is not above 0"),
-        (["--sample_hz", "nan", "script.py"], "--sample_hz nan is not above 0"),
-        (["--sample_hz", "inf", "script.py"], "--sample_hz inf is not above 0 and finite"),
+        (["--sample_hz", "0", "script.py"], "--sample_hz must be finite and above 0, got 0."),
+        (["--sample_hz", "nan", "script.py"], "--sample_hz must be finite and above 0, got nan."),
+        (["--sample_hz", "inf", "script.py"], "--sample_hz must be finite and above 0, got inf."),
         (["-m", "-c", "script"], "-m and -c exclude each other"),
-        (["--install", "--uninstall"], "stand alone"),
-        (["--install", "script.py"], "stand alone"),
+        (["--install", "--uninstall"], "exclude each other"),
+        (["--install", "script.py"], "take no script"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
@@ -115,7 +115,7 @@ def test_the_startup_file_is_installed_and_taken_away(
     monkeypatch.setattr(launch, "startup_file", lambda: tmp_path / launch.NAME)
     for option, words, there in (
         ("--install", "SIGMASCOPE=1 now watches", True),
-        ("--uninstall", "is gone", False),
+        ("--uninstall", "Removed ", False),
         ("--uninstall", "Nothing was installed", False),
     ):
         assert words in CliRunner().invoke(root.app, ["watch", option]).output

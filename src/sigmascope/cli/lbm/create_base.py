@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sigmascope.cli import options
 from sigmascope.cli.console import leaving_on_sigterm, needs_extra, print_json, progress_bar
-from sigmascope.units import MIB, mebibytes, seconds
+from sigmascope.units import MIB, counted, mebibytes, seconds
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,10 @@ sigmascope lbm create-base --config_path config.yaml --save_path exact_base.safe
 FILES, MODEL, OUTPUT = "Files", "How to make it", "What to show"
 
 KEEP = "backbone"
-"""--torch_dtype: the backbone's own."""
+"""The value of --torch_dtype that keeps the backbone's dtype."""
 
 PART = "denoiser."
-"""What is dropped never had this before its name."""
+"""The prefix of the LBM's own weights; names of dropped ones never had it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class CreateBaseOptions:
     """What `lbm create-base` takes."""
 
     config_path: Annotated[
-        Path, options.flag("--config_path", "YAML of the model.", FILES, show_default=False)
+        Path, options.flag("--config_path", "The model's YAML.", FILES, show_default=False)
     ]
     save_path: Annotated[
         Path,
         options.flag(
             "--save_path",
-            "Where to write, .ckpt or .safetensors: the other is written beside it. Replaced when there.",
+            "The .ckpt or .safetensors file to write; the other kind is written beside it. Existing files are replaced.",
             FILES,
             show_default=False,
         ),
@@ -58,7 +58,7 @@ class CreateBaseOptions:
         str | None,
         options.flag(
             "--backbone_signature",
-            "Diffusers folder, single-file SDXL checkpoint, or hub name to start from.",
+            "The backbone: a diffusers folder, single-file SDXL checkpoint, or hub name.",
             FILES,
             show_default="the config's",
         ),
@@ -67,7 +67,7 @@ class CreateBaseOptions:
         str | None,
         options.flag(
             "--variant",
-            "Of the folder's or repository's files, such as fp16.",
+            "Variant of the folder's or repository's files, such as fp16.",
             FILES,
             show_default="the plain files",
         ),
@@ -76,7 +76,7 @@ class CreateBaseOptions:
         str,
         options.flag(
             "--torch_dtype",
-            "Of the weights: float32, bf16 (LBM's own), fp16, or backbone to keep the backbone's.",
+            "Dtype of the weights: float32, bf16 (LBM's own), fp16, or backbone to keep the backbone's.",
             MODEL,
         ),
     ] = "bf16"
@@ -106,10 +106,10 @@ def create_base(options: CreateBaseOptions) -> None:
     """Make the exact base of an LBM from a text-to-image backbone.
 
     The backbone's UNet and VAE become an LBM with the config's architecture, as
-    LBM training starts: the first convolution and the attentions' keys and
-    values are cut or filled with zeros, add_embedding is dropped, all other
-    weights are taken over. A fine-tuned LBM minus this base is what its LoRA
-    holds. The config is put beside the base, where later commands find it.
+    at the start of LBM training. The first convolution and the keys and values
+    of attention are cut, or padded with zeros; add_embedding is dropped; all
+    other weights are copied. A LoRA holds the difference between a fine-tuned
+    LBM and this base. The config is saved beside the base for later commands.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.base import create_base as make_base
@@ -173,7 +173,9 @@ def _base_facts(report: "BaseReport") -> Table:
         "Time": seconds(report.seconds),
     }
     if report.outside:
-        facts["Not read"] = ", ".join(f"{name} ({count} tensors)" for name, count in report.outside.items())
+        facts["Not read"] = ", ".join(
+            f"{name} ({counted(count, 'tensor')})" for name, count in report.outside.items()
+        )
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -183,7 +185,7 @@ def _base_facts(report: "BaseReport") -> Table:
 
 
 def _changed_weights(report: "BaseReport") -> Text:
-    """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
+    """A line for every weight that changed, because names are longer than a table's columns."""
     lines = [
         f"  {key}: {_shape(weight.had)} -> {_shape(weight.shape)}, {weight.change}"
         for key, weight in report.adapted.items()

@@ -20,6 +20,7 @@ from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.memory import mib
+from sigmascope.units import counted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,21 +56,26 @@ class InferOptions:
         Path, options.flag("--source_image", "The picture to translate.", FILES, show_default=False)
     ]
     output_path: Annotated[
-        Path, options.flag("--output_path", "Where to write: .png, .jpg or .webp.", FILES, show_default=False)
+        Path,
+        options.flag("--output_path", "The .png, .jpg or .webp file to write.", FILES, show_default=False),
     ]
     lora_path: Annotated[Path | None, options.flag("--lora_path", "A LoRA to apply.", FILES)] = None
     config_path: Annotated[Path | None, options.config_path(FILES)] = None
     conditioning: Annotated[
         list[str] | None,
         options.flag(
-            "--conditioning", "KEY=PICTURE for each conditioning key of the config; repeatable.", FILES
+            "--conditioning", "KEY=PICTURE for each conditioning key of the config. Repeatable.", FILES
         ),
     ] = None
-    lora_scale: Annotated[float, options.flag("--lora_scale", "Strength, 0.0 to 2.0.", MODEL)] = 1.0
+    lora_scale: Annotated[float, options.flag("--lora_scale", "Strength of the LoRA, 0.0 to 2.0.", MODEL)] = (
+        1.0
+    )
     merge: Annotated[
         bool,
         options.flag(
-            "--merge/--hot", "Merge the LoRA into the weights in memory, or compute it beside them.", MODEL
+            "--merge/--hot",
+            "Merge the LoRA into the weights in memory, or compute it separately in each layer.",
+            MODEL,
         ),
     ] = False
     num_inference_steps: Annotated[
@@ -80,22 +86,26 @@ class InferOptions:
     size: Annotated[
         str,
         options.flag(
-            "--size", "bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.", MODEL
+            "--size",
+            "Working size: bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.",
+            MODEL,
         ),
     ] = "bucket"
     resolution: Annotated[
         int | None,
         options.flag(
-            "--resolution", "Side of the square bucket (--size bucket); by default the config's.", MODEL
+            "--resolution", "With --size bucket: side of the square bucket. By default the config's.", MODEL
         ),
     ] = None
     tile_size: Annotated[int | None, options.tile_size(MODEL)] = None
     seed: Annotated[
         int | None,
-        options.flag("--seed", "Of the noise between steps; drawn and recorded if left out.", MODEL),
+        options.flag(
+            "--seed", "Seed of the noise between steps. Without it, a seed is drawn and recorded.", MODEL
+        ),
     ] = None
     run_path: Annotated[
-        Path | None, options.flag("--run_path", "Save what was recorded, as JSON.", OUTPUT)
+        Path | None, options.flag("--run_path", "Save the record in this .json file.", OUTPUT)
     ] = None
     as_json: Annotated[bool, options.as_json(OUTPUT)] = False
     verbose: Annotated[
@@ -109,7 +119,7 @@ class InferOptions:
 def infer(options: InferOptions) -> None:
     """Translate a picture, with or without a LoRA, and record every stage.
 
-    The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
+    The result has the picture's own size.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import (
@@ -201,7 +211,7 @@ def _apply_lora(
 
 
 def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
-    """Keep the record of a failure; when that fails too, the failure itself is what the user must see.
+    """Save the record of a failure. If that fails too, the user must still see the first failure.
 
     A record that is there already may be of a run that went well: then this one goes beside it.
     """
@@ -232,14 +242,14 @@ def _summary(
             "mode": "merged" if options.merge else "hot",
             "scale": options.lora_scale,
             "applied_modules": len(applied.applied),
-            # A layer that never ran had no effect: the user should know.
+            # The user should know that these had no effect.
             "dormant_modules": list(applied.dormant) if isinstance(applied, AttachedLora) else [],
         }
     return summary
 
 
 def check_options(options: InferOptions) -> None:
-    """Refuse what cannot work before minutes are spent on it."""
+    """Refuse what cannot work, before minutes are spent on it."""
     from sigmascope.lbm.bridge import bridge_sigmas
     from sigmascope.lbm.devices import resolve_device, resolve_dtype
     from sigmascope.lbm.images import check_resolution, image_format, parse_size
@@ -258,7 +268,7 @@ def check_options(options: InferOptions) -> None:
 
 
 def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
-    """Refuse to write over anything that is read, or where nothing can be written, before anything is read.
+    """Before anything is read, refuse a target that would replace an input or cannot be written.
 
     Raises:
         ConfigError: A target is an input or the other target; names both flags.
@@ -279,7 +289,7 @@ def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
             continue
         for name, path in taken:
             if _same_file(target, path):
-                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
+                raise ConfigError(f"{flag}: {target} is also {name}.", hint="Write to another file.")
         require_writable(target)
         if not os.access(target.resolve().parent, os.W_OK):
             raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
@@ -299,14 +309,14 @@ def model_files(checkpoint: Path) -> list[Path]:
         else:
             return [checkpoint]
         return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(weights))]
-    except (OSError, ValueError):  # opening it says so, and better
+    except (OSError, ValueError):  # opening it gives a better error
         return [checkpoint]
 
 
 def _same_file(first: Path, second: Path) -> bool:
     try:
         return first.resolve() == second.resolve() or first.samefile(second)
-    except (OSError, ValueError, RuntimeError):  # one of them is not there, or cannot be reached
+    except (OSError, ValueError, RuntimeError):  # one of them is missing or cannot be read
         return False
 
 
@@ -334,7 +344,9 @@ def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bo
     if dormant:
         names = ", ".join(dormant[:NAMED])
         console.print(
-            Text(f"{len(dormant)} LoRA modules never ran and had no effect: {names}", style="yellow")
+            Text(
+                f"{counted(len(dormant), 'LoRA module')} never ran and had no effect: {names}", style="yellow"
+            )
         )
     size = f"{summary['width']}×{summary['height']}"
     say(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
@@ -368,13 +380,15 @@ def serve(
     resolution: Annotated[
         int | None,
         options.flag(
-            "--resolution", "Side of the square bucket; by default the config's (256 with --pocket).", SERVED
+            "--resolution",
+            "Side of the square bucket. By default the config's, or 256 with --pocket.",
+            SERVED,
         ),
     ] = None,
     host: Annotated[
-        str, options.flag("--host", "Interface to bind to. Others than loopback let anyone in.", ADDRESS)
+        str, options.flag("--host", "Interface to bind to. Any other than loopback lets anyone in.", ADDRESS)
     ] = "127.0.0.1",
-    port: Annotated[int, options.flag("--port", "0 takes any that is free.", ADDRESS)] = 7860,
+    port: Annotated[int, options.flag("--port", "Port to listen on; 0 takes any free one.", ADDRESS)] = 7860,
     open_browser: Annotated[
         bool, options.flag("--open/--no_open", "Open the page in the browser when it is ready.", OUTPUT)
     ] = False,
@@ -382,7 +396,7 @@ def serve(
         bool, options.flag("--json", "Print the address as one line of JSON when it is ready.", OUTPUT)
     ] = False,
 ) -> None:
-    """Show a page to try a model and its LoRA on: base and result side by side, with what each took.
+    """Serve a page to try a model and its LoRA: base and result side by side, with time and memory.
 
     Upload a picture, move the LoRA's strength, and see what changes. Pictures and
     results stay in memory; nothing is written to disk. Ctrl-C ends it.

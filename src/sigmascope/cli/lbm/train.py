@@ -19,7 +19,7 @@ from rich.text import Text
 from sigmascope.cli import options
 from sigmascope.cli.console import needs_extra, print_json, progress_bar, say, stdout_for_results
 from sigmascope.errors import ConfigError
-from sigmascope.units import parse_size
+from sigmascope.units import counted, parse_size
 
 if TYPE_CHECKING:
     from sigmascope.lbm.make_shards import SkippedFile, WrittenShard
@@ -42,31 +42,35 @@ class TrainOptions:
     """What `lbm train` takes."""
 
     path_config: Annotated[
-        Path, options.flag("--path_config", "YAML of the training and the model.", show_default=False)
+        Path,
+        options.flag(
+            "--path_config", "YAML with the settings of the training and the model.", show_default=False
+        ),
     ]
     resume: Annotated[
         bool | None,
         options.flag(
             "--resume/--no_resume",
-            "Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
+            "Continue from the newest checkpoint, or start over and move existing files aside. By default as the YAML says.",
             RUNNING,
         ),
     ] = None
     max_steps: Annotated[
         int | None,
-        options.flag("--max_steps", "Optimizer steps in all, in place of the YAML's.", RUNNING, min=1),
+        options.flag("--max_steps", "Total optimizer steps, instead of the YAML's.", RUNNING, min=1),
     ] = None
     device: Annotated[
-        str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.")
+        str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu. By default the YAML's.")
     ] = None
     allow_pipe: Annotated[
-        bool, options.flag("--allow_pipe", "Run the commands of shards named pipe:COMMAND.", RUNNING)
+        bool,
+        options.flag("--allow_pipe", "Allow shards named pipe:COMMAND, and run their commands.", RUNNING),
     ] = False
     max_member: Annotated[
         str | None,
         options.flag(
             "--max_member",
-            "Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
+            "Largest picture file in a shard, such as 2GB. By default the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
             RUNNING,
         ),
     ] = None
@@ -74,7 +78,7 @@ class TrainOptions:
         bool,
         options.flag(
             "--dry_run",
-            "Check settings, base and data, and show what would be trained and the memory it takes.",
+            "Check settings, base and data, and show what would be trained and how much memory it takes.",
             RUNNING,
         ),
     ] = False
@@ -82,7 +86,7 @@ class TrainOptions:
         bool | None,
         options.flag(
             "--live/--no_live",
-            "A bar drawn over itself, or a line every log_interval steps; by default as stderr allows.",
+            "Show a progress bar, or a line every log_interval steps. By default a bar if stderr is a terminal.",
             OUTPUT,
         ),
     ] = None
@@ -94,8 +98,8 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train on pairs of pictures in WebDataset shards, and write LoRA files.
 
-    Ctrl-C and SIGTERM save a checkpoint and end; the same command goes on from
-    it. After a kill it goes on from the last checkpoint that was saved.
+    Ctrl-C and SIGTERM save a checkpoint and end the training; the same command
+    continues it. After a kill, it continues from the last saved checkpoint.
     """
     with needs_extra("train"):
         from sigmascope.lbm.devices import resolve_device
@@ -110,7 +114,7 @@ def train(options: TrainOptions) -> None:
         print_dry_run(planned, as_json=options.as_json)
         return
     if options.device is not None:
-        resolve_device(options.device)  # else training would name the YAML's key
+        resolve_device(options.device)  # training's own error would name the YAML's key
     # DeepSpeed is imported, and may compile, while training begins.
     with stdout_for_results(), _train_listeners(options, console) as listeners, _warnings(console):
         report = train_lbm(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
@@ -121,7 +125,7 @@ def train(options: TrainOptions) -> None:
 
 
 def _settings(options: TrainOptions) -> "TrainSettings":
-    """The YAML's, with what the command line says instead."""
+    """The YAML's settings, replaced where the command line gives others."""
     from sigmascope.lbm.training.settings import load_train_settings
 
     settings = load_train_settings(options.path_config, allow_pipe=options.allow_pipe)
@@ -135,7 +139,7 @@ def _settings(options: TrainOptions) -> "TrainSettings":
 
 
 def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
-    """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
+    """Show what would be trained, the data and the memory, as a table or as JSON."""
     if as_json:
         facts = {**asdict(planned), "resumes": None if planned.resumes is None else str(planned.resumes)}
         facts["memory"]["total"] = planned.memory.total
@@ -172,7 +176,7 @@ def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
     if planned.picture_size is not None:
         first = "first batch {}×{}".format(*planned.picture_size)
     validated = planned.validation_samples
-    count = "unknown" if planned.samples is None else str(planned.samples)
+    samples = "unknown samples" if planned.samples is None else counted(planned.samples, "sample")
     parts = ", ".join(
         f"{name} {getattr(memory, name) / _MIB:,.1f}"
         for name in ("weights", "gradients", "optimizer", "average", "activations")
@@ -180,8 +184,12 @@ def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
     )
     return {
         "Trained": f"{planned.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{count} samples in {len(planned.shards)} shards, {first}",
-        "Validation": "not read" if validated is None else f"{validated} samples" if validated else "none",
+        "Data": f"{samples} in {counted(len(planned.shards), 'shard')}, {first}",
+        "Validation": "not read"
+        if validated is None
+        else counted(validated, "sample")
+        if validated
+        else "none",
         "Steps": "unknown" if planned.total_steps is None else str(planned.total_steps),
         "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
         "Begins": "anew" if planned.resumes is None else f"from {planned.resumes}",
@@ -190,7 +198,7 @@ def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
 
 @contextmanager
 def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
-    """A bar on a terminal; elsewhere, in a log file say, a line now and then."""
+    """A bar on a terminal; elsewhere, such as in a log file, a line now and then."""
     from sigmascope.lbm.training.metrics import Listeners
 
     live = console.is_terminal if options.live is None else options.live
@@ -223,11 +231,11 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
 
 
 def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
+    return counted(count, "step")
 
 
 def _is_main_process() -> bool:
-    """Whether this is the process that speaks, among those that a launcher started."""
+    """Whether this process prints, of all that a launcher started."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -239,7 +247,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def _warnings(console: Console) -> Iterator[None]:
-    """Show what training warns of (a damaged checkpoint passed over, samples left out) while it runs."""
+    """Show warnings while training runs, such as a damaged checkpoint or samples left out."""
     handler = _ConsoleHandler(console)
     logger = logging.getLogger("sigmascope")
     logger.addHandler(handler)
@@ -268,7 +276,7 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
     for finding in report.run.findings:
         err.print(Text(f"{finding.message} {finding.advice or ''}".rstrip(), style="yellow"), soft_wrap=True)
     if report.skipped.count:
-        what = "1 sample was" if report.skipped.count == 1 else f"{report.skipped.count} samples were"
+        what = counted(report.skipped.count, "sample was", "samples were")
         text = f"{what} left out, first {report.skipped.first[0]}"
         err.print(Text(text, style="yellow"), soft_wrap=True)
     if report.stopped_by is not None:
@@ -301,7 +309,7 @@ def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[
 
 
 def _gained(report: "TrainReport") -> str:
-    """What validation says of the whole session."""
+    """How validation changed over the session."""
     if not report.validations:
         return ""
     first, last = report.validations[0], report.validations[-1]
@@ -321,7 +329,7 @@ sigmascope lbm make-shards shards --pocket_scenes 1000-1255 --light cool
 """
 WHAT, WHERE = "What goes in", "Where it goes"
 SHOWN = 10
-"""Files left out that are named on the console; --json names all."""
+"""How many files left out the console names; --json names all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +348,7 @@ class MakeShardsOptions:
         str | None,
         options.flag(
             "--keys",
-            "What every pair must have; by default source,target, and a mask where there is one.",
+            "Keys that every pair must have. By default source,target, and mask if there are masks.",
             WHAT,
         ),
     ] = None
@@ -349,32 +357,38 @@ class MakeShardsOptions:
         options.flag(
             "--pocket_scenes",
             (
-                "Render these scenes of the pocket model instead, for example 1000-1255; those below 1000 are "
-                "for judging."
+                "Render these scenes of the pocket model instead, for example 1000-1255. Those below 1000 are "
+                "held out for validation."
             ),
             WHAT,
         ),
     ] = None
     light: Annotated[
-        str | None, options.flag("--light", "With --pocket_scenes: the targets' light, cool or warm.", WHAT)
+        str | None, options.flag("--light", "With --pocket_scenes: light of the targets, cool or warm.", WHAT)
     ] = None
     shard_size: Annotated[
         int | None,
-        options.flag("--shard_size", "Pairs in a shard; by default 1000, with --pocket_scenes 128.", WHERE),
+        options.flag(
+            "--shard_size", "Pairs in each shard. By default 1000, or 128 with --pocket_scenes.", WHERE
+        ),
     ] = None
-    prefix: Annotated[str, options.flag("--prefix", "Shards are PREFIX-000000.tar and on.", WHERE)] = "train"
-    overwrite: Annotated[bool, options.flag("--overwrite", "Replace all shards of that name.", WHERE)] = False
+    prefix: Annotated[
+        str, options.flag("--prefix", "Shards are named PREFIX-000000.tar and so on.", WHERE)
+    ] = "train"
+    overwrite: Annotated[
+        bool, options.flag("--overwrite", "Replace all existing shards with this prefix.", WHERE)
+    ] = False
     as_json: options.AsJson = False
 
 
 @app.command("make-shards", no_args_is_help=True, epilog=SHARDS_EPILOG)
 @options.option_groups
 def make_shards(options: MakeShardsOptions) -> None:
-    """Make WebDataset shards of pairs of pictures.
+    """Make WebDataset shards from pairs of pictures.
 
-    Two layouts are known: [bold]a_source.png[/bold] beside [bold]a_target.png[/bold], or
-    [bold]source/a.png[/bold] and [bold]target/a.png[/bold]. Pictures go in as
-    they are, after each was decoded once. Files that belong to no pair are named.
+    Two layouts work: [bold]a_source.png[/bold] beside [bold]a_target.png[/bold], or
+    [bold]source/a.png[/bold] and [bold]target/a.png[/bold]. Each picture
+    is decoded once as a check, and stored unchanged. Files without a pair are listed.
     """
     made = _make_from_folder(options) if options.pocket_scenes is None else _make_from_scenes(options)
     if options.as_json:
@@ -385,7 +399,7 @@ def make_shards(options: MakeShardsOptions) -> None:
 
 @dataclass(frozen=True)
 class Made:
-    """The shards, and what went into none."""
+    """The shards, and the files that went into none."""
 
     shards: "list[WrittenShard]"
     left_out: "list[SkippedFile]"
@@ -418,7 +432,7 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
 
     if len(options.paths) != 2:
         raise ConfigError(
-            f"make-shards: expected FOLDER and OUT, got {len(options.paths)} paths.",
+            f"make-shards: expected FOLDER and OUT, got {counted(len(options.paths), 'path')}.",
             hint="For example: sigmascope lbm make-shards my_pairs shards",
         )
     if options.light is not None:
@@ -439,7 +453,7 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
     if not written:
         first = unusable[0]
         raise ConfigError(
-            f"{folder}: none of {len(pairs)} pairs can be used (first {first.name}: {first.reason}).",
+            f"{folder}: no pair can be used, of {len(pairs)} (the first, {first.name}: {first.reason}).",
             hint="Check the pictures.",
         )
     return Made(written, [*left_out, *unusable])
@@ -463,12 +477,13 @@ def _make_from_scenes(options: MakeShardsOptions) -> Made:
 
     if len(options.paths) != 1:
         raise ConfigError(
-            f"--pocket_scenes: expected OUT alone, got {len(options.paths)} paths.",
+            f"--pocket_scenes: expected OUT alone, got {counted(len(options.paths), 'path')}.",
             hint="For example: sigmascope lbm make-shards shards --pocket_scenes 1000-1255",
         )
     if options.keys is not None:
         raise ConfigError(
-            "--keys has no effect with --pocket_scenes.", hint="Leave it out: they have source and target."
+            "--keys has no effect with --pocket_scenes.",
+            hint="Leave it out: the scenes have source and target.",
         )
     light = options.light or "cool"
     if light not in LIGHTS:
@@ -508,5 +523,5 @@ def _print_made(made: Made) -> None:
     samples = sum(shard.samples for shard in made.shards)
     mb = sum(shard.nbytes for shard in made.shards) / 1024**2
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{samples} pairs in {len(made.shards)} shards, {mb:.1f} MB")
+    console.print(f"{counted(samples, 'pair')} in {counted(len(made.shards), 'shard')}, {mb:.1f} MB")
     console.print(f"train_shards: {escape(shard_pattern(made.shards))}")

@@ -67,7 +67,7 @@ class TargetCoverage(StrEnum):
 
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", help="CPU threads, one per core.", show_default="one for each core, up to 8"),
+    typer.Option("--workers", help="CPU threads.", show_default="one for each core, up to 8"),
 ]
 
 
@@ -83,7 +83,7 @@ def extract(
         Precision,
         typer.Option(
             "--save_precision",
-            help="Storage of the factors. fp16 rounds 8 times finer than bf16 at the same size.",
+            help="Dtype of the stored factors. At the same size, fp16 rounds 8 times finer than bf16.",
         ),
     ] = Precision.FP16,
     lora_format: Annotated[
@@ -103,22 +103,22 @@ def extract(
         typer.Option(
             "--target_coverage",
             metavar="<name>",
-            help="attention: attn1 and attn2. extended: also ff, proj_in, proj_out. full: all layers.",
+            help="Which layers to extract. attention: attn1 and attn2. extended: also ff, proj_in, proj_out. full: all.",
         ),
     ] = TargetCoverage.FULL,
     biases_and_norms: Annotated[
         bool,
         typer.Option(
             "--biases_and_norms",
-            help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
+            help="Also store the changes of biases, norms and embeddings, in full, as diff tensors.",
         ),
     ] = False,
     budget_weights: Annotated[
         str,
         typer.Option(
             "--budget_weights",
-            help="With --max_size or --max_error. relative: an error counts by the size of its layer's weight. "
-            "plain: as it is. Or a JSON file of layers and weights.",
+            help="With --max_size or --max_error, how errors count. relative: compared with the size of the layer's weight. "
+            "plain: as they are. Or a JSON file with a weight for each layer.",
         ),
     ] = "relative",
     statistics: Statistics = None,
@@ -126,7 +126,7 @@ def extract(
         Path | None,
         typer.Option(
             "--calibrate",
-            help="Folder of pictures to make the statistics with first, for an LBM.",
+            help="For an LBM: make the statistics first, on the pictures in this folder.",
             show_default=False,
         ),
     ] = None,
@@ -138,33 +138,36 @@ def extract(
     workers: Workers = None,
     create_base_model: Annotated[
         bool,
-        typer.Option("--create_base_model", help="Make the base model from its backbone when it is missing."),
+        typer.Option("--create_base_model", help="If the base model is missing, make it from its backbone."),
     ] = False,
     backbone_signature: Annotated[
         str | None,
         typer.Option(
             "--backbone_signature",
-            help="With --create_base_model: diffusers folder, single-file checkpoint or hub name to start from.",
+            help="With --create_base_model: the backbone, as a diffusers folder, single-file checkpoint or hub name.",
         ),
     ] = None,
     config_path: Annotated[
         Path | None,
-        typer.Option("--config_path", help="With --create_base_model or --calibrate: YAML of the model."),
+        typer.Option("--config_path", help="With --create_base_model or --calibrate: the model's YAML."),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Extract a LoRA from a fine-tuned model: base + LoRA ≈ tuned.
 
-    Every Linear and convolution layer of the denoiser is compared and its
-    change is decomposed (SVD) at the given rank, or at the ranks that serve a
-    file size or an error best. The errors shown are those of the factors as
-    stored. A YAML file beside the LoRA describes the extraction. A run that
-    was killed goes on when it is started again.
+    The change of every Linear and convolution layer of the denoiser is
+    decomposed (SVD), at the rank you give or at the best ranks for a file size
+    or an error. The errors shown are those of the stored factors. A YAML file
+    beside the LoRA describes the extraction. If a run is killed, the same
+    command continues it.
     """
     choice = rank_choice(ranks)
     if calibrate is not None and statistics is not None:
-        raise ConfigError("--calibrate makes what --statistics names.", hint="Leave one of the two out.")
+        raise ConfigError(
+            "--calibrate makes new statistics, and --statistics names a file of them.",
+            hint="Give only one of the two.",
+        )
     pictures = None if calibrate is None else calibration_pictures(calibrate)
     require_base(
         base_model_path,
@@ -208,7 +211,7 @@ def calibration_pictures(folder: Path) -> "list[Image.Image]":
     """The pictures of a folder, read before anything is computed.
 
     Raises:
-        ConfigError: The folder is not there or holds none, or one cannot be read.
+        ConfigError: The folder is missing or holds no picture, or a picture cannot be read.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.images import find_images, load_image
@@ -218,7 +221,7 @@ def calibration_pictures(folder: Path) -> "list[Image.Image]":
 def calibrated(
     model: Path, pictures: "list[Image.Image]", config: Path | None, device: str
 ) -> "ModelStatistics":
-    """Statistics of an LBM that translates pictures.
+    """Statistics of an LBM while it translates pictures.
 
     Raises:
         CheckpointError: The model is no LBM, or cannot be loaded.
@@ -235,10 +238,10 @@ def calibrated(
 def require_base(
     base: Path, *, create: bool, backbone: str | None, config: Path | None, calibrates: bool = False
 ) -> None:
-    """Make the base model when it is missing and that was asked for; otherwise refuse to start without one.
+    """Make a missing base model if asked to; otherwise refuse to start without one.
 
     Raises:
-        ConfigError: An option of base creation that has no effect, or a backbone that cannot be had.
+        ConfigError: An option of base creation that has no effect, or a backbone that cannot be loaded.
         CheckpointError: The base does not exist.
     """
     for flag, value in (
@@ -247,7 +250,8 @@ def require_base(
     ):
         if value is not None and not create:
             raise ConfigError(
-                f"{flag} {value} is for --create_base_model only.", hint="Add it, or leave both out."
+                f"{flag} {value} is for --create_base_model only.",
+                hint=f"Add --create_base_model, or leave {flag} out.",
             )
     from sigmascope.checkpoints.checkpoint import is_existing
 

@@ -35,6 +35,7 @@ from sigmascope.cli.lora.validate import check_picture
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
+from sigmascope.units import counted
 
 if TYPE_CHECKING:
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
@@ -69,44 +70,50 @@ def inspect(
     lora: Annotated[Path, typer.Argument(help="LoRA file of any format.", show_default=False)],
     full_spectrum: Annotated[
         bool,
-        typer.Option("--full_spectrum", help="Spectra of ranks above 512 too: a second or more a module."),
+        typer.Option(
+            "--full_spectrum",
+            help="Also compute spectra of ranks above 512, a second or more for each module.",
+        ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every module; with --json all singular values.")
+        bool, typer.Option("--verbose", "-v", help="Show every module, and with --json all singular values.")
     ] = False,
     model: Annotated[
         Path | None,
         typer.Option(
             "--model",
-            help="Checkpoint, file or folder: which modules match it, and why others do not.",
+            help="A checkpoint, as file or folder: show which modules match it, and why others do not.",
             show_default=False,
         ),
     ] = None,
     relative_strength: Annotated[
         bool,
         typer.Option(
-            "--relative_strength", help="With --model: ‖ΔW‖/‖W‖ too, which reads the changed weights."
+            "--relative_strength",
+            help="With --model: also show ‖ΔW‖/‖W‖, which reads the weights that change.",
         ),
     ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", help="Draw strength by block, as .svg or .png.", show_default=False),
+        typer.Option(
+            "--picture", help="Draw the strength of each block in this .svg or .png file.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a LoRA holds: ranks, strength, spectra, damage, training data.
 
-    Strength is ‖ΔW‖ at LoRA strength 1, from the factors alone: the model is
-    not needed. The effective rank says how many directions a module really
-    uses; far below its rank, the LoRA can be resized almost for nothing.
+    Strength is ‖ΔW‖ at LoRA strength 1. It takes only the factors, not the model.
+    The effective rank is the number of directions that a module really uses. If
+    it is far below the rank, resizing the LoRA costs almost no quality.
 
-    With --model the exit code is 1 where a module matches no weight of it, or
-    holds NaN or Inf. Only the model's header is read.
+    With --model the exit code is 1 if a module matches no weight of the model,
+    or holds NaN or Inf. Only the model's header is read.
     """
     from sigmascope.lora.inspect import inspect_lora
 
     if relative_strength and model is None:
-        raise ConfigError("--relative_strength has no model.", hint="Give the checkpoint with --model.")
+        raise ConfigError("--relative_strength needs a model.", hint="Give the checkpoint with --model.")
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
         check_picture(picture, dict.fromkeys(inputs, "is an input"))
@@ -145,7 +152,7 @@ class OnModel:
 
     @property
     def blocks(self) -> "Sequence[BlockEffect]":
-        """Relative strength by block; none where it was not asked for."""
+        """Relative strength by block; empty if it was not asked for."""
         from sigmascope.lora.effect import by_block
 
         return () if self.effects is None else by_block(self.effects)
@@ -162,7 +169,7 @@ class OnModel:
 
 
 def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
-    """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
+    """Judge how a LoRA fits a checkpoint, whose weights are read only for relative strength."""
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.compatibility import judge_lora
     from sigmascope.lora.inspect import relative_strengths
@@ -176,12 +183,12 @@ def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
-    """Show totals, blocks, the strongest modules or all, what is wrong, and what the header says."""
+    """Show totals, blocks, the strongest or all modules, faults, and what the header says."""
     console.print(title("LoRA", report.path.name))
     console.print(facts(_totals(report)))
     console.print(_blocks(report))
     shown = report.modules if verbose else report.strongest
-    console.print(_modules("Every module" if verbose else f"Strongest {len(shown)} modules", shown))
+    console.print(_modules("Every module" if verbose else "Strongest modules", shown))
     listed(console, "Modules with NaN or Inf", report.not_finite, style="bold red")
     listed(console, "Modules that do almost nothing", report.near_zero)
     dead = [f"{name}: {columns} of its columns" for name, columns in report.dead_columns.items()]
@@ -236,7 +243,7 @@ def _modules(heading: str, modules: "Sequence[ModuleStrength]") -> Table:
 
 
 def _header_facts(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
-    """The header's own words. They are anybody's, so they are shown as plain text."""
+    """What the header says. Anybody may have written it, so it is shown as plain text."""
     training = report.training
     rows: list[tuple[str, RenderableType | None]] = [
         (name.capitalize(), plain(value)) for name, value in training.training.items()
@@ -301,7 +308,6 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
     from sigmascope.lora.verdict import MISMATCHES
-    from sigmascope.units import counted
 
     for reason, count in verdict.reasons.items():
         modules = [module for module in verdict.unmatched if module.reason == reason]
@@ -363,7 +369,7 @@ class BlockRow:
 
     @property
     def figures(self) -> str:
-        """What shows under the mouse."""
+        """The tooltip."""
         parts = ["not measured without the model"]
         if self.norm is not None and self.share is not None:
             parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
@@ -376,7 +382,7 @@ class BlockRow:
 
     @property
     def short(self) -> str:
-        """What stands behind the bar; Pillow's own font has no sign for a norm."""
+        """The figures after the bar; Pillow's own font has no sign for a norm."""
         if self.norm is None or self.share is None:
             return "not measured"
         if self.matched is not None and self.matched < self.modules:
@@ -386,7 +392,7 @@ class BlockRow:
 
     @property
     def colour(self) -> str:
-        """Blue for what acts, red for what matches nothing in the model, amber between."""
+        """Blue if all modules match the model, red if none does, amber between."""
         if self.matched is None or self.matched == self.modules:
             return _ACTS
         return _PARTLY if self.matched else _NOTHING
@@ -415,12 +421,14 @@ def rows_of(report: "LoraInspection", on_model: "OnModel | None") -> list[BlockR
 def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
     yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
     strongest = max(report.blocks, key=lambda block: block.norm or 0.0, default=None)
-    parts = [f"{len(report.modules)} modules in {report.format} format."]
+    parts = [f"{counted(len(report.modules), 'module')} in {report.format} format."]
     if strongest is not None and strongest.norm and strongest.share is not None:
         parts.append(f"{strongest.name} is strongest: {100 * strongest.share:.0f} % of the LoRA.")
     if on_model is not None:
         verdict = on_model.verdict
-        parts[0] = f"{len(verdict.matched)} of {len(verdict.modules)} modules match {on_model.model.name}."
+        parts[0] = (
+            f"{len(verdict.matched)} of {counted(len(verdict.modules), 'module')} {'matches' if len(verdict.matched) == 1 else 'match'} {on_model.model.name}."
+        )
         parts += ["Red matches nothing."] if verdict.unmatched else []
     yield Label(16, 54, " ".join(parts), size=13, colour=FAINT)
     yield Label(_LEFT, _TOP - 14, "Strength of a block, and its share")
@@ -435,13 +443,18 @@ def _picture_bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
         length = max(1.0, (_RIGHT - _LEFT) * (row.norm or 0.0) / largest)
         yield Label(_LEFT - 8, y + 15, _shortened(row.name), anchor="end")
         yield Bar(
-            _LEFT, y + 3, length, _ROW - 7, row.colour, f"{row.name}: {row.modules} modules, {row.figures}"
+            _LEFT,
+            y + 3,
+            length,
+            _ROW - 7,
+            row.colour,
+            f"{row.name}: {counted(row.modules, 'module')}, {row.figures}",
         )
         yield Label(_LEFT + length + 6, y + 15, row.short)
 
 
 def _picture_strips(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
-    """A cell for each module of a block; red is what matches nothing in the model."""
+    """A cell for each module of a block, red if it matches nothing in the model."""
     largest = max((module.norm or 0.0 for module in report.modules), default=0.0) or 1.0
     matched = None if on_model is None else {module.name for module in on_model.verdict.matched}
     for index, block in enumerate(report.blocks):
@@ -468,19 +481,23 @@ _VERDICT_STYLE = {"same": "green", "scaled": "yellow", "different": "bold red"}
 @app.command("diff", epilog=DIFF_EPILOG)
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="LoRA file of any format.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="LoRA to compare it with.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The LoRA to compare it with.", show_default=False)],
     tolerance: Annotated[
         float,
-        typer.Option("--tolerance", help="Relative difference of a module that counts as the same.", min=0.0),
+        typer.Option(
+            "--tolerance",
+            help="Modules whose relative difference is at most this count as the same.",
+            min=0.0,
+        ),
     ] = 0.01,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every module.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two LoRAs: the same change, a scaled version of it, or another.
 
-    What counts is the change that a LoRA makes, whatever its format, rank,
-    alpha and precision; those are listed too. Exit code as of diff: 0 the
-    same within the tolerance, 1 scaled or different, 2 trouble.
+    What counts is the change that each LoRA makes, whatever its format, rank,
+    alpha and precision, which are listed too. The exit code is 0 if they are
+    the same within the tolerance, 1 if scaled or different, 2 for an error.
     """
     from sigmascope.lora.compare import compare_loras
 
@@ -499,7 +516,7 @@ def diff(
 
 
 def print_comparison(console: Console, report: "LoraComparison", *, verbose: bool) -> None:
-    """Show both files, the verdict, what only one has, and the modules that differ most or all."""
+    """Show both files, the verdict, what only one has, and all modules or those that differ most."""
     console.print(title("LoRA A", report.a.path))
     console.print(title("LoRA B", report.b.path))
     console.print(_sides(report.a, report.b))

@@ -84,13 +84,18 @@ def merge(
     weights: Annotated[
         str | None,
         typer.Option(
-            "--weights", metavar="<numbers>", help="Strength of each: 0.7,0.3.", show_default="1 each"
+            "--weights",
+            metavar="<numbers>",
+            help="Strength of each LoRA, such as 0.7,0.3.",
+            show_default="1 each",
         ),
     ] = None,
     into: Annotated[
         Path | None,
         typer.Option(
-            "--into", help="Checkpoint to merge into; --save_to is then one too.", show_default=False
+            "--into",
+            help="Checkpoint to merge into; --save_to then names the merged checkpoint.",
+            show_default=False,
         ),
     ] = None,
     method: Annotated[
@@ -98,13 +103,13 @@ def merge(
         typer.Option(
             "--method",
             metavar="<name>",
-            help="linear: weighted sum. ties: largest values, one sign each, elected before the weights count "
+            help="linear: weighted sum. ties: the largest values, all with one sign, chosen before the weights apply "
             "(ties_mergekit: after). dare: random values, rescaled.",
         ),
     ] = Method.LINEAR,
     density: Annotated[
         float | None,
-        typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
+        typer.Option("--density", help="Share of the values that ties or dare keeps.", show_default="0.5"),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of dare's random choice.", show_default="0")
@@ -117,13 +122,16 @@ def merge(
     base_model_path: Annotated[
         Path | None,
         typer.Option(
-            "--base_model_path", help="Model, for DoRA: its change depends on it.", show_default=False
+            "--base_model_path",
+            help="For DoRA: the base model, on which its change depends.",
+            show_default=False,
         ),
     ] = None,
     allow_unmatched: Annotated[
         bool,
         typer.Option(
-            "--allow_unmatched", help="With --into: go on without modules that the checkpoint lacks."
+            "--allow_unmatched",
+            help="With --into: skip modules that the checkpoint lacks, instead of refusing.",
         ),
     ] = False,
     verbose: Verbose = False,
@@ -131,9 +139,9 @@ def merge(
 ) -> None:
     """Merge LoRAs into one LoRA, or into a checkpoint.
 
-    Formats may differ. The weighted sum of LoRAs is exact: its rank is the
-    sum of their ranks, less with a rank option. Into a checkpoint the changes
-    are added in float32 and rounded once; all else is copied bit for bit.
+    Formats may differ. The weighted sum of LoRAs is exact: its rank is the sum
+    of their ranks, unless you give a rank option. In a checkpoint, changes are
+    added in float32 and rounded once; all other weights are copied bit for bit.
     """
     plan = ranks.plan()
     strengths, how = _parse_weights(weights), _method(method, density, seed)
@@ -183,7 +191,7 @@ def _parse_weights(text: str | None) -> tuple[float, ...] | None:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(
-            f"--weights {text} are no numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
+            f"--weights {text}: these are not numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
         ) from error
 
 
@@ -193,7 +201,7 @@ def _method(method: Method, density: float | None, seed: int | None) -> "MergeMe
     if density is not None and method is Method.LINEAR:
         raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")
     if seed is not None and method is not Method.DARE:
-        raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
+        raise ConfigError("--seed has no effect: this merge is not random.", hint="Add --method dare.")
     return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
 
 
@@ -232,7 +240,7 @@ def _into(
 
 
 def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *, verbose: bool) -> None:
-    """Show what was changed in the checkpoint, and what rounding took away."""
+    """Show what changed in the checkpoint, and how much rounding lost."""
     console.print(title("LoRA merge", report.checkpoint.name))
     console.print(facts(_checkpoint_merge_facts(report)))
     shown = report.tensors if verbose else report.most_lost
@@ -287,7 +295,7 @@ def resize(
     *,
     lora: Annotated[Path, typer.Argument(metavar="IN", help="LoRA of any format.", show_default=False)],
     save_to: Annotated[
-        Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
+        Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.", show_default=False)
     ],
     ranks: ResizeFlags,
     statistics: Statistics = None,
@@ -297,16 +305,16 @@ def resize(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give a LoRA another rank, without the models it was made from.
+    """Change a LoRA's rank, without the models it was made from.
 
-    Every layer becomes the nearest change of its new rank, and the errors
-    shown are those of what is stored. Give a rank, a method by which each
-    layer's singular values decide, or a size or error for the whole file.
+    Every layer gets the closest change of its new rank. The errors shown are
+    those of the stored factors. Give a rank, a method that chooses ranks from
+    singular values, or a size or error for the whole file.
     """
     plan = ranks.plan()
     if plan is None:
         raise ConfigError(
-            "how much rank is not said.",
+            "no rank is given.",
             hint="Give --rank 16, --rank_method energy:0.95, --max_size 50MB, or more.",
         )
     from sigmascope.lora.resize import resize_lora
@@ -329,7 +337,7 @@ def resize(
 
 
 def print_reduction(console: Console, what: str, report: "ReductionReport", *, verbose: bool) -> None:
-    """Show what became of each block or module, the totals, and what is left out."""
+    """Show the new ranks and errors of each block or module, the totals, and what is left out."""
     console.print(title(what, report.lora.name))
     console.print(_reduced_block_table(report))
     if verbose:
@@ -406,9 +414,10 @@ sigmascope lora convert lycoris.safetensors for_diffusers.safetensors --format p
 
 @app.command("convert", epilog=CONVERT_EPILOG)
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="LoRA to read, in any format.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The LoRA to convert, in any format.")],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors. Replaced when there.")
+        Path,
+        typer.Argument(metavar="OUT", help="The .safetensors file to write. An existing file is replaced."),
     ],
     target_format: Annotated[
         FormatName,
@@ -424,37 +433,37 @@ def convert(
         Path | None,
         typer.Option(
             "--model",
-            help="Model that the LoRA is for: tells what flattened names mean, and native names are its own.",
+            help="The model that the LoRA is for. It resolves flattened names, and gives the names for native.",
         ),
     ] = None,
     family: Annotated[
         str | None,
         typer.Option(
             "--family",
-            help=f"Of the model, where the LoRA does not tell: {', '.join(FAMILIES)}.",
+            help=f"The model's family, if the LoRA does not show it: {', '.join(FAMILIES)}.",
         ),
     ] = None,
     prefix: Annotated[
         str | None,
         typer.Option(
             "--prefix",
-            help="Before the denoiser's names in peft and native: unet, transformer, denoiser, or none.",
+            help="Prefix of the denoiser's names in peft and native: unet, transformer, denoiser, or none.",
         ),
     ] = None,
     save_precision: Annotated[
         Precision | None,
-        typer.Option("--save_precision", help="Storage of the factors; as they are when left out."),
+        typer.Option("--save_precision", help="Dtype of the stored factors. By default it stays as it is."),
     ] = None,
     drop_unsupported: Annotated[
         bool,
-        typer.Option("--drop_unsupported", help="Leave out what the format cannot hold, and list it."),
+        typer.Option("--drop_unsupported", help="Leave out and list what the format cannot hold."),
     ] = False,
     rank: Annotated[
         int | None,
         typer.Option(
             "--rank",
             metavar="<rank>",
-            help="Make plain factors of what peft cannot hold (LoHa, LoKr, whole weights). 9999: of all that there is.",
+            help="Approximate what peft cannot hold (LoHa, LoKr, whole weights) by factors of this rank. 9999: full rank.",
         ),
     ] = None,
     statistics: Statistics = None,
@@ -463,9 +472,9 @@ def convert(
 ) -> None:
     """Convert a LoRA to the format of another tool.
 
-    The change of every layer stays the same, unless --rank cuts what the format
-    cannot hold. Alpha becomes the rank, with the scale multiplied into the up
-    factor, and the header keeps what is still true.
+    The change of every layer stays the same, unless --rank approximates what the
+    format cannot hold. Alpha becomes the rank, and the scale is multiplied into
+    the up factor. The header keeps all entries that are still true.
     """
     from sigmascope.lora.convert import convert_lora
     from sigmascope.lora.writer import STORAGE_DTYPES

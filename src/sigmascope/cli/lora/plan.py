@@ -45,24 +45,26 @@ sigmascope lora plan base.safetensors tuned.safetensors --try 1MB,2MB,4MB --imag
 def plan(
     *,
     base_model: Annotated[
-        Path, typer.Argument(metavar="BASE", help="Checkpoint that the LoRA will be put on.")
+        Path, typer.Argument(metavar="BASE", help="The base model: the checkpoint that the LoRA will be for.")
     ],
-    tuned_model: Annotated[Path, typer.Argument(metavar="TUNED", help="Fine-tuned checkpoint.")],
+    tuned_model: Annotated[Path, typer.Argument(metavar="TUNED", help="The fine-tuned checkpoint.")],
     statistics: Statistics = None,
     ridge: Ridge = 1e-3,
     max_rank: Annotated[
-        int, typer.Option("--max_rank", help="Fixed ranks are tried in powers of two up to this.")
+        int, typer.Option("--max_rank", help="Try fixed ranks in powers of two up to this.")
     ] = 32,
     save_precision: Annotated[
-        Precision, typer.Option("--save_precision", help="Storage of the factors.")
+        Precision, typer.Option("--save_precision", help="Dtype of the stored factors.")
     ] = Precision.FP16,
     target_coverage: Annotated[
         TargetCoverage,
-        typer.Option("--target_coverage", metavar="<name>", help="As of lora extract."),
+        typer.Option(
+            "--target_coverage", metavar="<name>", help="Which layers to extract, as in lora extract."
+        ),
     ] = TargetCoverage.FULL,
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", metavar="<pattern>", help="Leave out layers that match. Repeatable."),
+        typer.Option("--exclude", metavar="<pattern>", help="Leave out matching layers. Repeatable."),
     ] = None,
     pairing: PairFlags,
     tries: Annotated[
@@ -76,20 +78,20 @@ def plan(
     ] = None,
     images: ImageFlags,
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Draw error against size into this .svg or .png file.")
+        Path | None, typer.Option("--picture", help="Plot error against size in this .svg or .png file.")
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what error a LoRA of two models has at which size.
+    """Show how the error of a LoRA depends on its size, before you extract it.
 
-    Each layer's change is decomposed once; nothing is written. A fixed rank
-    is compared with the best ranks for the same bytes (extract --max_size).
-    The knee is the size beyond which more bytes gain little.
+    Nothing is written. The table compares each fixed rank with the best ranks
+    for the same bytes (extract --max_size). Beyond the size called the knee,
+    more bytes gain little.
     """
     sizes = [] if tries is None else [parse_size(size, "--try") for size in tries.split(",")]
     if sizes and images.images is None:
-        raise ConfigError("--try measures pictures.", hint="Add --images FOLDER.")
+        raise ConfigError("--try needs pictures to measure.", hint="Add --images FOLDER.")
     if images.images is not None and not sizes:
         raise ConfigError("--images is for --try.", hint="Add --try 1MB,2MB,4MB, or leave it out.")
     models = {"base": base_model, "tuned": tuned_model}

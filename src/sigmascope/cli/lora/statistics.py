@@ -1,4 +1,4 @@
-"""`sigmascope lora statistics` and `lora fit`: run a model on a few inputs, for LoRAs that keep the picture."""
+"""`sigmascope lora statistics` and `lora fit`: run a model on a few inputs, to make LoRAs whose pictures come closer."""
 
 import shlex
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.fit import FittedLora
     from sigmascope.lora.statistics import ModelStatistics
 
-_INPUTS = "What it is run on"
+_INPUTS = "Inputs"
 _MODEL = "Model"
 app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
@@ -52,23 +52,25 @@ sigmascope lora fit small.safetensors --base_model_path sdxl-base --tuned_model_
 
 @dataclass(frozen=True)
 class CalibrationFlags:
-    """On which inputs a model is run, and how."""
+    """The inputs that a model runs on, and how it runs."""
 
     images: Annotated[
         Path | None,
-        typer.Option("--images", help="Folder of pictures, for an LBM.", rich_help_panel=_INPUTS),
+        typer.Option("--images", help="For an LBM: a folder of pictures.", rich_help_panel=_INPUTS),
     ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(
-            "--prompts", help="Text file, a prompt on each line, for a pipeline.", rich_help_panel=_INPUTS
+            "--prompts",
+            help="For a pipeline: a text file with a prompt on each line.",
+            rich_help_panel=_INPUTS,
         ),
     ] = None
     noise: Annotated[
         int | None,
         typer.Option(
             "--noise",
-            help="Use this many pictures of blurred noise, or prompts of random words.",
+            help="Use this many pictures of blurred noise, or prompts of random words, instead.",
             rich_help_panel=_INPUTS,
         ),
     ] = None
@@ -76,19 +78,29 @@ class CalibrationFlags:
         int | None,
         typer.Option(
             "--num_inference_steps",
-            help="1 for an LBM. Of a pipeline 3 for statistics, its own with --through calls; for a fit as the LoRA will "
-            "be used.",
+            help="Default: 1 for an LBM; for a pipeline 3 in statistics, or its own default with --through calls. For a fit, "
+            "use as many as with the finished LoRA.",
             show_default=False,
             rich_help_panel=_INPUTS,
         ),
     ] = None
     guidance_scale: Annotated[
         float | None,
-        typer.Option("--guidance_scale", help="Of a pipeline.", show_default=False, rich_help_panel=_INPUTS),
+        typer.Option(
+            "--guidance_scale",
+            help="Guidance scale of a pipeline.",
+            show_default=False,
+            rich_help_panel=_INPUTS,
+        ),
     ] = None
     size: Annotated[
         str | None,
-        typer.Option("--size", help="WIDTHxHEIGHT.", show_default=False, rich_help_panel=_INPUTS),
+        typer.Option(
+            "--size",
+            help="Size of the pictures, as WIDTHxHEIGHT.",
+            show_default=False,
+            rich_help_panel=_INPUTS,
+        ),
     ] = None
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of all random choices.", rich_help_panel=_INPUTS)
@@ -99,33 +111,35 @@ class CalibrationFlags:
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(
-            "--gradient_checkpointing", help="Compute blocks twice, to save memory.", rich_help_panel=_MODEL
+            "--gradient_checkpointing",
+            help="Save memory by computing each block twice.",
+            rich_help_panel=_MODEL,
         ),
     ] = False
 
     def require_one(self) -> None:
-        """Refuse, by a ConfigError, no input or several kinds of them."""
+        """Raise a ConfigError unless exactly one kind of input is given."""
         if sum(given is not None for given in (self.images, self.noise, self.prompts)) != 1:
             raise ConfigError(
-                "it needs one kind of input.",
+                "Give one kind of input.",
                 hint="Give --images FOLDER for an LBM, --prompts FILE for a pipeline, or --noise 16.",
             )
 
     def is_for_pipeline(self, model: Path) -> bool:
-        """Whether the model is a diffusers folder, as the inputs say or the folder itself."""
+        """Whether the model is a diffusers folder, judged by the kind of input or by the folder."""
         if self.noise is None:
             return self.prompts is not None
         return (model / "model_index.json").is_file()
 
     def refuse(self, **of_pipeline: object) -> None:
-        """Refuse, by a ConfigError, what an LBM has not."""
+        """Raise a ConfigError for a flag that an LBM does not have."""
         for flag, given in {"guidance_scale": self.guidance_scale, **of_pipeline}.items():
             if given is not None:
-                raise ConfigError(f"--{flag} is for a pipeline.", hint="Leave it out for an LBM.")
+                raise ConfigError(f"--{flag} is for a pipeline, and this is an LBM.", hint="Leave it out.")
 
     @property
     def place(self) -> dict[str, Any]:
-        """Dtype, device and what memory may cost."""
+        """Dtype, device, and whether to checkpoint gradients."""
         with needs_extra("lbm"):
             from sigmascope.lbm.devices import resolve_device, resolve_dtype
 
@@ -137,7 +151,7 @@ class CalibrationFlags:
 
     @property
     def texts(self) -> list[str] | int:
-        """The prompts, or how many of random words."""
+        """The prompts, or the number of random ones to make."""
         if self.prompts is None:
             return self.noise or 0
         try:
@@ -156,13 +170,13 @@ class CalibrationFlags:
         if self.size is not None:
             width, cross, height = self.size.partition("x")
             if not (cross and width.isdigit() and height.isdigit()):
-                raise ConfigError(f"--size {self.size} is no size.", hint="Write it as 512x512.")
+                raise ConfigError(f"--size {self.size} is not a size.", hint="Write it as 512x512.")
             call |= {"width": int(width), "height": int(height)}
         return {name: value for name, value in call.items() if value is not None}
 
     @property
     def pictures(self) -> "list[Image]":
-        """What an LBM translates."""
+        """The pictures that an LBM translates."""
         with needs_extra("lbm"):
             from sigmascope.lbm.images import find_images, load_image
             from sigmascope.lbm.lbm_statistics import noise_pictures
@@ -187,7 +201,7 @@ class CalibrationFlags:
 def statistics(
     *,
     model: Annotated[
-        Path, typer.Argument(help="LBM checkpoint, or a diffusers folder. The base or the tuned model.")
+        Path, typer.Argument(help="The base or the tuned model: an LBM checkpoint or a diffusers folder.")
     ],
     save_to: SaveTo,
     inputs: CalibrationFlags,
@@ -195,8 +209,8 @@ def statistics(
         Literal["sampling", "calls"] | None,
         typer.Option(
             "--through",
-            help="Of a pipeline. sampling: an error counts as it arrives in the picture. calls: as it shows in its step's "
-            "output, for schedulers that let no gradient through.  [default: sampling]",
+            help="For a pipeline, where an error is measured. sampling: in the finished picture. calls: in the output of its "
+            "step, for schedulers without gradients.  [default: sampling]",
             show_default=False,
             rich_help_panel=_INPUTS,
         ),
@@ -209,21 +223,22 @@ def statistics(
         int,
         typer.Option(
             "--full_up_to",
-            help="Layers up to this width keep all their moments, wider ones a diagonal and --rank directions.",
+            help="Layers up to this width keep all moments. Wider ones keep the diagonal and --rank directions.",
             rich_help_panel=_MODEL,
         ),
     ] = 256,
     rank: Annotated[
-        int, typer.Option("--rank", help="Directions kept of wider layers.", rich_help_panel=_MODEL)
+        int,
+        typer.Option("--rank", help="Number of directions that wider layers keep.", rich_help_panel=_MODEL),
     ] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Run a model on a few inputs and keep what its layers do, for extract --statistics.
+    """Run a model on a few inputs and measure how its layers affect the picture, for extract --statistics.
 
-    The model is called as always, and once more with gradients. For each
-    layer the second moments of what the picture feels of its weight are
-    kept. Eight pictures are enough for an LBM; give a pipeline 64 prompts.
-    A run that was killed goes on when it is started again.
+    The model runs as usual, then once more with gradients. The file holds
+    second moments of each layer's inputs and gradients. Eight pictures are
+    enough for an LBM; give a pipeline 64 prompts. If a run is killed, the same
+    command continues it.
     """
     from sigmascope.checkpoints import open_checkpoint
     from sigmascope.lora.file import check_target, refuse_inputs
@@ -280,7 +295,7 @@ def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
     rows = [
         ("Layers", f"{len(found)}, and {len(found.unmet)} without statistics"),
         ("Calls of the model", str(found.facts["calls"])),
-        ("Kept, least of a layer", percent(found.captured)),
+        ("Kept of a layer, at least", percent(found.captured)),
     ]
     console.print(facts(rows))
     print_written(console, path, path.stat().st_size)
@@ -292,18 +307,25 @@ def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
 @option_groups
 def fit(
     *,
-    lora: Annotated[Path, typer.Argument(help="LoRA of up and down factors, such as extract makes.")],
+    lora: Annotated[
+        Path, typer.Argument(help="The LoRA to fit, with up and down factors, as extract makes it.")
+    ],
     base_model_path: Annotated[
-        Path, typer.Option("--base_model_path", help="LBM checkpoint or diffusers folder it is for.")
+        Path,
+        typer.Option("--base_model_path", help="The base model: an LBM checkpoint or a diffusers folder."),
     ],
     tuned_model_path: Annotated[
-        Path, typer.Option("--tuned_model_path", help="The tuned model, whose pictures the LoRA should give.")
+        Path,
+        typer.Option("--tuned_model_path", help="The tuned model, whose pictures the LoRA should reproduce."),
     ],
     save_to: SaveTo,
     inputs: CalibrationFlags,
-    steps: Annotated[int, typer.Option("--steps", help="Of the optimizer.")] = 400,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of the optimizer.")] = 400,
     learning_rate: Annotated[
-        float, typer.Option("--learning_rate", help="As a share of each factor's size; falls to 0.")
+        float,
+        typer.Option(
+            "--learning_rate", help="Learning rate, as a share of each factor's size. It falls to 0."
+        ),
     ] = 0.01,
     batch_size: Annotated[int, typer.Option("--batch_size", help="Prompts per call of a pipeline.")] = 1,
     gradient_accumulation_steps: Annotated[
@@ -311,11 +333,11 @@ def fit(
     ] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Fit a LoRA to the tuned model's outputs: nearer pictures from the same bytes.
+    """Fit a LoRA to the tuned model's outputs: closer pictures from the same bytes.
 
-    The tuned model runs on a few inputs, and the LoRA's factors learn to give
-    its outputs back, all layers together. Ranks, names and size stay. Inputs
-    that are held out tell how near it comes; if no nearer, nothing changes.
+    The tuned model runs on a few inputs, and all factors of the LoRA learn
+    together to reproduce its outputs. Ranks, names and size stay. Some inputs
+    are held out as a test; if the LoRA does no better on them, it stays as it is.
     """
     from sigmascope.lora.file import check_target, refuse_files
     from sigmascope.lora.fit import FitOptions

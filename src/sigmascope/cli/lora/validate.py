@@ -31,7 +31,7 @@ from sigmascope.cli.console import (
 from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.svg import PICTURES
-from sigmascope.units import printable
+from sigmascope.units import counted, printable
 
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport, OutputError
@@ -51,8 +51,8 @@ _BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": 
 _MOST_FAILURES = 10
 _IMAGES_PANEL = "On pictures (LBM only)"
 
-_PICTURES_SHOWN = 5
-"""Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
+_MOST_PICTURES_SHOWN = 5
+"""How many pictures are listed without --verbose, those with the largest error first."""
 
 
 def _image_option(name: str, help_text: str, default: str | bool = True, **more: Any) -> Any:
@@ -61,28 +61,30 @@ def _image_option(name: str, help_text: str, default: str | bool = True, **more:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFlags:
-    """What the models translate with `--images`, and how; None where nothing was typed."""
+    """What the models translate with `--images`, and how; None for a flag that was not given."""
 
     images: Annotated[
         Path | None,
         _image_option(
             "--images",
-            "Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
+            "Also translate the pictures in this folder with base, base + LoRA and tuned model, and compare them.",
             metavar="<folder>",
         ),
     ] = None
     config_path: Annotated[
-        Path | None, _image_option("--config_path", "YAML of the models.", "beside each model")
+        Path | None, _image_option("--config_path", "The models' YAML.", "beside each model")
     ] = None
     num_inference_steps: Annotated[
         int | None, _image_option("--num_inference_steps", "Steps along the bridge.", "1")
     ] = None
-    seed: Annotated[int | None, _image_option("--seed", "Of the noise, the same for all.", "0")] = None
+    seed: Annotated[
+        int | None, _image_option("--seed", "Seed of the noise, the same for all models.", "0")
+    ] = None
     resolution: Annotated[
         int | None, _image_option("--resolution", "Side of the square working size.", "the config's")
     ] = None
     torch_dtype: Annotated[
-        str | None, _image_option("--torch_dtype", "Of the models: float32, bf16, fp16.", "float32")
+        str | None, _image_option("--torch_dtype", "Dtype of the models: float32, bf16, fp16.", "float32")
     ] = None
     device: Annotated[
         str | None, _image_option("--device", "Where the models run: auto, cpu, cuda.", "auto")
@@ -96,19 +98,19 @@ def validate(
     base_model_path: BasePath,
     tuned_model_path: TunedPath,
     lora_path: Annotated[
-        Path, typer.Option("--lora_path", help="LoRA to prove, of any format.", show_default=False)
+        Path, typer.Option("--lora_path", help="The LoRA to validate, in any format.", show_default=False)
     ],
     layer_names: Annotated[
         Path | None,
         typer.Option(
             "--layer_names",
-            help="Where to list the LoRA's layers, for training.",
+            help="Text file for the names of the LoRA's layers, for training.",
             show_default="lora_layer_names.txt beside the LoRA",
         ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", help="Draw the errors of layers and blocks into this .svg or .png."),
+        typer.Option("--picture", help="Draw the errors of layers and blocks in this .svg or .png file."),
     ] = None,
     min_success_rate: Annotated[
         float,
@@ -116,9 +118,7 @@ def validate(
     ] = 100.0,
     workers: Annotated[
         int | None,
-        typer.Option(
-            "--workers", help="CPU threads, one per core.", show_default="one for each core, up to 8", min=1
-        ),
+        typer.Option("--workers", help="CPU threads.", show_default="one for each core, up to 8", min=1),
     ] = None,
     images: ImageFlags,
     pairing: PairFlags,
@@ -128,10 +128,10 @@ def validate(
     """Measure how well base + LoRA reproduces the fine-tuned model.
 
     Bands of relative error: excellent below 5 %, good to 50 %, poor to 100 %,
-    above that more noise than signal. The success rate is over all layers
-    that changed and all modules of the LoRA; below --min_success_rate the
-    exit code is 1, and neither the list of layers nor the picture is written:
-    what is there stays. Lower it for a LoRA that leaves layers out on purpose.
+    and noise above. The success rate counts all layers that changed and all
+    modules of the LoRA. Below --min_success_rate the exit code is 1, and neither
+    the list of layers nor the picture is written. Lower it for a LoRA that
+    leaves layers out on purpose.
     """
     from sigmascope.lora.validate import validate_lora
 
@@ -160,18 +160,18 @@ def validate(
     if passed:
         _draw(picture, report, quiet=as_json)
     elif picture is not None:
-        typer.echo(f"The picture is not drawn into {picture}: the success rate is too low.", err=True)
+        typer.echo(f"The picture {picture} was not drawn, because the success rate is too low.", err=True)
     if lists_names:
         _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     else:
         reason = "the LoRA changes no layer" if passed else "the success rate is too low"
-        say(f"Layer names are not written to {names_path}: {reason}.", err=True)
+        say(f"Layer names were not written to {names_path}: {reason}.", err=True)
     if not passed:
         raise typer.Exit(1)
 
 
 def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
-    """Where the layer names go, refused before the work if it is no place for them.
+    """The file for the layer names; a bad one is refused before the work begins.
 
     Raises:
         ConfigError: The LoRA is a folder, or the list would replace an input or is not named `.txt`.
@@ -182,26 +182,25 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
         raise ConfigError(f"--lora_path {lora} is a folder.", hint="Name the LoRA's file in it.")
     path = asked or lora.parent / "lora_layer_names.txt"
     if path.suffix != ".txt":
-        raise ConfigError(
-            f"--layer_names {path} is not named as text.", hint="Give a name that ends in .txt."
-        )
+        raise ConfigError(f"--layer_names {path} is not a .txt file.", hint="Give a name that ends in .txt.")
     for file in inputs:
         if is_same_file(path, file):
             raise ConfigError(
-                f"--layer_names {path} is the input {file}.", hint="Give the name of a new text file."
+                f"--layer_names {path} would replace the input {file}.",
+                hint="Give the name of a new text file.",
             )
     return path
 
 
 def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
+    """Refuse a bad place for the picture before the work begins.
 
     Args:
         path: As typed.
         uses: What other files are for, whose place it cannot take.
 
     Raises:
-        ConfigError: It is named as no such picture, or would replace something else.
+        ConfigError: The name does not end in a picture's suffix, or another file would be replaced.
         WriteError: It cannot be written, or its folder cannot be made.
     """
     if path is None:
@@ -212,7 +211,7 @@ def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
     if path.suffix.lower() not in PICTURES:
         kinds = " or ".join(ending.removeprefix(".").upper() for ending in PICTURES)
         raise ConfigError(
-            f"--picture {path} is not named as {kinds}.",
+            f"--picture {path} is not {kinds}.",
             hint=f"Give a name that ends in {' or '.join(PICTURES)}.",
         )
     require_writable(path)
@@ -235,7 +234,9 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
     if flags.images is None:
         lonely = [name for name, value in asdict(flags).items() if value is not None]
         if lonely:
-            raise ConfigError(f"--{lonely[0]} is for --images only.", hint="Add a folder, or leave it out.")
+            raise ConfigError(
+                f"--{lonely[0]} is for --images only.", hint="Add --images FOLDER, or leave it out."
+            )
         return
     with needs_extra("lbm"):
         from sigmascope.lbm.bridge import bridge_sigmas
@@ -286,16 +287,14 @@ def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "Im
 
 
 def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
-    """Show how well a LoRA reproduces the tuned model: fidelity, what is applied, blocks, bands, the worst layers."""
+    """Show how well a LoRA reproduces the tuned model: fidelity, applied modules, blocks, bands, worst layers."""
     said_first = [finding for finding in report.findings if finding.id == "lora.other_model"]
     console.print(title("LoRA validation", report.lora.name))
     console.print(facts(_headline(report)))
     console.print(findings(said_first))
     console.print(block_table(report.blocks, "Applied"))
     console.print(
-        module_table("Every layer", report.modules)
-        if verbose
-        else module_table(f"Worst {len(report.worst)} layers", report.worst)
+        module_table("Every layer", report.modules) if verbose else module_table("Worst layers", report.worst)
     )
     console.print(facts(_validation_facts(report)))
     if verbose or not said_first:
@@ -304,9 +303,9 @@ def print_validation(console: Console, report: "ValidationReport", *, verbose: b
 
 
 def _headline(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
-    """Two figures: how near the tuned model is reached, and how much of the LoRA has a place at all."""
+    """Two figures: how close the tuned model is reached, and how much of the LoRA could be applied."""
     fidelity = "-" if report.fidelity is None else f"{report.fidelity:.1f} %"
-    applied = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
+    applied = f"{report.success_rate:.1f} % ({report.applied} of {counted(len(report.modules), 'module')})"
     return [
         ("Fidelity", Text.assemble(fidelity, " of the change  ", _band(report.band))),
         ("Applied", Text(applied, style="green" if not report.failures else "bold red")),
@@ -323,7 +322,7 @@ def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableT
         ("Error, overall", overall),
         ("Error, average", percent(report.average_error)),
         ("Layers by band", counts),
-        ("Unchanged layers", f"{report.unchanged_layers} (need no module)"),
+        ("Unchanged layers", f"{report.unchanged_layers} (they need no module)"),
         ("Time", f"{report.seconds:.1f} s"),
     ]
 
@@ -343,7 +342,7 @@ def _failures(failures: Sequence["ModuleError"]) -> Group:
 
 
 def block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
-    """Ranks and errors by block; `applied` heads the column of how many modules there are of how many."""
+    """Ranks and errors by block; `applied` is the heading of the column that counts modules."""
     made = table("Block", applied, "Rank", "Change", "Error", "Mean", "Worst", "Band", left=("Band",))
     for block in blocks:
         complete = block.applied == block.modules
@@ -378,7 +377,7 @@ def module_table(heading: str, modules: Sequence["ModuleError"]) -> Table:
 def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> None:
     """Show how far base and base + LoRA are from the tuned model's pictures."""
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
-    shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
+    shown = report.pictures if verbose else farthest[:_MOST_PICTURES_SHOWN]
     overall = [(f"all {len(report.pictures)}", report.overall)] if len(report.pictures) > 1 else []
     rows: Iterator[tuple[Text | str, ...]] = (
         (Text(label), model, *_cells(error))
@@ -406,13 +405,17 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         console.print(Text(f"The LoRA leaves {percent(left)} of the way from base to tuned latents."))
     if len(shown) < len(report.pictures):
         console.print(
-            Text(f"{len(report.pictures) - _PICTURES_SHOWN} more pictures: --verbose or --json lists all")
+            Text(
+                f"and {counted(len(report.pictures) - _MOST_PICTURES_SHOWN, 'more picture')}; --verbose or --json lists all"
+            )
         )
     for file in report.unreadable:
         console.print(Text(f"unreadable: {file.file} ({file.reason})", overflow="fold"))
     if report.not_applied:
         console.print(
-            Text(f"{len(report.not_applied)} modules of the LoRA fit nothing and did nothing here.")
+            Text(
+                f"{counted(len(report.not_applied), 'module fits', 'modules fit')} no layer of the model, and had no effect."
+            )
         )
 
 
@@ -437,7 +440,7 @@ def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None
 
 
 def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
-    """Write the list after the report is shown: a place that nobody asked for may be read-only.
+    """Write the list, after the report is shown: the default folder may be read-only.
 
     Raises:
         WriteError: The place was asked for and cannot be written.
@@ -449,7 +452,9 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
     except WriteError as error:
         if required:
             raise
-        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
+        say(
+            f"Layer names were not written: {error.message} Choose another file with --layer_names.", err=True
+        )
         return
     if not quiet:
         Console().print(Text(printable(f"Layer names: {path}")))

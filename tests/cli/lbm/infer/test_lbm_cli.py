@@ -220,7 +220,7 @@ def test_source_is_never_overwritten(arguments: dict[str, str], tmp_path: Path, 
         target.symlink_to(source)
     elif way == "dots":
         target = source.parent / ".." / source.parent.name / source.name
-    with pytest.raises(ConfigError, match=f"{flag}: .* is --source_image too"):
+    with pytest.raises(ConfigError, match=f"{flag}: .* is also --source_image"):
         run(arguments | {flag: str(target)})
     assert source.read_bytes() == before
 
@@ -235,7 +235,7 @@ def test_run_never_replaces_another_file_of_the_command(
     }
     path = Path(arguments[flag])
     before = path.read_bytes() if path.exists() else None
-    with pytest.raises(ConfigError, match=f"--run_path: .* is {flag} too"):
+    with pytest.raises(ConfigError, match=f"--run_path: .* is also {flag}"):
         run(arguments | {"--run_path": str(path)})
     assert (path.read_bytes() if path.exists() else None) == before
 
@@ -243,13 +243,13 @@ def test_run_never_replaces_another_file_of_the_command(
 def test_run_never_replaces_a_config_that_is_found_or_weights_in_a_folder(
     arguments: dict[str, str], folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="is the model's config too"):
+    with pytest.raises(ConfigError, match="is also the model's config"):
         run(arguments | {"--run_path": str(folder / "config.yaml")})
     (tmp_path / "model").mkdir()
     shard = tmp_path / "model" / "shard.safetensors"
     shard.write_bytes((folder / "base.safetensors").read_bytes())
     for model in (tmp_path / "model", tmp_path / "model" / "model.safetensors.index.json"):
-        with pytest.raises(ConfigError, match="is --base_model_path too"):
+        with pytest.raises(ConfigError, match="is also --base_model_path"):
             run(arguments | {"--base_model_path": str(model), "--run_path": str(shard)})
 
 
@@ -257,7 +257,7 @@ def test_run_never_replaces_a_config_that_is_found_or_weights_in_a_folder(
 def test_conditioning_is_never_overwritten(arguments: dict[str, str], tmp_path: Path, flag: str) -> None:
     depth = tmp_path / "depth.png"
     Image.new("RGB", (4, 4)).save(depth)
-    with pytest.raises(ConfigError, match=f"{flag}: .* is --conditioning depth too"):
+    with pytest.raises(ConfigError, match=f"{flag}: .* is also --conditioning depth"):
         run(arguments | {"--conditioning": f"depth={depth}", flag: str(depth)})
 
 

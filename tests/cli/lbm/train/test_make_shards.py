@@ -120,7 +120,7 @@ def test_options_that_make_no_sense_are_refused(arguments: list[str], words: str
 def test_only_unusable_pairs_are_an_error(tmp_path: Path) -> None:
     for key in ("source", "target"):
         (tmp_path / f"a_{key}.png").write_bytes(b"no picture")
-    with pytest.raises(ConfigError, match="none of 1 pairs can be used"):
+    with pytest.raises(ConfigError, match="no pair can be used, of 1"):
         run(tmp_path, tmp_path / "out")
 
 

@@ -168,7 +168,7 @@ def test_a_list_of_layer_names_stays_when_the_lora_fails(
     outcome = sigmascope(*validate_arguments(files, *(["--layer_names", names] if asked else [])))
     assert outcome.code == 1
     assert names.read_text(encoding="utf-8") == "denoiser.conv_in\n"
-    assert f"Layer names are not written to {names}" in outcome.err
+    assert f"Layer names were not written to {names}" in outcome.err
     none = sigmascope(*validate_arguments(files, "--min_success_rate", 0, "--layer_names", names, "--json"))
     assert none.code == 0
     assert json.loads(none.out)["layer_names"] is None
@@ -330,7 +330,7 @@ def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
     outcome = sigmascope(*validate_arguments(files))
     assert outcome.code == 0
     assert "10 of 10 modules" in outcome.out
-    assert "Layer names are not written" in outcome.err
+    assert "Layer names were not written" in outcome.err
     asked = sigmascope(*validate_arguments(files, "--layer_names", files.base / "n.txt"))
     assert asked.code == 1
     assert "10 of 10 modules" in asked.out

@@ -119,7 +119,7 @@ def test_resize_takes_any_way_to_choose_ranks(lora: Path, sigmascope: Sigmascope
 def test_resize_wants_to_know_how_much_rank(lora: Path, sigmascope: Sigmascope) -> None:
     outcome = sigmascope("lora", "resize", lora, lora.with_name("s.safetensors"))
     assert outcome.code == 2
-    assert "how much rank is not said" in outcome.err
+    assert "no rank is given" in outcome.err
     assert "--rank 16" in outcome.err
 
 
@@ -184,7 +184,7 @@ def test_merge_into_a_checkpoint_that_lacks_layers(lora: Path, model: Path, sigm
     ("flags", "said"),
     [
         (("--weights", "0.5"), "1 numbers for 2 LoRAs"),
-        (("--weights", "a,b"), "--weights a,b are no numbers"),
+        (("--weights", "a,b"), "--weights a,b: these are not numbers"),
         (("--density", 0.5), "--density has no effect"),
         (("--seed", 1), "--seed has no effect"),
         (("--allow_unmatched",), "--allow_unmatched: for --into only"),
