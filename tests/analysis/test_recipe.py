@@ -59,7 +59,7 @@ def test_more_steps_explain_the_time_that_they_take() -> None:
 
 @pytest.mark.parametrize(
     ("step", "says"),
-    [(4.0, "explain it."), (16.0, "explain it."), (40.0, "explain a part.")],
+    [(4.0, "explain it."), (16.0, "explain it."), (40.0, "explain part of it.")],
     ids=["in proportion", "by the square", "by more"],
 )
 def test_a_larger_picture_explains_up_to_the_square_of_its_pixels(step: float, says: str) -> None:
@@ -153,8 +153,7 @@ def test_noise_that_nobody_seeded_accuses_no_part() -> None:
         facts = {name: value for name, value in run.stages[0].facts.items() if name != "seeds"}
         runs.append(replace(run, stages=(replace(run.stages[0], facts=facts),)))
     assert headline(runs[1], runs[0]) == (
-        "Times are as before. "
-        "The outputs differ from the latent of denoising on, as they do where no seed is set."
+        "Times are as before. The outputs differ from the latent of denoising on, as they do without a seed."
     )
 
 

@@ -1,8 +1,7 @@
 """Where a run's time went, in rows that sum to the whole, and the one sentence to read first.
 
-`time_breakdown` divides the wall time of a run into what its stages took, what their steps took, what went by between
-the steps, and what lies outside all stages. `headline` says what went wrong, or else which row is the longest, and
-where the memory was highest.
+`time_breakdown` divides the wall time of a run among its stages, their steps, the time between steps, and the time
+outside all stages. `headline` says what went wrong, or else which row is the longest, and where memory was highest.
 """
 
 from collections import Counter
@@ -41,14 +40,13 @@ Part = Literal["stage", "rest of stage", "steps", "scheduler", "between steps", 
 OWN: Final = "the watch itself"
 IMPORTING: Final = "imports"
 _HEADLINE_WASTE_SHARE: Final = 0.25
-"""Of the run's time: a finding that could save as much is the headline."""
-_SMALL_SHARE: Final = 0.005
-_PLACE_SHARE: Final = 0.25
-"""Of the longest row's time: a place in the program's own code with as much is named."""
-_MOST_PLACES: Final = 3
-"""Of one row are shown."""
+"""Share of the run's time: a finding that could save this much is the headline."""
+_LEAST_SHARE_SHOWN: Final = 0.005
+_LEAST_PLACE_SHARE: Final = 0.25
+"""Share of the longest row's time: the headline names a place in the program's own code that takes this much."""
+_MOST_PLACES_OF_ROW: Final = 3
 _MOST_PACKAGES: Final = 3
-_HAS_ROW: Final = "time.callback_takes_long"
+_FINDING_WITH_ROW: Final = "time.callback_takes_long"
 _FAULTS: Final = ("critical", "error")
 
 
@@ -93,10 +91,10 @@ class TimeShare:
 
 
 def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
-    """The rows of a run, in the order in which they are first met; folded generations are in them.
+    """The rows of a run in the order in which they first appear, with folded generations.
 
-    They sum to the run's seconds, or to more where stages ran side by side. A stage inside one of the usual stages
-    (`STAGES`) that is no usual one itself, such as one text encoder's, is in the row of that around it.
+    They sum to the run's seconds, or to more if stages ran side by side. If a stage inside a usual one (`STAGES`) is not
+    usual itself, such as that of a text encoder, its time is in the row of the stage around it.
     """
     if not is_duration(run.seconds):
         return ()
@@ -118,7 +116,7 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
 
 
 def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
-    """The row with what was seen in it; a usual stage without steps or stages inside explains itself."""
+    """The row with the places seen in it; a usual stage without steps or inner stages needs none."""
     if row.part in ("steps", "scheduler") or (row.part == "stage" and row.name.rsplit("/", 1)[-1] in STAGES):
         return row
     part = "stage" if row.part == "rest of stage" else row.part
@@ -132,18 +130,22 @@ def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
 
 def large_places(row: TimeShare, run: Run) -> list[HostPlace]:
     """The places of a row to show: at most three, none below half a per cent of the time."""
-    return [place for place in row.places[:_MOST_PLACES] if place.seconds >= _SMALL_SHARE * run.seconds]
+    return [
+        place
+        for place in row.places[:_MOST_PLACES_OF_ROW]
+        if place.seconds >= _LEAST_SHARE_SHOWN * run.seconds
+    ]
 
 
 def large_rows(run: Run) -> tuple[list[TimeShare], float]:
-    """The rows of half a per cent of the time and more, and what all others take together."""
+    """The rows with at least half a per cent of the time, and the seconds of all others together."""
     rows = time_breakdown(run)
-    large = [row for row in rows if row.seconds >= _SMALL_SHARE * run.seconds]
+    large = [row for row in rows if row.seconds >= _LEAST_SHARE_SHOWN * run.seconds]
     return large, sum((row.seconds for row in rows), 0.0) - sum(row.seconds for row in large)
 
 
 def _callbacks(run: Run) -> dict[int, str]:
-    """What is called between the steps of a stage, by the stage's `id`."""
+    """The callback between the steps of a stage, by the stage's `id`."""
     try:
         return {
             id(stage): case.call.callback
@@ -184,7 +186,7 @@ def _seconds(stage: Stage) -> float:
 
 
 def _scheduler_seconds(stage: Stage) -> float:
-    """What the scheduler's steps took on the host; 0 where the steps' seconds are the device's."""
+    """The scheduler's time on the host; 0 if the steps were timed on the device."""
     seconds = stage.facts.get(SCHEDULER_SECONDS)
     if not isinstance(seconds, float) or not is_duration(seconds) or is_timed_on_device(stage):
         return 0.0
@@ -192,7 +194,7 @@ def _scheduler_seconds(stage: Stage) -> float:
 
 
 def seconds_between_steps(stage: Stage) -> float:
-    """What goes by after each of a stage's steps, on the host, and no more than the device was idle meanwhile."""
+    """The host's time after each of a stage's steps, but no more than the device was idle."""
     steps = stage.steps
     if not len(steps):
         return 0.0
@@ -218,7 +220,7 @@ def _shares_of_folded(stages: Mapping[str, FoldedStages]) -> Iterator[TimeShare]
 
 
 def _outside_stages(run: Run) -> list[TimeShare]:
-    """Before, between and after the stages, on the host's clock, and the watch's own work of that."""
+    """The host's time before, between and after the stages, and how much of it was the watch's own work."""
     spans = [(stage.started_seconds, stage.started_seconds + stage.seconds) for stage in run.stages]
     folded_seconds = 0.0
     if run.folded is not None:
@@ -268,7 +270,7 @@ def _imports(run: Run) -> dict[str, float]:
 
 
 def _own_seconds(run: Run) -> tuple[float, float]:
-    """What the watch took outside of stages, before the first of them and later; 0 where it is not on record."""
+    """The watch's own time outside of stages, before the first stage and later; 0 if it was not recorded."""
     noted = run.facts.get(OWN_SECONDS)
     if not isinstance(noted, list | tuple) or len(noted) != len((BEFORE, AFTER)):
         return 0.0, 0.0
@@ -300,13 +302,13 @@ def _sum_of_known(first: float | None, second: float | None) -> float | None:
 
 
 def headline(run: Run) -> str:
-    """One sentence on what went wrong, or else on where the time went; then where the memory was highest."""
+    """A sentence on what went wrong, or else on where the time went, and one on where memory was highest."""
     first = _failure(run) or _fault(run) or _waste(run) or _longest(run)
     return " ".join(filter(None, (first, _peak(run))))
 
 
 def _failure(run: Run) -> str | None:
-    """The innermost stage that failed, in the first outermost one that did."""
+    """Which stage failed: the innermost one in the first outermost stage that failed."""
     failed = next((stage for stage in run.stages if not stage.success), None)
     if failed is None:
         return None
@@ -317,13 +319,13 @@ def _failure(run: Run) -> str | None:
 
 
 def _fault(run: Run) -> str | None:
-    """What the gravest finding says, of those that say that something is wrong."""
+    """The message of the gravest finding, if it is an error."""
     faults = [finding for finding in run_findings(run) if finding.severity in _FAULTS]
     return faults[0].message if faults else None
 
 
 def run_findings(run: Run) -> list[Finding]:
-    """The findings of the run and of its stages, each once, the gravest first, then those with most to gain."""
+    """The findings of the run and its stages, each once; the gravest first, among equals those with most to gain."""
     order = ("critical", "error", "warning", "info")
     unique: dict[tuple[str, str], Finding] = {}
     for finding in (*run.findings, *(finding for stage in run.walk() for finding in stage.findings)):
@@ -334,15 +336,17 @@ def run_findings(run: Run) -> list[Finding]:
 
 
 def gain_seconds(finding: Finding) -> float:
-    """What it says could be saved; 0 where it says nothing of it."""
+    """The seconds that it says could be saved; 0 if it gives none."""
     gain = finding.evidence.get("gain_seconds")
     return gain if isinstance(gain, int | float) and is_duration(gain) else 0.0
 
 
 def _waste(run: Run) -> str | None:
-    """A finding that says where a good part of the time went for nothing, and no row does."""
+    """The finding that could save most, if that is much of the time and no row shows it."""
     costly = max(
-        (finding for finding in run_findings(run) if finding.id != _HAS_ROW), key=gain_seconds, default=None
+        (finding for finding in run_findings(run) if finding.id != _FINDING_WITH_ROW),
+        key=gain_seconds,
+        default=None,
     )
     if costly is None or run.seconds <= 0 or gain_seconds(costly) < _HEADLINE_WASTE_SHARE * run.seconds:
         return None
@@ -361,8 +365,8 @@ def _longest(run: Run) -> str | None:
             f"{units.percent(seconds, run.seconds)} of {units.seconds(run.seconds)} went into {place.label}, "
             "outside of what the rows explain."
         )
-    if longest.seconds > run.seconds:  # of several threads or tasks
-        return f"{units.seconds(longest.seconds)}, side by side in {units.seconds(run.seconds)}, {_where(longest)}."
+    if longest.seconds > run.seconds:  # the sum over several threads or tasks
+        return f"{units.seconds(longest.seconds)} in parallel, within {units.seconds(run.seconds)}, {_where(longest)}."
     return f"{units.percent(longest.seconds, run.seconds)} of {units.seconds(run.seconds)} {_where(longest)}."
 
 
@@ -381,7 +385,7 @@ def _longest_place(rows: Iterable[TimeShare]) -> tuple[HostPlace | None, float]:
 
 def _where(row: TimeShare) -> str:
     first = row.places[0] if row.places else None
-    if first is None or first.seconds < _PLACE_SHARE * row.seconds:
+    if first is None or first.seconds < _LEAST_PLACE_SHARE * row.seconds:
         return _what_passed(row)
     return f"{_what_passed(row)}; {units.seconds(first.seconds)} of it in {first.label}"
 
@@ -391,24 +395,28 @@ def _what_passed(row: TimeShare) -> str:
     each = units.seconds(row.seconds / max(row.count, 1))
     if row.part == OUTSIDE_STAGES:
         if row.name == OWN:
-            return "went into the watch itself, outside of what it watches"
+            return "went into the watch itself, outside of stages"
         if row.name == IMPORTING:
             return f"went into imports: {in_words(row.packages)}"
         loading = "the script's own loading" if row.is_without_imports else "imports and loading"
-        what = {BEFORE: loading, AFTER: "saving, and what else the script does"}.get(row.name)
+        what = {BEFORE: loading, AFTER: "saving, and whatever else the script does"}.get(row.name)
         return f"passed {row.name}" + (f": {what}" if what else ", in the script's own code")
     if row.part == "steps":
-        return f"went into {stage}: {row.count:,} steps of {each}"
+        return f"went into {stage}: {units.counted(row.count, 'step')} of {each}"
     if row.part == "scheduler":
-        return f"went into the scheduler, {each} in each of {row.count:,} steps of {stage}"
+        return f"went into the scheduler, {each} in {_each_step(row)} of {stage}"
     if row.part == "between steps" and row.callback is not None:
-        return f"went into your callback {row.callback}, {each} after each of {row.count:,} steps"
+        return f"went into your callback {row.callback}, {each} after {_each_step(row)}"
     if row.part == "between steps":
-        return f"went by between the steps of {stage}, {each} after each of {row.count:,}"
+        return f"passed between the steps of {stage}, {each} after {_each_step(row)}"
     if row.part == "rest of stage":
-        return f"went by in {stage}, but in none of its stages or steps"
+        return f"passed in {stage}, but in none of its stages or steps"
     times = f", {row.count:,} times {each}" if row.count > 1 else ""
     return f"went into {stage}{times}{_outside_models(row)}"
+
+
+def _each_step(row: TimeShare) -> str:
+    return f"each of {row.count:,} steps" if row.count > 1 else "one step"
 
 
 def in_words(packages: Iterable[tuple[str, float]]) -> str:
@@ -417,7 +425,7 @@ def in_words(packages: Iterable[tuple[str, float]]) -> str:
 
 
 def _outside_models(row: TimeShare) -> str:
-    """Where most of a stage is not its models' work: such as a tokenizer's."""
+    """How much of a stage was not its models' work, if that is most of it."""
     if row.in_models is None or row.in_models > row.seconds / 2:
         return ""
     what = ", such as its tokenizer" if row.name.endswith("text_encoding") else ""
@@ -425,7 +433,7 @@ def _outside_models(row: TimeShare) -> str:
 
 
 def _peak(run: Run) -> str | None:
-    """Of the device whose memory was highest; of the process where none was watched."""
+    """The peak of the device with the most memory in use, or of the process if no device was watched."""
     owners = peak_owners(run)
     highest = max(owners, key=lambda owner: (owner.where != PROCESS, owner.bytes), default=None)
     if highest is None:

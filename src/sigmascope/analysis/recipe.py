@@ -1,8 +1,8 @@
-"""What runs were made with, what of it differs between two sets of them, and what that explains.
+"""What runs were made with, how that differs between two sets of runs, and what the differences explain.
 
-A recipe is everything that can make a run another one: prompts, seed, steps, size, scheduler, LoRAs, types, devices,
-offloading, compiling, versions, the machine. `what_changed` sets what differs in it beside what differs in the times
-(`sigmascope.analysis.breakdown`) and in the outputs of the stages, and says it in a sentence or two.
+A recipe is everything that can change a run: prompts, seed, steps, size, scheduler, LoRAs, dtypes, devices, offloading,
+compiling, versions, the machine. `what_changed` compares recipes, times (`sigmascope.analysis.breakdown`) and the outputs
+of stages, and says in a sentence or two what changed and why.
 """
 
 import re
@@ -53,30 +53,37 @@ _CALL_FIELDS: Final = (
     "has_image",
 )
 _BENCHMARK_FIELDS: Final = ("device", "seed", "threads")
-_NOTABLE_SHARE_APART: Final = 0.1  # of the processor, that other programs used
-_NOTABLE_FAULTS: Final = 100.0
-_NOTABLE_READ: Final = 16.0 * units.MIB
-_NOTABLE_COLLECTIONS: Final = 5.0
-# How many runs on each side are tested, or at least must lie apart, and how large a change of theirs counts.
-_FEWEST_TO_TEST: Final = 5
-_FEWEST_TO_LIE_APART: Final = 3
-_CHANGE_OF_MANY: Final = 0.03
-_CHANGE_OF_SOME: Final = 0.1
-_CHANGE_OF_FEW: Final = 0.2
-_P: Final = 0.01
-_LEAST_SECONDS: Final = 0.1
-"""Few runs may differ by as much since something else on the machine woke up."""
-_NEAR_FORETOLD: Final = 0.2
-"""How far, as a share, a ratio may be from what the amount of work foretells."""
-_AMOUNTS: Final = ("num_inference_steps", "guidance_batches", "batch_size", "height", "width", "num_frames")
-"""Denoising takes time in proportion to these, or more."""
+_NOTABLE_CHANGE_OF_OTHERS_SHARE: Final = 0.1
+_NOTABLE_CHANGE_OF_FAULTS: Final = 100.0
+_NOTABLE_CHANGE_OF_READ_BYTES: Final = 16.0 * units.MIB
+_NOTABLE_CHANGE_OF_COLLECTIONS: Final = 5.0
+_FEWEST_RUNS_TO_TEST: Final = 5
+_FEWEST_RUNS_TO_SEPARATE: Final = 3
+"""With this many runs on each side, but too few to test, all of one side must be above all of the other."""
+_LEAST_CHANGE_IF_TESTED: Final = 0.03
+_LEAST_CHANGE_IF_SEPARATE: Final = 0.1
+_LEAST_CHANGE_OF_FEW_RUNS: Final = 0.2
+_MOST_P: Final = 0.01
+_LEAST_CHANGE_SECONDS_OF_FEW_RUNS: Final = 0.1
+"""Other programs may delay a few runs by this much."""
+_PREDICTION_TOLERANCE: Final = 0.2
+"""Share by which a ratio may miss the one predicted from the amount of work."""
+_AMOUNTS_OF_WORK: Final = (
+    "num_inference_steps",
+    "guidance_batches",
+    "batch_size",
+    "height",
+    "width",
+    "num_frames",
+)
+"""The time of denoising grows at least in proportion to these."""
 _PIXELS: Final = ("height", "width", "num_frames")
 _PER_PICTURE: Final = ("batch_size", *_PIXELS)
 _FAULTS: Final = "page faults from disk"
 _READ: Final = "read from disk"
 _COLLECTED: Final = "full garbage collections"
 _LOAD: Final = (_OTHERS, _FAULTS, _READ, _COLLECTED)
-"""What takes time and changes no value."""
+"""Entries that may change times, but no output."""
 _MACHINE: Final = re.compile(
     rf"processor.*|{_FAULTS}|{_READ}|{_COLLECTED}|system|Python|threads|device|sigmascope|torch|diffusers|transformers|peft|accelerate|numpy|"
     r"[a-z]+:\d+( driver)?"
@@ -90,23 +97,21 @@ _BELONGS_TO: Final = {
     "denoising": re.compile(
         r"scheduler.*|seed|generator state|denoiser calls a step|attention.*|guidance.*|eta|strength|callback|LoRA.*|"
         r"(unet|transformer|transformer_2|prior|denoiser|decoder|controlnet).*|graphs compiled|"
-        + "|".join(_AMOUNTS)
+        + "|".join(_AMOUNTS_OF_WORK)
     ),
     "latent_decoding": re.compile(r"vae.*|output_type|" + "|".join(_PER_PICTURE)),
 }
-"""Which entries of a recipe act first in which stage."""
+"""By stage, the entries of a recipe that act in it first."""
 
 _HASH_DIGITS_SHOWN: Final = 12
-"""Of a prompt's hash, where that alone is known."""
-_COSTLESS: Final = re.compile(
+_NO_EFFECT_ON_TIME: Final = re.compile(
     r"seed|generator state|eta|guidance_scale|LoRA .* (strength|file|content)|.* weights|.*prompt.*|scheduler .*"
 )
-"""What another value of takes no more time."""
-_MOST_CHARACTERS: Final = 60
-"""Characters of a value in a sentence."""
+"""Entries whose values do not change how long a run takes."""
+_LONGEST_VALUE_IN_SENTENCE: Final = 60
 
 _MADE_BY: Final = {("latent_decoding", "latent"): "denoising"}
-"""Where a tensor of a stage is what another one made."""
+"""The stage that made a tensor, if it is not the stage that holds it."""
 
 Differences = Mapping[str, tuple[str, str]]
 
@@ -116,11 +121,11 @@ class WhatChanged:
     """What differs between two sets of runs, baseline first in each pair.
 
     Attributes:
-        headline: In a sentence or two: how the time changed, where, and what explains it; which output differs.
+        headline: A sentence or two: how the time changed, where and why, and which output differs.
         recipe: What differs in the recipes.
         rows: Parts of the time, as (label, seconds before, seconds now), the largest change first.
-        output: The first stage and tensor whose values differ, "denoising: latent"; None: none does, or they differ
-            among the runs of one side.
+        output: The first stage and tensor whose values differ, as "denoising: latent". None if none does, or if they
+            differ among the runs of one side.
     """
 
     headline: str
@@ -139,7 +144,7 @@ class WhatChanged:
 
 
 def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
-    """Set runs beside earlier runs of the same work; at least one on each side."""
+    """Compare runs with earlier runs of the same work; each side needs at least one."""
     recipe = recipe_differences(new, baseline)
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
@@ -148,14 +153,14 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
         _time_sentence(new, baseline, rows, recipe),
         _output_sentence(output, recipe, is_seeded=is_seeded),
     ]
-    told = " ".join(filter(None, sentences))
-    # How busy others are is no change of the run's own: without a change of time it is in the table alone.
+    text = " ".join(filter(None, sentences))
+    # Load from other programs is not a change of the run: if the time is as before, only the table has it.
     changes = [_in_words(name, sides) for name, sides in recipe.items() if name != _OTHERS or sentences[0]]
-    if not sentences[0] and (told or changes):
+    if not sentences[0] and (text or changes):
         sentences.insert(0, "Times are as before.")
     callback = recipe.get("callback", ("", ""))[1]
-    is_told = any(change in told for change in changes) or (callback != "" and callback in told)
-    if changes and not is_told:
+    is_mentioned = any(change in text for change in changes) or (callback != "" and callback in text)
+    if changes and not is_mentioned:
         sentences.append(f"The recipe differs: {', '.join(changes[:3])}.")
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
@@ -198,7 +203,7 @@ def _time_sentence(
     rows: Sequence[tuple[TimeShare, float]],
     recipe: Differences,
 ) -> str | None:
-    """How the time of a run changed, and what explains it; None where it did not, beyond noise."""
+    """How the time of a run changed and why; None if it did not change beyond noise."""
     now, before = median(run.seconds for run in new), median(run.seconds for run in baseline)
     if not rows or not (is_duration(now) and is_duration(before)) or min(now, before) <= 0:
         return None
@@ -206,10 +211,10 @@ def _time_sentence(
         return None
     how = f"{now / before:.2f} × as long" if now > before else f"{before / now:.2f} × as fast"
     change = f"{how}: {units.seconds(before)} → {units.seconds(now)}."
-    least, most = sorted(_foretold(rows, recipe))
-    changed = [_in_words(name, recipe[name]) for name in _AMOUNTS if name in recipe]
+    least, most = sorted(_predicted_ratios(rows, recipe))
+    changed = [_in_words(name, recipe[name]) for name in _AMOUNTS_OF_WORK if name in recipe]
     amounts = f"{' and '.join(changed)} {'explains' if len(changed) == 1 else 'explain'}" if changed else ""
-    if amounts and least / (1 + _NEAR_FORETOLD) <= now / before <= most * (1 + _NEAR_FORETOLD):
+    if amounts and least / (1 + _PREDICTION_TOLERANCE) <= now / before <= most * (1 + _PREDICTION_TOLERANCE):
         return f"{change} {amounts} it."
     same_way = [(row, was) for row, was in rows if (row.seconds > was) == (now > before)]
     if not same_way:  # records that do not add up
@@ -218,27 +223,30 @@ def _time_sentence(
     difference = (
         f"{units.seconds(abs(row.seconds - was))} {'more' if row.seconds > was else 'less'} {_where(row)}"
     )
-    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} a part." if amounts else "")
+    return f"{change} {difference}{_why(row, recipe)}." + (f" {amounts} part of it." if amounts else "")
 
 
 def _is_certain(ratio: float, new: Sequence[Run], baseline: Sequence[Run]) -> bool:
     """Whether a ratio of medians is more than noise; the fewer runs there are, the larger it must be."""
     now, before = [run.seconds for run in new], [run.seconds for run in baseline]
     fewest = min(len(now), len(before))
-    if fewest < _FEWEST_TO_TEST and abs(median(now) - median(before)) < _LEAST_SECONDS:
+    if (
+        fewest < _FEWEST_RUNS_TO_TEST
+        and abs(median(now) - median(before)) < _LEAST_CHANGE_SECONDS_OF_FEW_RUNS
+    ):
         return False
-    if fewest < _FEWEST_TO_LIE_APART:
-        return abs(ratio - 1) > _CHANGE_OF_FEW
-    if fewest < _FEWEST_TO_TEST:
+    if fewest < _FEWEST_RUNS_TO_SEPARATE:
+        return abs(ratio - 1) > _LEAST_CHANGE_OF_FEW_RUNS
+    if fewest < _FEWEST_RUNS_TO_TEST:
         is_apart = min(now) > max(before) or max(now) < min(before)
-        return is_apart and abs(ratio - 1) > _CHANGE_OF_SOME
+        return is_apart and abs(ratio - 1) > _LEAST_CHANGE_IF_SEPARATE
     higher, lower = (now, before) if ratio > 1 else (before, now)
-    return abs(ratio - 1) > _CHANGE_OF_MANY and p_of_higher(higher, lower) < _P
+    return abs(ratio - 1) > _LEAST_CHANGE_IF_TESTED and p_of_higher(higher, lower) < _MOST_P
 
 
-def _foretold(rows: Sequence[tuple[TimeShare, float]], recipe: Differences) -> tuple[float, float]:
-    """The ratio that the amounts of work foretell: in proportion to pixels, and to their square, as attention takes."""
-    factors = {name: _ratio(*recipe[name]) for name in _AMOUNTS if name in recipe}
+def _predicted_ratios(rows: Sequence[tuple[TimeShare, float]], recipe: Differences) -> tuple[float, float]:
+    """The ratios predicted from the amount of work: in proportion to pixels, and to their square as in attention."""
+    factors = {name: _ratio(*recipe[name]) for name in _AMOUNTS_OF_WORK if name in recipe}
     pixels = prod(factors.get(name, 1.0) for name in _PIXELS)
     picture = pixels * factors.get("batch_size", 1.0)
     work = prod(factors.values())
@@ -279,10 +287,10 @@ def _is_outside_models(row: TimeShare) -> bool:
 
 
 def _why(row: TimeShare, recipe: Differences) -> str:
-    """What differs in the recipe that may act there; nothing where the place itself says enough."""
+    """The differences of the recipe that may act there; "" if the place itself says enough."""
     if row.callback or row.part == "scheduler" or _is_outside_models(row):
         return ""
-    costly = {name: sides for name, sides in recipe.items() if not _COSTLESS.fullmatch(name)}
+    costly = {name: sides for name, sides in recipe.items() if not _NO_EFFECT_ON_TIME.fullmatch(name)}
     causes = _causes(row.name.rsplit("/", 1)[-1], costly)
     if not causes:
         return "; nothing in the recipe explains it"
@@ -290,10 +298,12 @@ def _why(row: TimeShare, recipe: Differences) -> str:
 
 
 def _causes(stage: str, recipe: Differences) -> list[str]:
-    """The entries of the recipe that differ and act in a stage first; without any, those of the machine."""
+    """The differing entries that act in this stage first; if there are none, those of the machine."""
     belongs = _BELONGS_TO.get(stage)
     own = [
-        name for name in recipe if belongs is not None and belongs.fullmatch(name) and name not in _AMOUNTS
+        name
+        for name in recipe
+        if belongs is not None and belongs.fullmatch(name) and name not in _AMOUNTS_OF_WORK
     ]
     return own or [name for name in recipe if _MACHINE.fullmatch(name)]
 
@@ -303,11 +313,13 @@ def _in_words(name: str, sides: tuple[str, str]) -> str:
 
 
 def _short(value: str) -> str:
-    return value if len(value) <= _MOST_CHARACTERS else f"{value[: _MOST_CHARACTERS - 1]}…"
+    return (
+        value if len(value) <= _LONGEST_VALUE_IN_SENTENCE else f"{value[: _LONGEST_VALUE_IN_SENTENCE - 1]}…"
+    )
 
 
 def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool) -> str | None:
-    """Which output differs first, and why; None where none does."""
+    """Which output differs first, and why; None if none differs."""
     if output is None:
         return None
     stage, _, tensor = output.partition(": ")
@@ -316,7 +328,7 @@ def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool
     causes = [name for earlier in before for name in recipe if _BELONGS_TO[earlier].fullmatch(name)]
     causes = list(dict.fromkeys(causes)) or [name for name in recipe if _MACHINE.fullmatch(name)]
     if not causes and not is_seeded and stage != "text_encoding":
-        return f"The outputs differ from the {tensor} of {stage} on, as they do where no seed is set."
+        return f"The outputs differ from the {tensor} of {stage} on, as they do without a seed."
     why = (
         ", ".join(_in_words(name, recipe[name]) for name in causes[:3]) or "nothing in the recipe explains it"
     )
@@ -324,10 +336,10 @@ def _output_sentence(output: str | None, recipe: Differences, *, is_seeded: bool
 
 
 def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
-    """The first stage and tensor, "denoising: latent", whose values differ between the sides and not within one.
+    """The first stage and tensor, "denoising: latent", whose values differ between the sides, but not within one.
 
-    Tensors are told apart by shape, type and the hash of their bytes; where some run has no hash, by the exact
-    statistics of all their values.
+    Tensors are compared by shape, dtype and the hash of their bytes. If a run has no hash, exact statistics of all their
+    values are compared instead.
     """
     sides = [[_outputs(run) for run in runs] for runs in (baseline, new)]
     for name in sides[0][0]:
@@ -339,14 +351,14 @@ def first_difference(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
             continue
         before, now = ({run[way] for run in runs} for runs in told)
         if len(before) > 1 or len(now) > 1:
-            return None  # of one side's own noise, such as a seed that nobody set
+            return None  # the runs of one side differ among themselves, as without a seed
         if before != now:
             return name
     return None
 
 
 def _outputs(run: Run) -> dict[str, tuple[TensorFacts, str | None]]:
-    """What each stage made, of the last generation, with the hash of its bytes where there is one."""
+    """The outputs of each stage in the last generation, with the hash of their bytes if there is one."""
     found: dict[str, tuple[TensorFacts, str | None]] = {}
     for stage in run.walk():
         hashes = stage.facts.get(OUTPUT_HASHES)
@@ -362,7 +374,7 @@ Told = tuple[tuple[object, ...] | None, tuple[object, ...] | None]
 
 
 def _told(output: tuple[TensorFacts, str | None] | None) -> Told:
-    """By what a tensor is told from another: by its hash, and by its statistics; None where it has none."""
+    """What identifies a tensor: its hash, and its statistics; None for what it lacks."""
     if output is None:
         return None, None
     facts, digest = output
@@ -385,24 +397,24 @@ def _values(facts: TensorFacts) -> tuple[object, ...] | None:
 
 
 def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out."""
+    """The entries that both sides have and that differ, as (before, now)."""
     ours, theirs = _recipe(new), _recipe(baseline)
     differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
-    for name in _told_otherwise(differences):
+    for name in _consequences(differences):
         del differences[name]
     before, now = _used_by_others(baseline), _used_by_others(new)
-    if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
+    if before is not None and now is not None and abs(now - before) > _NOTABLE_CHANGE_OF_OTHERS_SHARE:
         differences[_OTHERS] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
     faults = [_median_fact(runs, PAGE_FAULTS) for runs in (baseline, new)]
-    if _are_apart(faults, _NOTABLE_FAULTS):
+    if _are_apart(faults, _NOTABLE_CHANGE_OF_FAULTS):
         differences[_FAULTS] = (f"{faults[0]:,.0f}", f"{faults[1]:,.0f}")
     read = [_median_fact(runs, DISK_READ) for runs in (baseline, new)]
-    if _are_apart(read, _NOTABLE_READ):
+    if _are_apart(read, _NOTABLE_CHANGE_OF_READ_BYTES):
         differences[_READ] = (units.format_size(int(read[0])), units.format_size(int(read[1])))
     for name, fact, notable in (
-        (_COLLECTED, COLLECTIONS, _NOTABLE_COLLECTIONS),
+        (_COLLECTED, COLLECTIONS, _NOTABLE_CHANGE_OF_COLLECTIONS),
         ("graphs compiled", COMPILED_GRAPHS, 0.0),
     ):
         counts = [_median_fact(runs, fact) for runs in (baseline, new)]
@@ -411,19 +423,20 @@ def recipe_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     return differences
 
 
-def _told_otherwise(differences: Differences) -> list[str]:
-    """What differs since something else does.
+def _consequences(differences: Differences) -> list[str]:
+    """Entries that differ only because another does.
 
-    A fingerprint with a type, which rounds every value; a LoRA's content with its file; a generator's state with its seed.
+    A dtype changes the weights' fingerprint, because it rounds every value; a LoRA's file changes its content; a seed
+    changes the generator's state.
     """
-    otherwise = ["generator state"] if {"generator state", "seed"} <= differences.keys() else []
+    consequences = ["generator state"] if {"generator state", "seed"} <= differences.keys() else []
     for name in differences:
         part, _, what = name.rpartition(" ")
         component = part.removeprefix("LoRA ").split(".")[0]
         is_file = what == "content" and f"{part} file" in differences
         if is_file or (what in ("weights", "content") and f"{component} dtype" in differences):
-            otherwise.append(name)
-    return otherwise
+            consequences.append(name)
+    return consequences
 
 
 def _median_fact(runs: Sequence[Run], name: str) -> float:
@@ -434,12 +447,12 @@ def _median_fact(runs: Sequence[Run], name: str) -> float:
 
 
 def _are_apart(sides: Sequence[float], notable: float) -> bool:
-    """Whether two counts differ by more than chance: by much, and by half of the larger."""
+    """Whether two counts differ by more than `notable`, and by more than half of the larger."""
     return abs(sides[1] - sides[0]) > max(notable, max(sides) / 2)
 
 
 def _recipe(runs: Sequence[Run]) -> dict[str, str]:
-    """The recipe of the runs; where they do not agree, all values."""
+    """The recipe of the runs, with all values of entries in which they differ."""
     recipe: dict[str, set[str]] = {}
     for run in runs:
         for name, value in recipe_of(run):
@@ -449,10 +462,10 @@ def _recipe(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def recipe_of(run: Run) -> Iterator[tuple[str, object]]:
-    """Everything known that the run was made with, by name; of several generations one after another."""
+    """Everything known that the run was made with, by name, one generation after another."""
     try:
         run_cases = list(cases(run))
-    except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
+    except ValueError:  # facts that somebody changed by hand
         run_cases = []
     for case in run_cases:
         yield from _of_case(case)
@@ -496,7 +509,7 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
 
 
 def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Of the fact `recipe`."""
+    """Entries from the fact `recipe`."""
     models = more.get("models")
     if isinstance(models, Mapping):
         yield from ((f"{name} weights", fingerprint) for name, fingerprint in models.items())
@@ -523,7 +536,7 @@ def _of_more(more: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _of_stage(stage: Stage) -> Iterator[tuple[str, object]]:
-    """The schedule that was set, and how often a step called the denoiser."""
+    """The schedule, and how many times each step called the denoiser."""
     settings = stage.facts.get("settings")
     if stage.name == "model_sampling":
         yield "scheduler", stage.facts.get("scheduler")
@@ -578,6 +591,6 @@ def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object
 
 
 def _used_by_others(runs: Sequence[Run]) -> float | None:
-    """How busy others kept the processor, on average."""
+    """How busy other programs kept the processor, on average."""
     shares = [share for run in runs if (share := others_of(run.facts)) is not None]
     return fmean(shares) if shares else None

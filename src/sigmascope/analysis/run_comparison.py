@@ -37,12 +37,12 @@ from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import BeforeAfterDict, work_of
 from sigmascope.records.run import Run
 
-_FEWEST_RUNS = 3  # with fewer on a side, steps are pooled
+_FEWEST_RUNS_WITHOUT_POOLING = 3
 CONFIDENCE: Final = 0.95
 _RESAMPLES: Final = 4_999
-_FEWEST_FOR_AN_INTERVAL: Final = 3
-_LEAST_SECONDS_TOLD_FROM_0: Final = 1e-12
-"""Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
+_FEWEST_RUNS_FOR_INTERVAL: Final = 3
+_MOST_COUNTED_AS_0: Final = 1e-12
+"""A shorter time is below any clock's resolution, and dividing by it may give infinity."""
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03
@@ -132,7 +132,7 @@ def compare_work(
 ) -> WorkComparison:
     """Compare runs with the baseline's runs of the same work."""
     figures, missing = compare_run_sets(new, baseline, seed=seed)
-    too_few = min(len(new), len(baseline)) < _FEWEST_RUNS
+    too_few = min(len(new), len(baseline)) < _FEWEST_RUNS_WITHOUT_POOLING
     return WorkComparison(
         work,
         (len(baseline), len(new)),
@@ -187,14 +187,14 @@ def compare_values(
 ) -> FigureComparison:
     """Compare two samples of one figure."""
     old_median, new_median = median(baseline), median(new)
-    ratio = new_median / old_median if old_median > _LEAST_SECONDS_TOLD_FROM_0 else None
+    ratio = new_median / old_median if old_median > _MOST_COUNTED_AS_0 else None
     unavailable: dict[str, str] = {}
     interval: tuple[float, float] | None = None
     if ratio is None:
         unavailable["ratio"] = "the baseline's median is 0"
-    elif min(len(new), len(baseline)) < _FEWEST_FOR_AN_INTERVAL:
-        unavailable["interval"] = f"it takes {_FEWEST_FOR_AN_INTERVAL} runs on each side"
-    elif min(baseline) <= _LEAST_SECONDS_TOLD_FROM_0:
+    elif min(len(new), len(baseline)) < _FEWEST_RUNS_FOR_INTERVAL:
+        unavailable["interval"] = f"it takes {_FEWEST_RUNS_FOR_INTERVAL} runs on each side"
+    elif min(baseline) <= _MOST_COUNTED_AS_0:
         unavailable["interval"] = "some of the baseline's values are 0"
     else:
         interval = _interval(new, baseline, seed)
@@ -261,7 +261,7 @@ def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[
 def compare_by_step(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
 ) -> tuple[FigureComparison, ...]:
-    """Each step of each stage by its number, one value a run; steps that one side lacks are left out."""
+    """Each step of each stage by its number, with one value for each run; steps that one side lacks are left out."""
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
@@ -288,7 +288,7 @@ def _steps_by_number(
 
 @dataclass(frozen=True, slots=True)
 class CheckedFigure:
-    """A figure and what is said of it.
+    """A figure and the verdict on it.
 
     Attributes:
         comparison: The two samples.
@@ -341,7 +341,7 @@ def check_regression(
     max_growth: float = MAX_GROWTH,
     alpha: float = ALPHA,
 ) -> RegressionCheck:
-    """Hold runs against earlier runs of the same work.
+    """Check runs against earlier runs of the same work.
 
     Args:
         new: At least one run.
@@ -429,13 +429,13 @@ def _complete_runs(runs: Sequence[Run]) -> list[Run]:
 
 def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
     count = len(runs) - len(_complete_runs(runs))
-    return {name: f"{count} of {len(runs)} broke off, and count for nothing"} if count else {}
+    return {name: f"{count} of {len(runs)} broke off and were left out"} if count else {}
 
 
 def require_pairs(
     new: Sequence[Run], baseline: Sequence[Run], *, named: Path
 ) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
-    """`pairs_by_work` where there must be something to compare.
+    """`pairs_by_work`, when there must be something to compare.
 
     Raises:
         RecordError: The two sides have no work in common.

@@ -1,7 +1,7 @@
-"""What makes a run longer and is no part of it: other programs, disks, garbage collection, graphs compiled anew, the watch.
+"""What slows a run from outside: other programs, disks, garbage collection, graphs compiled again, the watch itself.
 
-`Load` reads counters of the machine and of Python where a run begins and where it ends, and notes the differences as facts
-of the run. `OwnTime` adds up what the watch itself takes outside of stages.
+`Load` reads counters of the machine and of Python at the beginning and end of a run, and puts the differences on the run
+as facts. `OwnTime` adds up the time that the watch itself takes outside of stages.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from sigmascope.probes.host import cpu_moment, disk_moment, others_share, runtim
 from sigmascope.records.performance import COLLECTIONS, COMPILED_GRAPHS, DISK_READ, OTHERS, PAGE_FAULTS
 from sigmascope.records.run import OWN_SECONDS
 
-_LEAST_TO_JUDGE: Final = 0.2
-"""Seconds: the system counts what processors do in hundredths of one."""
+_LEAST_SECONDS_TO_JUDGE_LOAD: Final = 0.2
+"""The system counts processor time in hundredths of a second."""
 
 
 class Load:
-    """The machine's and Python's counters, from now on."""
+    """Counts from now on what the machine and Python do."""
 
     def __init__(self) -> None:
         self._cpu = cpu_moment().value
@@ -27,10 +27,10 @@ class Load:
         self._runtime = runtime_moment()
 
     def note(self, recorder: Recorder) -> None:
-        """Put on the run what they have counted."""
+        """Put the counts on the run."""
         cpu, disk, runtime = cpu_moment().value, disk_moment(), runtime_moment()
         before = self._cpu
-        if before is not None and cpu is not None and cpu.at - before.at >= _LEAST_TO_JUDGE:
+        if before is not None and cpu is not None and cpu.at - before.at >= _LEAST_SECONDS_TO_JUDGE_LOAD:
             recorder.fact(OTHERS, others_share(before, cpu))
         for name, was, count in (
             (PAGE_FAULTS, self._disk.page_faults, disk.page_faults),
@@ -38,7 +38,7 @@ class Load:
             (COLLECTIONS, self._runtime.collections, runtime.collections),
             (COMPILED_GRAPHS, self._runtime.compiled_graphs, runtime.compiled_graphs),
         ):
-            if was is not None and count is not None and count >= was:  # some can be set back
+            if was is not None and count is not None and count >= was:  # some counters can be reset
                 recorder.fact(name, count - was)
 
 

@@ -36,7 +36,7 @@ def test_runs_that_broke_off_count_for_nothing() -> None:
     broken = replace(of("a"), complete=False)
     pairs, missing = pairs_by_work([of("a"), broken, broken], [of("a")])
     assert {work: (len(new), len(old)) for work, (new, old) in pairs.items()} == {"a": (1, 1)}
-    assert missing == {"new runs": "2 of 3 broke off, and count for nothing"}
+    assert missing == {"new runs": "2 of 3 broke off and were left out"}
 
 
 def test_where_all_broke_off_nothing_is_compared() -> None:
