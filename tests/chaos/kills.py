@@ -63,7 +63,7 @@ def _many_times(job: Job) -> Job:
 def _watch(pipeline: Any) -> None:
     """What `SIGMASCOPE=1` does to a program that calls a pipeline; its keeper is in a hurry."""
     process_recording.PeriodicSaver.__init__.__defaults__ = (0.005,)
-    process_recording._SHARE = 1  # type: ignore[misc]
+    process_recording._LEAST_PERIODS_OF_A_WRITE = 1  # type: ignore[misc]
     process = autostart.WatchedProcess(Settings(output="run.json", quiet="1"))
     process.start()
     for _ in range(_WATCHED_CALLS):

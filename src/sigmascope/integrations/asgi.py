@@ -49,19 +49,19 @@ _SECONDS_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20
 class PerformanceMonitoringMiddleware:
     """Times requests, counts bytes and errors, and gives each request an id that its generations carry.
 
-    Bodies stream through untouched; what the application raises passes unchanged. Websockets and lifespan events are
-    handed on as they are, a websocket's generations with its id.
+    Bodies and the application's exceptions pass unchanged, and so do websockets and lifespan events. A websocket's
+    generations carry its id.
 
     Args:
         app: The application.
-        header: Where the id comes in and goes out. An id that comes in is taken if it is at most 128 letters,
-            digits and `._:-`; else one is made.
+        header: The header that holds the id in request and response. A request's id is used if it has at most 128
+            characters, all letters, digits or `._:-`; otherwise a new one is made.
         history: How many requests to remember.
-        metrics_path: Answer GET here with Prometheus metrics, such as "/metrics"; None: nowhere. It takes the package
+        metrics_path: Path that serves Prometheus metrics, such as "/metrics"; None: no path. This needs the package
             prometheus-client.
-        on_request: Called with the `RequestRecord` of each request that is over.
-        prompts: But for "full", the record of a request keeps no words of what the application raised, and of the path
-            the route's with the names of its parameters, or its first part: both may quote a prompt.
+        on_request: Called with the `RequestRecord` of each finished request.
+        prompts: Exceptions and paths may quote a prompt. So unless this is "full", the record of a request has no text of
+            the application's exception, and instead of the path its route, or its first part.
         clock: Monotonic nanoseconds.
 
     Raises:
@@ -125,12 +125,12 @@ class PerformanceMonitoringMiddleware:
         return self._in_flight
 
     def requests(self) -> list[RequestRecord]:
-        """The last requests that are over, oldest first."""
+        """The last finished requests, oldest first."""
         with self._lock:
             return list(self._records)
 
     def get_summary(self) -> dict[str, Any]:
-        """Counts, errors, bytes and percentiles of seconds over the requests that are remembered."""
+        """Counts, errors, bytes and percentiles of seconds over the remembered requests."""
         return request_summary(self.requests(), self.in_flight)
 
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -106,7 +106,7 @@ class WatchedProcess:
             end_recording, self._end_recording = self._end_recording, None
             end_recording()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
-            say(f"the record is lost: {type(failure).__name__}: {failure}")
+            say(f"the record was lost: {type(failure).__name__}: {failure}")
 
 
 _process: WatchedProcess | None = None

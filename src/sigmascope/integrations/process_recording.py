@@ -25,13 +25,13 @@ from sigmascope.records.run import KEEP_GENERATIONS, Run
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
 SECONDS: Final = 10.0
-"""Between two times that the record is written, at least."""
-_SHARE: Final = 50
-"""A record that takes long to write is written seldom: this many times as long apart."""
+"""Least time between two writes of the record."""
+_LEAST_PERIODS_OF_A_WRITE: Final = 50
+"""Writes are at least this many times as far apart as one takes."""
 MOST_PARTS: Final = 10
-"""So many files of earlier generations stay, the last ones."""
+"""How many files of earlier generations stay, the last ones."""
 _SPARE: Final = 3
-"""So many times the generations to keep wait for a file at most; where they come faster, sums alone are left of them."""
+"""At most this many times the generations to keep wait for a file; of any more, only sums are kept."""
 
 
 class Recording:
@@ -129,11 +129,11 @@ class Recording:
         try:
             write(path)
         except SigmascopeError as error:
-            self._say(f"the {what} is not written: {error}")
+            self._say(f"the {what} was not written: {error}")
         else:
             self._say(f"the {what} is in {path}")
             if what == "record" and self._older.written:
-                self._say(f"generations before those in the record are in {self._older.folder}")
+                self._say(f"earlier generations are in {self._older.folder}")
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
@@ -186,7 +186,7 @@ def sample_hz_of(settings: Settings) -> float:
     with suppress(ValueError):
         if 0 < (value := float(settings.sample_hz or "10")) < float("inf"):
             return value
-    text = f"SIGMASCOPE_SAMPLE_HZ={settings.sample_hz} is no number above 0."
+    text = f"SIGMASCOPE_SAMPLE_HZ={settings.sample_hz} is not a number above 0."
     raise ConfigError(text, hint="Choose one from 0.1 to 10.")
 
 
@@ -199,7 +199,7 @@ def kept_of(settings: Settings) -> int:
     with suppress(ValueError):
         if (value := int(settings.keep_generations or KEEP_GENERATIONS)) > 0:
             return value
-    text = f"SIGMASCOPE_KEEP_GENERATIONS={settings.keep_generations} is no whole number above 0."
+    text = f"SIGMASCOPE_KEEP_GENERATIONS={settings.keep_generations} is not a whole number above 0."
     raise ConfigError(text, hint=f"Choose one such as {KEEP_GENERATIONS}.")
 
 
@@ -278,7 +278,7 @@ class PeriodicSaver:
         while not self._stop.wait(pause):
             began = time.perf_counter()
             self.keep()
-            pause = max(self._seconds, _SHARE * (time.perf_counter() - began))
+            pause = max(self._seconds, _LEAST_PERIODS_OF_A_WRITE * (time.perf_counter() - began))
 
 
 def unhandled() -> BaseException | None:

@@ -1,11 +1,10 @@
-"""`PerformanceMonitor`: generations that are timed, held to a target, compared and remembered.
+"""`PerformanceMonitor` times generations, checks them against a target, compares and remembers them.
 
-It measures with a `Recorder`: each generation is a stage `generation` of the recorder that is current, or of one
-of its own, whose `Run` is then among `runs`.
+It measures with a `Recorder`: each generation is a stage `generation` of the current recorder, or of a recorder of its
+own, whose `Run` is then in `runs`.
 
-A generation is watched with `with monitor.monitor_generation(...)`, or by the same as a decorator, which gives a
-callable of the same kind: function, generator, coroutine function. What a host passes in about it beforehand
-becomes plain values, or a clear refusal.
+Watch a generation with `with monitor.monitor_generation(...)`, or use that as a decorator, which gives a callable of the
+same kind: function, generator or coroutine function. Its arguments are checked at once, and kept as plain values.
 """
 
 import functools
@@ -57,7 +56,7 @@ Monitor = TypeVar("Monitor")
 
 
 class Assumed:
-    """Mixed into a default, so that what nobody gave is told from what somebody gave."""
+    """Marks a default, to tell it from the same value given by the caller."""
 
 
 class _AssumedSeconds(Assumed, float):
@@ -91,19 +90,19 @@ _ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
 
 
 class PerformanceMonitor:
-    """Times generations, holds them to a target, and remembers the last of them.
+    """Times generations, checks them against a target, and remembers the last ones.
 
     Any number of threads and tasks may be inside `monitor_generation` at once: each sees its own
-    `current_metrics` and step times. Nothing of it raises into the host but a wrong argument.
+    `current_metrics` and step times. Only a wrong argument raises an exception.
 
     Args:
         target_generation_time: Seconds that a generation may take, above 0.
         history: How many finished generations to remember.
-        step_history: How many steps' times to remember.
-        on_step: Called with a `StepProgress` after each step, for a display of one's own.
-        on_warning: Called with one as soon as a generation heads beyond its target; None: that is logged.
-        live: Show running generations in a line on stderr (all monitors share it), or in a `LiveLine` of one's own.
-        sample_hz: How often a thread looks at memory during a generation; None: never.
+        step_history: How many step times to remember.
+        on_step: Called with a `StepProgress` after each step, for example for your own display.
+        on_warning: Called with a `StepProgress` at the first step from which a miss is expected; None: it is logged.
+        live: Show running generations in a line on stderr, which all monitors share, or in your own `LiveLine`.
+        sample_hz: How many times a second a thread reads memory during a generation; None: never.
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
 
@@ -163,17 +162,17 @@ class PerformanceMonitor:
         Args:
             model_name: What to call the model.
             architecture_type: "MMDiT", "DiT" or "UNet".
-            num_steps: Planned denoising steps, for the projection; 0 or None: not known. Where it is left out, the
-                metrics of the finished generation have the number that was seen.
-            resolution: (width, height) in pixels; None: not known. Where it is left out, as `num_steps`: what is still
-                a default is named in the metrics' `assumed`.
+            num_steps: Planned denoising steps, for the projection; 0 or None: not known. If you leave it out, the metrics
+                of the finished generation have the number of steps that ran.
+            resolution: (width, height) in pixels; None: not known. If you leave it out, it is measured like `num_steps`.
+                The metrics' `assumed` names all that is still a default.
             batch_size: Images made at once.
-            torch_dtype: Of the model, as text or torch's own; None: read from `model`, or not known.
-            model: The pipeline or denoiser, to read facts from now; it is not kept. `architecture_type` is then what
-                its modules say, and `diagnose` knows more. Takes some tens of milliseconds for a large model.
+            torch_dtype: The model's dtype, as text or torch.dtype; None: read from `model`, or not known.
+            model: The pipeline or denoiser. Its facts are read now, which takes some tens of milliseconds for a large
+                model; it is not kept. They give `architecture_type`, and let `diagnose` find more.
 
         Raises:
-            ConfigError: Names an argument that is none of its kind.
+            ConfigError: An argument has a wrong type or value; the error names it.
         """
         facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))
         planned = planned_metrics(
@@ -184,7 +183,7 @@ class PerformanceMonitor:
         return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
 
     def start_timing(self) -> None:
-        """Start the clock that `end_timing` reads: a generation of its own, unless one is being watched."""
+        """Start the clock that `end_timing` reads. Outside a watched generation, this begins one."""
         running = self._generations.running()
         if running is not None:
             running.restart_stopwatch()
@@ -194,10 +193,10 @@ class PerformanceMonitor:
         self._begin(planned).stands_alone = True
 
     def end_timing(self) -> float | None:
-        """Seconds since `start_timing`; None, with a line in the log, when no clock runs."""
+        """Seconds since `start_timing`; None, with a line in the log, if no clock is running."""
         running = self._generations.running()
         if running is None:
-            _log.warning("end_timing was called, but no timing was begun.")
+            _log.warning("end_timing was called without start_timing.")
             return None
         if not running.stands_alone:
             return running.stopwatch()
@@ -205,18 +204,17 @@ class PerformanceMonitor:
         return running.metrics.total_generation_time
 
     def start_step_timing(self) -> None:
-        """Begin a denoising step; outside all generations it is of no effect.
+        """Begin a denoising step; outside of generations this has no effect.
 
-        Called again before `end_step_timing`, as after an exception in a step, it begins the step anew.
-        Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is
-        called.
+        Called again before `end_step_timing`, for example after an exception in a step, it restarts the step. If you
+        never call it, the recorder's steps count (`sigmascope.step`, `hook_steps`, `sigmascope.watch`).
         """
         running = self._generations.running()
         if running is not None:
             running.steps.start()
 
     def end_step_timing(self) -> float | None:
-        """End the step. Seconds of the host's clock; the record has the accelerator's. None if none was begun."""
+        """End the step and return its seconds on the host; the record has the accelerator's. None if no step began."""
         running = self._generations.running()
         return None if running is None else running.steps.end()
 
@@ -226,8 +224,7 @@ class PerformanceMonitor:
         """Call `load_function` as the stage `model_loading` of the current recorder.
 
         Returns:
-            What it gave, and seconds; they become `model_load_time` of `current_metrics`, and of the generations
-            that follow.
+            Its result and the seconds, which become `model_load_time` of `current_metrics` and of later generations.
         """
         started_ns = self._clock()
         with stage("model_loading"):
@@ -246,7 +243,7 @@ class PerformanceMonitor:
 
     @property
     def target_generation_time(self) -> float:
-        """Seconds that a generation may take; one that is running keeps the target that it began with."""
+        """Seconds that a generation may take; a running generation keeps the target that it began with."""
         return self._target_seconds
 
     @target_generation_time.setter
@@ -266,7 +263,7 @@ class PerformanceMonitor:
 
     @property
     def on_warning(self) -> Listener | None:
-        """Called with one as soon as a generation heads beyond its target; None: that is logged."""
+        """Called with a `StepProgress` at the first step from which a miss is expected; None: it is logged."""
         return self._generations.listeners.on_warning
 
     @on_warning.setter
@@ -275,10 +272,10 @@ class PerformanceMonitor:
 
     @property
     def current_metrics(self) -> PerformanceMetrics:
-        """Of this thread's or task's generation, running or last; else of the last that finished anywhere.
+        """The metrics of this thread's or task's running or last generation, or else of the last that finished anywhere.
 
-        One object until the next generation begins, or `reset_metrics`: what is written into it counts in the
-        summary, the comparison and the export. While a generation runs, its times are brought up to date here.
+        They stay the same object until the next generation begins or `reset_metrics` is called, so values that you set
+        appear in the summary, the comparison and the export. While a generation runs, reading this updates its times.
         """
         generation = self._generations.latest()
         if generation is None:
@@ -290,20 +287,20 @@ class PerformanceMonitor:
         return generation.metrics
 
     def get_current_metrics(self) -> PerformanceMetrics:
-        """Return a copy of `current_metrics`, which later generations do not touch."""
+        """Return a copy of `current_metrics`, which later generations do not change."""
         return replace(self.current_metrics)
 
     def gpu_busy_percent(self) -> dict[str, float]:
-        """How busy each NVIDIA device is now, by name (0-100); empty where that is not known or nothing is watched."""
+        """How busy each NVIDIA device is now, by name (0-100); empty if that is not known or nothing is watched."""
         recorder = self.recorder
         return {} if recorder is None else recorder.gpu_busy_percent()
 
     def validate_performance_target(self, generation_time: float | None) -> bool:
-        """Whether that many seconds meet the target; what it means is logged. A time that is not known does not."""
+        """Whether this many seconds meet the target; the result is logged. An unknown time does not."""
         met = meets_target(generation_time, self.target_generation_time)
         score = performance_score(generation_time, self.target_generation_time)
         if met is None:
-            _log.warning("There is no time to hold to the target: %s.", generation_time)
+            _log.warning("Cannot check the target: the generation time is %s.", generation_time)
             return False
         relation = "meets" if met else "misses"
         _log.log(
@@ -314,7 +311,7 @@ class PerformanceMonitor:
         return bool(met)
 
     def get_performance_summary(self) -> PerformanceSummaryDict:
-        """Return the current generation, its hardware and target, and what the history says."""
+        """Return the current generation, its hardware and target, and statistics of the history."""
         metrics, (history, step_seconds) = self.current_metrics, self._generations.history()
         return performance_summary(metrics, history, step_seconds, is_whole=self._is_whole())
 
@@ -324,9 +321,9 @@ class PerformanceMonitor:
         return generation is None or generation.is_whole
 
     def diagnose(self) -> tuple[Finding, ...]:
-        """Return what is wrong or slow in the current generation, what to do, and what that would gain.
+        """Return what is wrong or slow in the current generation, what to do, and how much that would gain.
 
-        Empty when there is no generation that is over.
+        Empty if no generation is finished.
         """
         generation = self._generations.latest()
         if generation is None or generation.run is None:
@@ -339,10 +336,10 @@ class PerformanceMonitor:
         """Compare an earlier generation with the current one.
 
         Args:
-            before_metrics: Its metrics, as they are or as an export holds them, or the whole export.
+            before_metrics: Its `PerformanceMetrics`, the same from an export, or the whole export.
 
         Raises:
-            ConfigError: They are neither.
+            ConfigError: It is none of these.
         """
         if not isinstance(before_metrics, PerformanceMetrics):
             before_metrics = _exported_metrics(before_metrics)
@@ -352,10 +349,10 @@ class PerformanceMonitor:
         """Log one generation in one line, as a warning if it missed its target.
 
         Args:
-            metrics: As they are, or as an export holds them; any other dict is logged by name and value.
+            metrics: `PerformanceMetrics`, or an export; any other dict is logged by name and value.
 
         Raises:
-            ConfigError: A value of an export is of another type than it was written with.
+            ConfigError: A value of an export has a wrong type.
         """
         if not isinstance(metrics, PerformanceMetrics):
             if not {"current_metrics", "total_generation_time"} & metrics.keys():
@@ -374,7 +371,7 @@ class PerformanceMonitor:
         """Write metrics and summary as JSON, whole or not at all.
 
         Raises:
-            WriteError: The file cannot be written. What was there before stays.
+            WriteError: The file cannot be written. An existing file stays as it was.
         """
         exported = {
             "current_metrics": self.current_metrics.as_dict(),
@@ -385,7 +382,7 @@ class PerformanceMonitor:
             temporary.write_text(json.dumps(exported, indent=2) + "\n", encoding="utf-8")
 
     def reset_metrics(self) -> None:
-        """Let `current_metrics` of this thread or task begin anew; a generation that is running is not touched."""
+        """Reset `current_metrics` of this thread or task; a running generation is not affected."""
         self._generations.forget_own()
         self._unused = PerformanceMetrics(target_generation_time=self.target_generation_time)
 
@@ -395,7 +392,7 @@ class PerformanceMonitor:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder of this thread's or task's running generation; None outside of all."""
+        """The recorder of this thread's or task's running generation; None outside of generations."""
         running = self._generations.running()
         return None if running is None else running.recorder
 
@@ -403,7 +400,7 @@ class PerformanceMonitor:
     def runs(self) -> tuple[Run, ...]:
         """The records of the finished generations, oldest first.
 
-        Of one that lay in a recorder of the caller's, such as a watch's, the part of that run that is the generation.
+        If a generation was inside another recorder, such as a watch's, its record is that part of the other run.
         """
         return tuple(self._generations.runs)
 
@@ -442,11 +439,11 @@ class GenerationBlock(Generic[Monitor]):
         return running if running in entered else next(reversed(entered), None)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Watch each call of a function as a generation of its own; of a coroutine function or a generator, its course.
+        """Watch each call of a function as a generation; for a coroutine function or generator, until it ends.
 
-        What a generator's caller does between two of its values is part of it.
+        A generator's time includes what its caller does between two values.
         """
-        # A block of its own for each call: calls may overlap.
+        # Each call has its own block, because calls may overlap.
         return decorated(function, lambda: GenerationBlock(self._monitor, self._begin, self._generations))
 
 
@@ -457,7 +454,7 @@ def monitor_generation_performance(
     num_steps: int = _STEPS,
     resolution: tuple[int, int] = _RESOLUTION,
 ) -> GenerationBlock[PerformanceMonitor]:
-    """Return a context that watches one generation with a monitor of its own, and gives that monitor.
+    """Return a context that watches one generation with a new monitor, and gives that monitor.
 
     Args:
         model_name: What to call the model.
@@ -563,7 +560,7 @@ def planned_metrics(
     torch_dtype: object,
     facts: PipelineFacts | None,
 ) -> PerformanceMetrics:
-    """The arguments of `PerformanceMonitor.monitor_generation` as a row of metrics, completed by facts of the model.
+    """The arguments of `PerformanceMonitor.monitor_generation` as metrics, completed by facts of the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
 

@@ -1,4 +1,4 @@
-"""`Recorder`: watches a workflow stage by stage and step by step, and gives a `Run`.
+"""`Recorder` watches a workflow stage by stage and step by step, and gives a `Run`.
 
 A recorder is a guest in the program that it watches. It raises nothing into it, and what the program
 raises passes unchanged; it keeps no tensor, model or exception alive; it never waits for an accelerator.
@@ -39,9 +39,9 @@ from sigmascope.records.performance import HOST_STACKS
 from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage
 
 UNSTAGED = "unstaged"
-"""The stage under which steps appear that ran outside all stages."""
+"""The stage that holds steps outside of all stages."""
 RUNS_WITHIN, WITHIN_RUN = "runs_within", "within_run"
-"""The facts in which two runs name each other, where stages of the one lie in a stage of the other too."""
+"""Facts in which two runs name each other, if stages of one are inside a stage of the other."""
 Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 """What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
 _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -49,10 +49,10 @@ _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
     "memory.kept_after_stage": ("memory_kept",),
     "lora.modules_unmatched": ("lora_",),
 }
-"""By rule, how the findings of analyses begin that tell the same."""
+"""By rule, how the ids of analyses' findings that say the same begin."""
 _LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
-"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
-healthy."""
+"""Findings that an analysis makes from its stage alone. A rule judges better by the whole run, in which a cache that all
+stages need is healthy."""
 
 
 class Recorder:
@@ -123,7 +123,7 @@ class Recorder:
         self.first_stage_ns: int | None = None
 
     def begin_at(self, moment_ns: int) -> None:
-        """Let the run begin earlier than what is recorded first, at this moment of the clock."""
+        """Let the run begin at this moment of the clock, before anything is recorded."""
         self._extent.begin_at(moment_ns)
 
     def stage(self, name: str) -> "LiveStage":
@@ -131,7 +131,7 @@ class Recorder:
         return LiveStage(self, name)
 
     def step(self) -> "Step":
-        """Return a step of the stage that is open when it is entered. It may be entered again and again."""
+        """Return a step, which belongs to the stage that is open when it is entered. It may be entered repeatedly."""
         return Step(self)
 
     def hook_steps(self, module: nn.Module) -> "HookedSteps":
@@ -144,7 +144,7 @@ class Recorder:
         return self._instruments.guard.keeps_words
 
     def fact(self, name: str, value: object) -> None:
-        """Note something about the whole run; it is turned into a JSON value at once."""
+        """Put a fact on the whole run; it becomes a JSON value at once."""
         fact = self._instruments.guard.reading("facts", lambda: as_json(value))
         if fact.reason is None:
             self._facts[name] = fact.value
@@ -152,7 +152,7 @@ class Recorder:
             self._unavailable[f"facts.{name}"] = fact.reason
 
     def look(self) -> None:
-        """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
+        """Update the peaks of all open stages now, besides the updates at steps and samples."""
         self._instruments.look()
 
     def gpu_busy_percent(self) -> dict[str, float]:
@@ -164,11 +164,11 @@ class Recorder:
         return self._instruments.guard.call("utilization", self._instruments.sampled.busy_percent) or {}
 
     def host(self) -> HostFacts | None:
-        """Return facts about this machine, read once a process; None if they cannot be read."""
+        """Return facts about this machine, read once per process; None if they cannot be read."""
         return self._instruments.host()
 
     def run(self) -> Run:
-        """Return all that is known now. While anything is open, `complete` is False.
+        """Return the run as known now. While anything is open, `complete` is False.
 
         `complete` is False too when an exception left the `with recorder:` block or, without that, the
         last stage.
@@ -389,7 +389,7 @@ def with_findings(run: Run, guard: Guard) -> Run:
 
 
 def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
-    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
+    """Whether a stage's own analysis, which has seen more than the record, already says what the rule says."""
     known = _SAID_BY_ANALYSES.get(rule.id, ())
     return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False
 
@@ -413,7 +413,7 @@ def step() -> "Step | nullcontext[None]":
 
 
 class NullStage:
-    """What `stage` gives when nobody watches: takes everything and keeps nothing."""
+    """What `stage` gives without a recorder: it accepts everything and keeps nothing."""
 
     __slots__ = ()
 
@@ -442,7 +442,7 @@ _NULL_STEP = nullcontext()
 
 
 class LiveStage:
-    """A stage to be entered with `with`. Entered again, it is a new stage of the same name.
+    """A stage, entered with `with`. Entered again, it is a new stage of the same name.
 
     What it is told goes to the stage that was entered last, also after its end: facts that take time to
     read are best told then, when the stage's clock has stopped. Threads need an object each.
@@ -471,7 +471,7 @@ class LiveStage:
             self._scope = self._entered[-1].scope
 
     def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
-        """Note facts about a tensor. The tensor is not kept.
+        """Record facts about a tensor, without keeping it.
 
         Args:
             name: What to call it in `Stage.tensors`.
@@ -482,15 +482,15 @@ class LiveStage:
         self._note("tensors", name, lambda: tensor_facts(tensor, statistics=statistics))
 
     def module(self, name: str, module: object) -> None:
-        """Note facts about a model: an `nn.Module` or what wraps one. The model is not kept."""
+        """Record facts about a model, an `nn.Module` or a wrapper of one, without keeping it."""
         self._note("modules", name, lambda: module_facts(module))
 
     def fact(self, name: str, value: object) -> None:
-        """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
+        """Record any other fact; it becomes a JSON value at once (see `as_json`)."""
         self._note("facts", name, lambda: as_json(value))
 
     def output_hash(self, name: str, reading: Reading[str]) -> None:
-        """Note the hash of what the stage made under this name, or why there is none; the last one told counts."""
+        """Record the hash of the stage's output of this name, or why there is none; the last call counts."""
         scope = self._scope
         known = scope.facts.get(OUTPUT_HASHES)
         scope.facts[OUTPUT_HASHES] = {**(known if isinstance(known, dict) else {}), name: reading.value}
@@ -499,13 +499,13 @@ class LiveStage:
             self.missing(f"{OUTPUT_HASHES}.{name}", reading.reason)
 
     def missing(self, name: str, reason: str | None) -> None:
-        """Note why something is not known of the stage."""
+        """Record why something about the stage is not known."""
         self._scope.unavailable[name] = reason or "unknown"
 
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.
 
-        It is to be fast, and to raise nothing.
+        It must be fast and raise nothing.
         """
         self._scope.step_listener = listener
 
@@ -579,7 +579,7 @@ class Step:
 
 
 class HookedSteps:
-    """While entered, every call of a module is a step, also one that raises. Input and output stay as they are."""
+    """While entered, every call of a module is a step, even if it raises. Input and output stay as they are."""
 
     def __init__(self, new_step: "Callable[[], Step]", module: nn.Module, guard: Guard) -> None:
         self._new_step = new_step

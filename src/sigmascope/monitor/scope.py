@@ -47,17 +47,20 @@ from sigmascope.records.run import (
     Steps,
     TensorFacts,
 )
+from sigmascope.units import counted
 
 STILL_OPEN = "the stage was still open when the run was read"
-OWN_FACT = "the stage was given a fact of this name, which stands in its place"
+OWN_FACT = "the caller put a fact of this name on the stage, which replaces it"
 OUTSIDE = "these steps ran outside all stages"
-NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
+NOT_AT_STEPS = "it was not read at the end of steps (step_memory is off)"
 NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
-NOT_MARKED = "no event was taken at both edges, as where the accelerator was not in use yet"
+NOT_MARKED = (
+    "events are missing at its beginning or end, for example because the accelerator was not in use yet"
+)
 NOT_IN_USE = "the accelerator was not in use when the stage began"
 GENERATION: Final = "generation"
 WHOLE: Final = frozenset({*STAGES, GENERATION})
-"""Stages that are kept or folded with all that lies in them."""
+"""Stages that are kept or folded together with all stages inside them."""
 _MOST_NAMES: Final = 16
 """Outside of generations so many names of stages are kept apart, in the order in which they come."""
 _MOST_SUMS: Final = 100
@@ -399,7 +402,7 @@ def _why_untimed(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
     """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
     unmarked = max(0, gpu_seconds.count(None) - unfinished)
     reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
-    return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)
+    return "; ".join(f"{counted(count, 'step')}: {reason}" for count, reason in reasons if count)
 
 
 class Instruments:

@@ -44,7 +44,7 @@ from sigmascope.records.run import (
     folded_in_words,
     impossible_times,
 )
-from sigmascope.units import UNKNOWN, mib, mib_change, percent, printable, seconds, statistic
+from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, printable, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -80,7 +80,7 @@ def render_summary(run: Run) -> RenderableType:
         *(_short_finding(finding, verdict) for finding in findings[:_MOST_FINDINGS]),
     ]
     left = len(findings) - _MOST_FINDINGS
-    more = f"{left} more finding{'s' * (left > 1)}, stages" if left > 0 else "Stages"
+    more = f"{counted(left, 'more finding')}, stages" if left > 0 else "Stages"
     parts.append(Text(f"{more}, memory and tensors: run.print(full=True), or --full", style="dim"))
     return Harmless(Group(*parts))
 
@@ -413,7 +413,7 @@ def device_lines(run: Run) -> Iterator[RenderableType]:
 
 def _utilization_words(device: DeviceUtilization) -> str:
     busy, warmth, power = device.busy_percent, device.temperature_celsius, device.power_watts
-    parts = [f"busy {busy.mean:.0f} % (highest {busy.highest:.0f} %)"] if busy else ["business unknown"]
+    parts = [f"busy {busy.mean:.0f} % (highest {busy.highest:.0f} %)"] if busy else ["load unknown"]
     parts += [f"up to {warmth.highest:.0f} °C"] if warmth else []
     parts += [f"{power.mean:.0f} W"] if power else []
     parts += [f"slowed by heat {device.heat_percent:.0f} %"] if device.heat_percent else []

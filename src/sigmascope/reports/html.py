@@ -42,7 +42,7 @@ from sigmascope.records.run import (
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import format_size, percent, seconds, statistic
+from sigmascope.units import counted, format_size, percent, seconds, statistic
 
 _MOST_BARS: Final = 400
 """Stages, and steps of each stage, that have a bar of their own."""
@@ -253,7 +253,7 @@ def _bars(depth: int, stage: Stage, whole: float) -> Iterator[dict[str, Any]]:
         return
     about = f"{stage.name}: {seconds(stage.seconds)}" + ("" if stage.success else ", failed")
     if len(stage.steps):
-        about += f", {len(stage.steps):,} steps"
+        about += f", {counted(len(stage.steps), 'step')}"
     yield {
         "name": stage.name,
         "about": about,
@@ -345,7 +345,7 @@ def _histogram(timed: Sequence[float]) -> list[dict[str, Any]]:
     return [
         {
             "height": 100 * count / max(counts),
-            "about": f"{seconds(least + index * width)} to {seconds(least + (index + 1) * width)}: {count:,} steps",
+            "about": f"{seconds(least + index * width)} to {seconds(least + (index + 1) * width)}: {counted(count, 'step')}",
         }
         for index, count in enumerate(counts)
     ]

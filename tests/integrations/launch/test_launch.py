@@ -74,7 +74,7 @@ def test_a_script_sees_the_options_that_python_was_given(options: list[str], tmp
 
 @pytest.mark.parametrize("told", ["fast", "-3", "0", "nan", "inf"])
 def test_a_rate_that_is_none_is_refused_by_the_variable_s_name(told: str) -> None:
-    with pytest.raises(ConfigError, match=f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0"):
+    with pytest.raises(ConfigError, match=f"SIGMASCOPE_SAMPLE_HZ={told} is not a number above 0"):
         sample_hz_of(Settings(sample_hz=told))
 
 

@@ -94,7 +94,9 @@ def test_a_part_that_cannot_be_written_is_in_the_sums(recorder: Recorder, tmp_pa
 
 @pytest.mark.parametrize("told", ["0", "-1", "2.5", "many"])
 def test_a_number_that_is_none_is_refused_by_the_variable_s_name(told: str) -> None:
-    with pytest.raises(ConfigError, match=f"SIGMASCOPE_KEEP_GENERATIONS={told} is no whole number above 0"):
+    with pytest.raises(
+        ConfigError, match=f"SIGMASCOPE_KEEP_GENERATIONS={told} is not a whole number above 0"
+    ):
         kept_of(Settings(keep_generations=told))
     assert (kept_of(Settings()), kept_of(Settings(keep_generations="7"))) == (100, 7)
 
@@ -135,7 +137,7 @@ def test_a_process_that_ends_tells_where_its_earlier_generations_are(tmp_path: P
     settings = Settings(output="run.json", quiet="1", launched="1", keep_generations="5")
     done = watched(["script.py"], tmp_path, settings)
     run, part = load_run(tmp_path / "run.json"), load_run(tmp_path / "run.parts" / "0001.json")
-    assert f"generations before those in the record are in {tmp_path / 'run.parts'}" in done.told
+    assert f"earlier generations are in {tmp_path / 'run.parts'}" in done.told
     assert (len(run.stages), run.complete) == (5, True)
     assert run.folded is not None
     assert (run.folded.generations, run.folded.stages["generation/denoising"].steps) == (7, 7)

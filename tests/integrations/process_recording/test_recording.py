@@ -142,8 +142,8 @@ def test_a_record_and_a_trace_that_cannot_be_written_change_nothing(tmp_path: Pa
     nowhere = Settings(output="script.py/run.json", trace="script.py/trace.json", quiet="1")
     done = watched(["script.py"], tmp_path, nowhere)
     assert (done.code, done.err) == (4, "")
-    assert "the record is not written" in done.told
-    assert "the trace is not written" in done.told
+    assert "the record was not written" in done.told
+    assert "the trace was not written" in done.told
 
 
 def test_a_program_that_changes_its_folder_leaves_the_record_where_it_began(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_setting_that_makes_no_sense_is_told_and_the_program_runs(tmp_path: Pa
     write(tmp_path, "script.py", STAGES + "print('done')")
     done = watched(["script.py"], tmp_path, Settings(sample_hz="often"))
     assert (done.code, done.out) == (0, "done\n")
-    assert "nothing is watched: SIGMASCOPE_SAMPLE_HZ=often is no number above 0" in done.told
+    assert "nothing is watched: SIGMASCOPE_SAMPLE_HZ=often is not a number above 0" in done.told
 
 
 def test_an_exception_that_a_console_showed_did_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

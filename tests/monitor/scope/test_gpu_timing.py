@@ -48,7 +48,7 @@ def test_a_step_that_is_not_finished_is_none_with_the_reason_until_it_is(
     accelerator.done_seconds = 0.5
     early = timed.run().stages[0].steps
     assert early.gpu_seconds == (0.5, None)
-    assert early.unavailable["gpu_seconds"].startswith("1 steps: the accelerator had not")
+    assert early.unavailable["gpu_seconds"].startswith("1 step: the accelerator had not")
     accelerator.done_seconds = 0.75
     assert timed.run().stages[0].steps.gpu_seconds == (0.5, 0.25)
 
@@ -73,7 +73,7 @@ def test_a_device_that_cannot_be_timed_yet_leaves_single_gaps(
         accelerator.done_seconds = accelerator.queued_seconds
     steps = timed.run().stages[0].steps
     assert steps.gpu_seconds == (None, 0.25)
-    assert steps.unavailable["gpu_seconds"].startswith("1 steps: no event was taken")
+    assert steps.unavailable["gpu_seconds"].startswith("1 step: events are missing")
 
 
 @pytest.mark.parametrize(("also_on_the_current_one", "marked"), [(False, "cuda:1"), (True, "cuda:0")])

@@ -36,15 +36,15 @@ _BASES: Final = (
 
 
 class Watch:
-    """A watch, entered with `with` or put over a function as a decorator.
+    """A watch, entered with `with` or used as a decorator.
 
-    Once its block is left it has the attributes of the `Run` that was recorded: `stages`, `findings`, `save(path)`
-    and so on. Before that, those of the run as it is now. Entered again, it records another run.
+    After its block it has the attributes of the recorded `Run`: `stages`, `findings`, `save(path)` and so on. Inside the
+    block it has those of the run so far. Entered again, it records another run.
 
     Args:
-        pipelines: Those to watch; none: every pipeline of the process.
-        options: The caller's.
-        on_run: Called with each run when it is over.
+        pipelines: The pipelines to watch; if empty, every pipeline of the process.
+        options: The caller's options.
+        on_run: Called with each finished run.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watch:
         self._process_id = os.getpid()
 
     def record(self) -> Run:
-        """The run of the block that is open, as it is now, or of the one that was left last.
+        """The run of the open block so far, or else of the last block.
 
         Raises:
             AttributeError: The watch was never entered, or could not begin.
@@ -73,25 +73,25 @@ class Watch:
         return self._record
 
     def hold_back(self, spare: int) -> None:
-        """Let so many generations more than those to keep stay in full, until `take_older` takes them."""
+        """Keep this many more generations in full, until `take_older` takes them."""
         for session in self._sessions:
             session.recorder.spare = spare
 
     def take_older(self, least: int = 1) -> Run | None:
-        """Fold the generations before those to keep, and return them as a run by itself; None: fewer than `least`."""
+        """Fold the generations before those to keep and return them as a run; None if there are fewer than `least`."""
         return self._sessions[-1].recorder.take_older(least) if self._sessions else None
 
     def begin_at(self, moment_ns: int) -> None:
-        """Let the record begin earlier, at a moment of `time.perf_counter_ns`."""
+        """Let the record begin earlier, at this moment of `time.perf_counter_ns`."""
         for session in self._sessions:
             session.recorder.begin_at(moment_ns)
 
     def has_stages(self) -> bool:
-        """Whether a stage has been opened, or none will be."""
+        """Whether a stage has been opened; True too if none can be, because the watch failed to begin."""
         return not self._sessions or self._sessions[-1].recorder.first_stage_ns is not None
 
     def note_imports(self, seconds_before: Callable[[int], dict[str, float]]) -> None:
-        """Note what imports took before the first stage, by package."""
+        """Record how long imports took before the first stage, by package."""
         for session in self._sessions:
             first_ns = session.recorder.first_stage_ns
             if first_ns is not None:
@@ -126,7 +126,7 @@ class Watch:
             if self._on_run is not None and os.getpid() == self._process_id:
                 self._on_run(self._record)
         except Exception as failure:  # noqa: BLE001 - as above
-            log_quietly(_log, "The watch could not end as it should: %s", describe(failure))
+            log_quietly(_log, "The watch could not end properly: %s", describe(failure))
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with a watch of its own around each call."""

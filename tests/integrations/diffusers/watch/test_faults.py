@@ -245,4 +245,4 @@ def test_a_broken_handler_of_the_host_s_log_does_not_end_the_host(monkeypatch: p
         log.removeHandler(handler)
     assert done == [1, 2]
     assert "The watch could not begin: RuntimeError: ours" in handled
-    assert "The watch could not end as it should: RuntimeError: ours" in handled
+    assert "The watch could not end properly: RuntimeError: ours" in handled
