@@ -92,11 +92,12 @@ def test_an_lbm_translates_pictures_in_place_of_prompts(sigmascope: Run, tmp_pat
     [
         (
             ("{pipeline}", "--lora", "missing.safetensors", "--prompt", "a"),
-            "missing.safetensors: no such file",
+            "'missing.safetensors' does not exist",
         ),
         (("{pipeline}", "--lora", "{lora}"), "There is no prompt"),
-        (("{pipeline}", "--lora", "{lora}", "--prompts", "empty.txt"), "--prompts empty.txt holds no prompt"),
-        (("{pipeline}", "--lora", "{lora}", "--prompts", "none.txt"), "none.txt: cannot be read"),
+        (("{pipeline}", "--lora", "{lora}", "--prompts", "empty.txt"), "There is no prompt"),
+        (("{pipeline}", "--lora", "{lora}", "--prompts", "none.txt"), "'none.txt' does not exist"),
+        (("{pipeline}", "--lora", "{lora}", "--prompts", "in.png"), "--prompts in.png cannot be read"),
         (("{pipeline}", "--lora", "{lora}", "--images", "x"), "--images is for LBMs"),
         (("{pipeline}", "--lora", "{lora}", "--prompt", "a", "--scales", "a"), "--scales: expected numbers"),
         (("{pipeline}", "--lora", "{lora}", "--prompt", "a", "-o", "x.gif"), "--output x.gif"),

@@ -99,7 +99,7 @@ def test_the_sheet_shows_each_picture_where_its_row_and_scale_are(tmp_path: Path
     lora_grid(Stripes(), lora, output=tmp_path / "grid.png", scales=(1.0, 2.0))
     with Image.open(tmp_path / "grid.png") as opened:
         sheet = np.asarray(opened.convert("RGB"))
-    left_edges = [16 + column * (192 + 8) for column in range(3)]
+    left_edges = [16 + column * (256 + 8) for column in range(3)]
     for edge, level in zip(left_edges, (0.4, 0.6, 0.8), strict=True):  # the bright row's narrow stripe
-        column = sheet[len(sheet) // 2 :, edge + 16].astype(int)
+        column = sheet[len(sheet) // 2 :, edge + 32].astype(int)
         assert (np.abs(column - round(255 * level)).max(axis=1) <= 20).sum() >= 150

@@ -205,7 +205,7 @@ def test_the_page_holds_its_pictures_and_no_prompt_is_markup(
     page = Page((tmp_path / "grid.html").read_text())
     assert page.headings == [f"{number}. {prompt}" for number, prompt in enumerate(PROMPTS, start=1)]
     assert len(page.sources) == 2 * 3
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
 
 
 def test_prompts_can_be_kept_off_what_is_shown(pipeline: Any, loras: dict[str, Path], tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_the_sheet_grows_with_rows_and_columns(pipeline: Any, loras: dict[str, P
         size(PROMPTS[:1], (0.1, 0.2, 0.3, 0.4)),
         size(PROMPTS, (0.1, 0.2, 0.3)),
     )
-    assert (wide[0] - small[0], wide[1]) == (192 + 8, small[1])
-    assert (tall[0], tall[1] > small[1] + 192) == (small[0], True)
+    assert (wide[0] - small[0], wide[1]) == (256 + 8, small[1])
+    assert (tall[0], tall[1] > small[1] + 256) == (small[0], True)
 
 
 Change = Callable[[dict[str, Path]], dict[str, Any]]
@@ -246,18 +246,15 @@ Change = Callable[[dict[str, Path]], dict[str, Any]]
     [
         ({"loras": "missing.safetensors"}, FileError, r"missing\.safetensors"),
         ({"loras": []}, ConfigError, "--lora is missing"),
-        ({"loras": ["a", "a"]}, ConfigError, "--lora a is given twice"),
         ({"prompts": ()}, ConfigError, "--prompt is missing"),
         ({"prompts": (" ",)}, ConfigError, "--prompt is empty"),
-        ({"prompts": ("a", "a")}, ConfigError, "given twice"),
         ({"scales": ()}, ConfigError, "--scales names no strength"),
         ({"scales": 0.0}, ConfigError, "--scales names no strength"),
-        ({"scales": float("nan")}, ConfigError, "--scales: nan"),
-        ({"scales": (1.0, 1.0)}, ConfigError, "--scales: 1 is given twice"),
+        ({"scales": float("nan")}, ConfigError, "scale nan is not a finite"),
         ({"seed": -1}, ConfigError, "--seed is -1"),
         ({"output": "grid.gif"}, ConfigError, r"--output grid\.gif"),
         ({"call": {"colour": 1}}, ConfigError, "takes no colour"),
-        ({"call": {"clip_skip": object()}}, ConfigError, "cannot be told"),
+        ({"call": {"clip_skip": lambda: 1}}, ConfigError, "cannot be told"),
         ({"subject": torch.nn.Linear(1, 1)}, ConfigError, "Linear is neither"),
     ],
 )
