@@ -25,6 +25,8 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.run_figures import BenchSummary, summarise
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.files import reason_of
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.hooks import After, HookSet
 from sigmascope.monitor.performance import ASSUMED_TARGET, PerformanceMonitor, seconds_above_zero
 from sigmascope.monitor.recorder import current_recorder, stage
 from sigmascope.monitor.scope import Clock
@@ -51,7 +53,6 @@ PROMPT: Final = "a red fox jumps over a lazy dog, morning light, sharp photograp
 Offload = Literal["none", "model", "sequential"]
 _CALLBACK: Final = "callback_on_step_end"
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt")
-_COMPILED_CALL: Final = "_compiled_call_impl"
 _MISSING: Final = object()
 """Stands for a method that an object has from its class alone."""
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -468,11 +469,16 @@ class PipelineStages:
             self._wrap(undo, self._pipeline, "encode_prompt", partial(self._stage, "text_encoding"))
             self._wrap(undo, parts.get("vae"), "encode", partial(self._stage, "latent_encoding"))
             self._wrap(undo, parts.get("vae"), "decode", partial(self._stage, "latent_decoding"))
-            for denoiser in denoisers_of(self._pipeline):
-                self._watch_calls(undo, denoiser, ends_step=self._calls_are_steps)
+            hooks = HookSet(Guard(), "steps")
+            undo.callback(hooks.detach)
+            before_denoiser = self._begin_and_end_step if self._calls_are_steps else self._begin_step
+            watched = [(denoiser, before_denoiser) for denoiser in denoisers_of(self._pipeline)]
             for name, part in parts.items():
                 if name.startswith("controlnet"):  # called before the denoiser, in each step
-                    self._watch_calls(undo, part, ends_step=False)
+                    watched.append((part, self._begin_step))
+            for part, before in watched:
+                if isinstance(part, nn.Module):
+                    hooks.hook_calls(part, before)
             self._undo = undo.pop_all()
         return self
 
@@ -490,17 +496,6 @@ class PipelineStages:
         """End a step: the pipeline's `callback_on_step_end`. Gives `values` back as they are."""
         self._end_step()
         return values
-
-    def _watch_calls(self, undo: ExitStack, module: Any, *, ends_step: bool) -> None:
-        """Hear a module's calls from outside of what is compiled: compiled in place, it never runs hooks."""
-        if not isinstance(module, nn.Module):
-            return
-        if vars(module).get(_COMPILED_CALL) is not None:
-            self._wrap(undo, module, _COMPILED_CALL, partial(self._call, ends_step=ends_step))
-            return
-        undo.callback(module.register_forward_pre_hook(self._begin_step, prepend=True).remove)
-        if ends_step:
-            undo.callback(module.register_forward_hook(self._end_step, always_call=True).remove)
 
     def _wrap(
         self, undo: ExitStack, owner: Any, method: str, around: Callable[[], AbstractContextManager[None]]
@@ -539,14 +534,9 @@ class PipelineStages:
         finally:
             self._open.discard(name)
 
-    @contextmanager
-    def _call(self, *, ends_step: bool) -> Iterator[None]:
+    def _begin_and_end_step(self, *_: object) -> After:
         self._begin_step()
-        try:
-            yield
-        finally:
-            if ends_step:
-                self._end_step()
+        return lambda result, error: self._end_step()
 
     def _begin_step(self, *_: object) -> None:
         if self._denoising is None:
@@ -557,7 +547,7 @@ class PipelineStages:
             self._monitor.start_step_timing()
             self._in_step = True
 
-    def _end_step(self, *_: object) -> None:
+    def _end_step(self) -> None:
         if self._in_step:
             self._monitor.end_step_timing()
             self._in_step = False
