@@ -78,7 +78,7 @@ class AppliedChoice:
     """One choice while it is in force.
 
     Raises:
-        OptimizationError: It failed, or RAM for the originals is not there. The pipeline is as it was.
+        OptimizationError: It failed, or there is too little RAM for the originals. The pipeline is as it was.
     """
 
     def __init__(self, pipeline: Any, choice: Choice, *, keep_originals: bool = True) -> None:
@@ -132,7 +132,7 @@ class AppliedChoice:
         if not self._is_exact:
             raise OptimizationError(
                 f"{self.choice.name} cannot be undone: its original weights were not kept.",
-                hint="Load the pipeline anew, or apply with keep_originals=True.",
+                hint="Load the pipeline again, or apply with keep_originals=True.",
             )
         require_last_applied([self])
         self._refuse_hooks_of_others()
@@ -159,7 +159,7 @@ class AppliedChoice:
         if others:
             raise OptimizationError(
                 f"{self.choice.name} cannot be undone: hooks were put on since ({', '.join(others)}).",
-                hint="Take these off first, as by disable_cache() or remove_hook.",
+                hint="Take these off first, for example by disable_cache() or remove_hook.",
             )
 
 
@@ -209,7 +209,7 @@ def _hooks(models: dict[str, nn.Module]) -> Iterator[tuple[int, str]]:
 
 
 def _forget_registries(models: dict[str, nn.Module]) -> None:
-    """Let models look anew for the hooks below them: diffusers keeps a list, which may hold some that are gone."""
+    """Let models look again for the hooks below them: diffusers keeps a list, which may hold some that are gone."""
     for model in models.values():
         parts = list(model.modules())
         present = {id(found) for part in parts if (found := getattr(part, _HOOK_REGISTRY, None)) is not None}
@@ -284,7 +284,7 @@ class Weights:
                 weight.original = weight.tensor.data.cpu()  # no copy of what is in RAM already
 
     def settle(self, modules: Models) -> None:
-        """Let go of originals of weights that the choice left as they were.
+        """Let go of the originals of weights that the choice did not change.
 
         Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
         """

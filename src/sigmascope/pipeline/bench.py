@@ -173,7 +173,7 @@ def run_benchmark(
 ) -> tuple[CaseResult, ...]:
     """Measure a pipeline in several cases, one after another.
 
-    Every run is saved as soon as it is made. A case that runs out of memory, or that the pipeline refuses, is told with
+    Every run is saved as soon as it is made. A case that runs out of memory, or that the pipeline refuses, is reported with
     the reason, and the others go on.
 
     Args:
@@ -210,7 +210,7 @@ def run_benchmark(
 
 
 class RunFiles:
-    """A folder that holds one benchmark's runs, and no other's: two of them in one would be taken for the same.
+    """A folder for the runs of one benchmark: in one folder, runs of two would be taken for one.
 
     Raises:
         ConfigError: There are runs in it already.
@@ -245,7 +245,7 @@ class RunFiles:
         return path
 
     def tidy(self) -> None:
-        """Take away the folders that were made for nothing: no run was saved."""
+        """Remove the folders that were made, if no run was saved."""
         if self._saved:
             return
         with suppress(OSError):  # somebody else put something there, or took it away
@@ -352,7 +352,7 @@ class DiffusersSubject:
         return self.pipeline
 
     def check(self, case: BenchCase) -> None:
-        """Refuse what the pipeline's call does not take, and what would be other work than the case says.
+        """Refuse what the pipeline's call does not take, and what would change the work that the case names.
 
         Raises:
             ConfigError: Names the first of them, and what the pipeline takes.
@@ -381,7 +381,7 @@ def parameters_of(pipeline: object) -> frozenset[str]:
 
 
 def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
-    """Refuse what the pipeline's call does not take, and what would be other work than the case says.
+    """Refuse what the pipeline's call does not take, and what would change the work that the case names.
 
     Raises:
         ConfigError: Names the first of them, and what the pipeline takes.
@@ -399,7 +399,7 @@ def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> N
         if value is not None:
             raise ConfigError(
                 f"--call {name}: the case {case.label} has {value} of it already.",
-                hint=f"Say it with {flag} alone.",
+                hint=f"Give {flag} alone.",
             )
     flags = {name: "--image" if name == "image" else f"--call {name}" for name in given}
     flags |= {name: flag for name, (flag, value) in sizes.items() if value is not None}
@@ -602,7 +602,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
         source: A folder that diffusers wrote, or a name on the Hugging Face hub.
         dtype: Of the weights.
         device: Where it runs.
-        offload: Which of diffusers' offloadings keeps weights in RAM until they are needed.
+        offload: Which of diffusers' kinds of offloading keeps weights in RAM until they are needed.
 
     Returns:
         The pipeline, without its progress bar.
@@ -614,7 +614,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
     from diffusers.pipelines import pipeline_utils
 
     _check_source(source)
-    # Later versions warn of the old name, and earlier ones ignore the new one.
+    # Later versions warn about the old name; earlier ones ignore the new one.
     argument = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
     try:
         with _bars_for_terminals_alone():
@@ -652,7 +652,7 @@ def _check_source(source: str) -> None:
 
 
 def _left_out(source: str) -> dict[str, None]:
-    """Models that a folder was saved without, as Stable Diffusion 3 may be without T5: diffusers wants it said."""
+    """Models that a folder was saved without, as Stable Diffusion 3 may be without T5: diffusers must be told."""
     try:
         index = json.loads((Path(source) / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -662,7 +662,7 @@ def _left_out(source: str) -> dict[str, None]:
 
 @contextmanager
 def _bars_for_terminals_alone() -> Iterator[None]:
-    """Keep the libraries' progress bars out of what is no terminal; afterwards they are as they were."""
+    """Hide the libraries' progress bars where stderr is no terminal; afterwards they are as they were."""
     import diffusers
     import transformers
 

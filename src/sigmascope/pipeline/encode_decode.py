@@ -97,7 +97,7 @@ _DUMMY = Finding(
     stage="latent_encoding",
 )
 _ROUND_UP = ("AutoencoderTiny", "AutoencoderKLHunyuanVideo", "AutoencoderKLLTXVideo")
-"""VAEs that make one latent element more of a side that is no multiple of their factor; others drop the rest."""
+"""VAEs that round a side up to whole latent elements; others drop the rest."""
 _NOTHING_PREDICTED = Prediction(unavailable={"bytes": "nothing was predicted"})
 
 
@@ -137,10 +137,10 @@ def encode_latents(
             for floats "unit" with channels last or with ComfyUI's VAE, else "signed".
         sample: Draw the latent from the VAE's distribution; otherwise take its mode.
         generator: Of that draw. A failed attempt leaves its state as it was.
-        output_device: Where the latent shall be; None: where the VAE computes, whatever the strategy.
+        output_device: Where to put the latent; None: where the VAE computes, whatever the strategy.
         dummy: Where all else fails, give zeros of the right shape. They are no encoding, and the record says so.
-        predict: Foretell the peak of each attempt, which takes a part of a second the first time for each VAE
-            and size. Without it "auto" takes everything to fit, and the CPU is refused for the weights alone.
+        predict: Predict the peak of each attempt, which takes a fraction of a second the first time for each VAE
+            and size. Without it "auto" assumes that all fits, and refuses the CPU for the weights alone.
         past: Runs or records from which the predictions learn, beside the run that is being recorded.
         on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
 
@@ -151,7 +151,7 @@ def encode_latents(
     Raises:
         EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
         NonFiniteError: The result holds NaN or Inf. The message counts them and says what they come from: what went
-            in, the weights, or the VAE's type. Of finite input and weights in half precision, it does so only where
+            in, the weights, or the VAE's type. Where input and weights are finite and in half precision, it does so only if
             "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Pictures, sizes or options that make no sense.
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
@@ -196,8 +196,8 @@ def decode_latents(
         strategies: As in `encode_latents`, without "dummy".
         tile: Side of a tile in pixels of the pictures to come; None as in `encode_latents`.
         overlap: What tiles share, in such pixels; None is a quarter of a tile.
-        output_device: Where the pictures shall be; None: where the VAE computes.
-        predict: Foretell the peak of each attempt, as in `encode_latents`.
+        output_device: Where to put the pictures; None: where the VAE computes.
+        predict: Predict the peak of each attempt, as in `encode_latents`.
         past: Runs or records from which the predictions learn, beside the run that is being recorded.
         on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
 
@@ -208,7 +208,7 @@ def decode_latents(
     Raises:
         EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
         NonFiniteError: The result holds NaN or Inf. The message counts them and says what they come from: what went
-            in, the weights, or the VAE's type. Of finite input and weights in half precision, it does so only where
+            in, the weights, or the VAE's type. Where input and weights are finite and in half precision, it does so only if
             "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Latents, sizes or options that make no sense.
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
@@ -225,7 +225,7 @@ def decode_latents(
 
 
 def _images_of(frames: object) -> object:
-    """The pictures of a node of ComfyUI, which may give more beside them; else what was given."""
+    """The pictures in what a ComfyUI node gave; anything else as it is."""
     outputs = node_outputs(frames)
     if outputs is frames or not isinstance(outputs, tuple):
         return outputs
@@ -242,7 +242,7 @@ def _latents_of(given: object) -> Tensor:
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
-    """The latents as the VAE takes them: a picture of a VAE of videos is a video of one frame."""
+    """The latents as the VAE takes them: for a video VAE, a picture is a video of one frame."""
     facts = vae.facts
     if latents.ndim not in (4, 5) or latents.numel() == 0:
         raise ConfigError(
@@ -256,7 +256,7 @@ def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
 
 
 def _experience(predict: bool, past: Iterable[Run | EncodingRecord]) -> Experience | None:
-    """What some past runs took, and what the run that is being recorded has seen so far; None: nothing is foretold."""
+    """What some past runs took, and what the run that is being recorded has seen so far; None: nothing is predicted."""
     if not predict:
         return None
     recorder = monitor.current_recorder()
@@ -276,7 +276,7 @@ class _Planned:
     in_float32: bool = False
 
     def record(self, reason: str | None = None) -> StrategyAttempt:
-        """What is known before it is made: that it was not, and why if it is passed over."""
+        """Its record before it is made, with the reason if it is passed over."""
         unknown = self.expected.unavailable.get("bytes")
         return StrategyAttempt(
             self.name,
@@ -335,7 +335,7 @@ class _Engine:
                     raise _failure(self._record(None, time.perf_counter() - began), self.diagnosis)
         finally:
             record = self._record(outcome, time.perf_counter() - began)
-            # What a monitor makes of it is no reason to lose a result.
+            # A monitor that fails is no reason to lose a result.
             self.guard.read("stage", lambda: stage.fact(RECORD_FACT, record.as_dict()))
             if outcome is not None:
                 name, tensor = "latent" if direction == "encoding" else "frames", outcome.tensor
@@ -358,7 +358,7 @@ class _Engine:
         return None
 
     def _planned(self) -> Iterator[_Planned | StrategyAttempt]:
-        """All that may be tried, in the order asked for: each to be made, or its record where it is passed over."""
+        """All attempts in the order asked for: one to make, or the record of one that is passed over."""
         for strategy in self.choices.strategies:
             if strategy == "direct":
                 yield self._unless_too_large(
@@ -372,7 +372,7 @@ class _Engine:
                 yield self._dummy()
 
     def _planned_after(self, diagnosis: "_Diagnosis") -> Iterator[_Planned | StrategyAttempt]:
-        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend."""
+        """What is left to try after NaN or Inf, which smaller pieces would not mend."""
         if diagnosis.float32_may_help and "cpu" in self.choices.strategies:
             planned = self._cpu_in_float32()
             reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(planned)
@@ -381,7 +381,7 @@ class _Engine:
             yield self._dummy()
 
     def _tiled(self) -> Iterator[_Planned | StrategyAttempt]:
-        """The largest tiles that fit, or from the largest on where nothing is foretold."""
+        """The largest tiles that fit, or from the largest on where nothing is predicted."""
         *larger, smallest = self.choices.ladder(self.work)
         for tiles in larger:
             planned = self._unless_too_large(self._in_tiles(tiles))
@@ -565,7 +565,7 @@ def _why_not_fitting(expected: Prediction, device: torch.device) -> str | None:
 
 
 def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
-    """The record with its peak, and by how much that is beyond what was in use on the device when it began."""
+    """The record with its peak, in all and beyond what was in use on the device when it began."""
     watched = attempt(stage.record).value if isinstance(stage, LiveStage) else None
     if watched is None or watched.peak is None:
         reasons = dict.fromkeys(("peak", "measured_peak_bytes"), "nothing watched the attempt")
@@ -621,7 +621,7 @@ class _Diagnosis:
 
 
 def _why_not_finite(tried: _Planned, work: Work, strategies: Iterable[str]) -> _Diagnosis:
-    """What the result of an attempt is not finite for; what went in comes first, then the weights."""
+    """Why the result of an attempt is not finite: what went in, else the weights, else the VAE's type."""
     what = "pictures" if work.direction == "encoding" else "latents"
     broken = attempt(lambda: not_finite(work.source)).value
     if broken:
@@ -680,7 +680,7 @@ def _failure(
 def _dummy_latents(work: Work, device: torch.device) -> Tensor:
     """Zeros shaped as the latents of these pictures would be.
 
-    A run of the VAE without weights tells the shape, where that can be had; else its factors do.
+    The shape comes from a run of the VAE without weights where that works, else from its factors.
     """
     assert isinstance(work, Encoding)  # decoding has no such strategy
     shape = _shape_seen(work.vae, work.source) or _shape_told(work.vae, work.source)
@@ -707,7 +707,7 @@ def _shape_told(vae: Vae, pixels: Tensor) -> tuple[int, ...]:
         needed["temporal_factor"] = facts.temporal_factor
     missing = ", ".join(name for name, value in needed.items() if value is None)
     if missing or channels is None or factor is None:
-        raise ConfigError(f"dummy: the VAE does not tell its {missing}.", hint="Leave dummy latents out.")
+        raise ConfigError(f"dummy: the VAE does not say its {missing}.", hint="Leave dummy latents out.")
     batch, _, *frames, height, width = pixels.shape
     rest = factor - 1 if facts.class_name in _ROUND_UP else 0
     sides = [(length + rest) // factor for length in (height, width)]

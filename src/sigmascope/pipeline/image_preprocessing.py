@@ -35,7 +35,7 @@ _ALPHA_DROPPED = Finding(
     "alpha_dropped",
     "info",
     "The pictures have an alpha channel: their colours were encoded, and alpha was dropped.",
-    advice="Lay the pictures on a background of your choice first, where what is transparent matters.",
+    advice="If transparency matters, lay the pictures on a background of your choice first.",
     stage="latent_encoding",
 )
 
@@ -150,9 +150,7 @@ def _values_of(tensor: Tensor, axes: str, default: Values | None) -> Values:
         return default or ("unit" if axes.endswith("C") else "signed")
     if tensor.dtype is torch.uint8:
         return "bytes"
-    raise ConfigError(
-        f"frames: {tensor.dtype} has no range that is known.", hint="Give uint8, floats, or values=."
-    )
+    raise ConfigError(f"frames: {tensor.dtype} has no known range.", hint="Give uint8, floats, or values=.")
 
 
 def _arranged(
@@ -212,7 +210,7 @@ def _one_picture(frame: object, channels: int) -> tuple[Tensor, str]:
     if _has_bands(frame):
         return _from_image(frame, channels), "PIL image"
     raise ConfigError(
-        f"frames: {type(frame).__name__} is nothing that holds pixels.",
+        f"frames: {type(frame).__name__} holds no pixels.",
         hint="Give a tensor, a NumPy array, a PIL image, or a list of these.",
     )
 
@@ -284,7 +282,7 @@ def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
 
 
 def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") -> SampleFacts:
-    """Shape, axes and range of a tensor. An accelerator's tensor is not read, since that waits for it."""
+    """Shape, axes and range of a tensor. An accelerator's tensor is not read: that would wait for it."""
     facts = _tensor_facts(tensor)
     if layout is None or len(layout) != tensor.ndim:
         return SampleFacts(facts, form=form, unavailable={"layout": "nothing tells its axes apart"})

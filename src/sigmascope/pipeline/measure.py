@@ -44,7 +44,7 @@ class SetUp:
         step_seconds: Median of the denoiser's calls, the first left out.
         peak_bytes: The highest of all runs: of the device, or of the process where there is none.
         peak_of: What that is the peak of: a device, or "process".
-        warmup_seconds: The first warm-up run, where compiling falls.
+        warmup_seconds: The first warm-up run, which includes compiling.
         runs: The records.
         error: Why it did not run.
     """
@@ -71,7 +71,7 @@ class SetUp:
 
 @dataclass(frozen=True, slots=True)
 class ImageChange:
-    """An image beside the one before. None: see `unavailable`.
+    """An image compared with the one before. None: see `unavailable`.
 
     Attributes:
         identical: Whether they are bit for bit the same.
@@ -79,7 +79,7 @@ class ImageChange:
         relative_l2: ‖new − old‖ / ‖old‖.
         largest: Of all differences.
         value_range: What PSNR took for the range: 1 for images from 0 to 1, else the old one's own.
-        non_finite: NaN and Inf in the new one that the old one has not.
+        non_finite: NaN and Inf in the new one that the old one does not have.
         blank: Whether a picture of the new one is a single value throughout, where the old one shows something: what
             pipelines make of NaN once they turn it into bytes.
     """
@@ -200,7 +200,7 @@ def _lines(found: Measurement) -> Iterator[str]:
     factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
     yield f"With what paid: {_figures(found.last)}{factor}, image {found.image}"
     if found.repeatable is False:
-        yield "Runs as found did not give the same image twice: give the call a seed."
+        yield "The pipeline as found did not give the same image twice: give the call a seed."
 
 
 def _figures(set_up: SetUp) -> str:
@@ -215,7 +215,7 @@ class Demands:
 
     Attributes:
         least_gain: Share of time, or of the device's peak memory, to be saved.
-        min_psnr: Against the pipeline as it was found, in dB; None: any image will do that is finite and not blank.
+        min_psnr: Against the pipeline as it was found, in dB; None: any finite image that is not blank will do.
 
     Raises:
         ConfigError: A gain that is no share, or no number at all.
@@ -243,7 +243,7 @@ def measure_plan(
     demands: Demands,
     progress: Progress = no_progress,
 ) -> tuple[Measurement, list[AppliedChoice]]:
-    """Measure a plan; see `PipelineOptimizer.measure`. If it is broken off, everything is undone.
+    """Measure a plan; see `PipelineOptimizer.measure`. If it is interrupted, everything is undone.
 
     Returns:
         The measurement, and the choices that paid, which are in force.
@@ -256,7 +256,7 @@ def measure_plan(
     denoiser = next(iter(parts_of(pipeline).of_role("denoiser").values()), None)
     if denoiser is None:
         raise ConfigError(
-            f"{type(pipeline).__name__} has no denoiser that is known.", hint="Give a diffusers pipeline."
+            f"{type(pipeline).__name__} has no known denoiser.", hint="Give a diffusers pipeline."
         )
     count = Count(progress, (repeats + warmup) * (1 + len(plan.choices)))
     trials = Trials(pipeline, as_function(call, seed), denoiser, repeats, warmup, count)
@@ -349,7 +349,7 @@ class Trials:
 def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
     steps = [duration for run in runs for stage in run.walk() for duration in stage.steps.seconds[1:]]
     where, peaks = _peaks(runs)
-    gaps = {} if peaks else {"peak_bytes": "neither a device nor the process told its peak"}
+    gaps = {} if peaks else {"peak_bytes": "the peak of neither device nor process could be read"}
     if not steps:
         gaps["step_seconds"] = "the denoiser was called no more than once"
     return SetUp(
@@ -395,7 +395,7 @@ def _finish(pipeline: Any, denoiser: nn.Module) -> None:
 
 @dataclass(slots=True)
 class _Course:
-    """One measurement as it goes. `stack` holds what paid so far, in force."""
+    """A measurement under way. `stack` holds the choices that paid so far, which are in force."""
 
     trials: Trials
     apply: Callable[[Any, Choice], AppliedChoice]
@@ -535,9 +535,9 @@ def _faster(time: FigureComparison | None, before: SetUp, after: SetUp, least_ga
 
 
 def _saved(before: SetUp, after: SetUp) -> float | None:
-    """Share of the peak that went; None where the two are not of the same thing.
+    """Share of the peak that was saved; None where the two are not of the same thing.
 
-    The process's own peak tells of more than the pipeline, and does not come back down: it is no measure.
+    A process's own peak is no measure: it covers more than the pipeline, and never falls.
     """
     if not before.peak_bytes or after.peak_bytes is None or before.peak_of != after.peak_of:
         return None
@@ -561,7 +561,7 @@ _BYTE = 255.0
 def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
     """Compare two outputs."""
     if new is None or old is None:
-        return _unavailable("the output holds no image that is known")
+        return _unavailable("the output holds no known kind of image")
     if new.shape != old.shape:
         return _unavailable(f"shapes differ: {tuple(new.shape)} and {tuple(old.shape)}")
     non_finite = int((~new.isfinite() & old.isfinite()).sum())

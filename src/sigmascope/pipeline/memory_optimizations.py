@@ -58,7 +58,7 @@ _TEMPORAL_FACTOR: Final = 4
 
 
 def context_of(parts: PipelineParts, hardware: Hardware, config: OptimizationConfig) -> PlanningContext:
-    """All that the kinds of choices start from."""
+    """What each kind of choice starts from."""
     call = planned_call(parts, config.height, config.width, config.num_frames, config.batch_size)
     dtypes = {
         name: dtype for name, model in parts.models.items() if (dtype := _main_dtype(model)) is not None
@@ -104,13 +104,13 @@ def _nbytes_of(model: nn.Module, device: str | None = None) -> int:
 
 
 def estimate_work(context: PlanningContext) -> None:
-    """Reckon activations with the dtypes that are planned by now."""
+    """Estimate activations with the dtypes planned so far."""
     counts = [
         _denoiser_bytes(context, name, model) for name, model in context.parts.of_role("denoiser").items()
     ]
     context.denoiser_bytes = max((count for count in counts if count is not None), default=None)
     if context.denoiser_bytes is None:
-        context.unavailable["denoiser_mb"] = "the denoiser's configuration does not tell its width"
+        context.unavailable["denoiser_mb"] = "the denoiser's configuration does not say its width"
     predicted = _vae_peak(context)
     context.vae_bytes = predicted.bytes
     if predicted.bytes is None:
@@ -162,7 +162,7 @@ def _vae_peak(
         return Prediction(unavailable={"bytes": "the pipeline has no VAE"})
     channels = config_value(vae, "latent_channels") or config_value(vae, "z_dim")
     if not isinstance(channels, int):
-        return Prediction(unavailable={"bytes": "the VAE's configuration does not tell its latent channels"})
+        return Prediction(unavailable={"bytes": "the VAE's configuration does not say its latent channels"})
     factor, call = spatial_factor(context.parts), context.call
     is_video = config_value(vae, "z_dim") is not None
     frames = (1 + (call.num_frames - 1) // _TEMPORAL_FACTOR,) if is_video else ()
@@ -186,7 +186,7 @@ def _tile_side(vae: nn.Module) -> int | None:
 
 
 def memory_estimate(context: PlanningContext) -> Reckoning:
-    """What was reckoned, for the plan."""
+    """The estimates, for the plan."""
     now = {name: _nbytes_of(model) for name, model in context.parts.models.items()}
     return Reckoning(
         {name: nbytes / MIB for name, nbytes in now.items()},
@@ -225,7 +225,7 @@ def consider_precision(context: PlanningContext) -> Considered:
         if context.dtypes.get(name) not in _WIDER:
             continue
         if type(model).__name__ in _KEEPS_FLOAT32:
-            yield NotTaken(PRECISION, name, f"{type(model).__name__} is made to run in float32")
+            yield NotTaken(PRECISION, name, f"{type(model).__name__} is meant to run in float32")
         else:
             names.append(name)
     if names:

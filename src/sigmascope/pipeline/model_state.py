@@ -32,7 +32,7 @@ _PLAIN: Final = (str, int, float, bool, type(None), tuple)
 _ABSENT: Final = object()
 """Stands for an attribute or an entry that is not there."""
 _SET_BY_USERS: Final = ("processor",)
-"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
+"""What a user may have set again meanwhile: that stays. Hooks are not among these: libraries renew theirs."""
 _SMALL_BYTES = 1 << 20
 """Buffers up to this size are put back by value."""
 _CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
         *things: Modules, with all their parts; of any other object its own attributes alone.
         also_on_success: Put them back in any case.
     """
-    structure = Structure(things, only_tensors=True)  # what else a stranger's lists hold is his
+    structure = Structure(things, only_tensors=True)  # what else these lists hold is the caller's
     modules = [thing for thing in things if isinstance(thing, nn.Module)]
     placed = [_Placed.of(tensor) for tensor in tensors_of(modules)]
 
@@ -290,7 +290,7 @@ class _NoHook:
 def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
     """Why copies of the weights cannot be had, or None."""
     if any(tensor.is_meta for tensor in tensors_of(modules)):
-        return "its weights are offloaded piece by piece and not to be read from here"
+        return "its weights are offloaded piece by piece and cannot be read from here"
     if offloads_groups(modules):
         return "diffusers' hooks move its weights, and cannot be set aside"
     return None
@@ -450,7 +450,7 @@ def free_memory(*devices: torch.device) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that was queued; of no effect for the CPU.
+    """Wait until a device has done all that was queued; does nothing for the CPU.
 
     Whoever only queues work is done with it before the device, and hears of its errors later.
     """

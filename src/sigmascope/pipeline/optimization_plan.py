@@ -1,4 +1,4 @@
-"""A plan for a pipeline: what to do to it, what was left and why, for which hardware, under which configuration.
+"""A plan for a pipeline: what to do to it, what was left out and why, for which hardware, under which configuration.
 
 `OptimizationConfig` is what the user says beforehand: what may happen to the image, which call is planned for, and
 single choices. `read_hardware` and `parts_of` read what choices depend on.
@@ -51,11 +51,11 @@ class Choice:
         component: The pipeline's name of what it is done to, or "pipeline".
         call: The call of diffusers or torch that does the same by hand.
         reason: Why, with numbers.
-        expected: What it shall bring, in words.
-        gains: Whether it shall bring speed or memory.
+        expected: What it should bring, in words.
+        gains: Whether it should bring speed or memory.
         image: What it does to the image.
         options: Its parameters.
-        numbers: What was reckoned, such as `mb_before` and `mb_after`.
+        numbers: Estimates, such as `mb_before` and `mb_after`.
         necessary: Without it the pipeline is not expected to run on the device at all.
         ram_mb: RAM that keeping the originals for an exact undo takes; 0: they are not needed.
     """
@@ -80,7 +80,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class NotTaken:
-    """What was considered and left."""
+    """What was considered and left out."""
 
     kind: str
     component: str
@@ -89,7 +89,7 @@ class NotTaken:
 
 @dataclass(frozen=True, slots=True)
 class Reckoning:
-    """Memory in MiB as far as it can be told beforehand. None: unknown, with the reason in `unavailable`.
+    """Memory in MiB, estimated beforehand. None: unknown, with the reason in `unavailable`.
 
     Attributes:
         weights_mb: Of each component as it is, by name.
@@ -111,7 +111,7 @@ class Reckoning:
 class Hardware:
     """A device, or the CPU. None: unknown.
 
-    May be made by hand, to plan for a machine that is not at hand.
+    Make one by hand to plan for another machine.
 
     Attributes:
         device: As torch calls it.
@@ -144,7 +144,7 @@ class Hardware:
         return self.kind != "cpu"
 
     def multiplies_bfloat16(self) -> bool:
-        """Whether bfloat16 is fast on it; an NVIDIA device that does not tell counts as a recent one."""
+        """Whether bfloat16 is fast on it; an NVIDIA device of unknown capability counts as a recent one."""
         if not self.is_accelerator:
             return self.cpu_bfloat16
         return self.capability is None or self.capability >= _BFLOAT16
@@ -210,7 +210,7 @@ class OptimizationConfig:
 
     Attributes:
         image: The most that may happen to the image. "none": bit for bit the same; "rounding": the same arithmetic
-            in another order; "precision": narrower number formats; "approximation": results of steps used again.
+            in another order; "precision": narrower number formats; "approximation": results of steps reused.
         device: Where to run, such as "cuda:0"; None: what torch would use, else where the pipeline is.
         dtype: Of weights.
         attention_backend: A name that diffusers' `set_attention_backend` takes, "auto" or None.
@@ -235,7 +235,7 @@ class OptimizationConfig:
             saves that RAM; `undo` then refuses.
 
     Raises:
-        ConfigError: A value that is not among those that are known.
+        ConfigError: A value that is not known.
     """
 
     image: ImageEffect = "precision"
@@ -272,7 +272,7 @@ class OptimizationConfig:
 
     @classmethod
     def nothing(cls, **asked: JsonScalar) -> "OptimizationConfig":
-        """A configuration that leaves all alone but what is asked for."""
+        """A configuration that changes nothing but what is asked for."""
         off: dict[str, object] = {"attention_backend": None}
         for name, allowed in _options().items():
             if "auto" in allowed:
@@ -496,11 +496,11 @@ class PlanningContext:
     Attributes:
         room_bytes: What the device has for this pipeline, with headroom kept free; None: not known.
         denoiser_bytes: Activations of the denoiser, a rough count.
-        vae_bytes: Peak of decoding at once; None: could not be told.
+        vae_bytes: Peak of decoding at once; None: not known.
         least_vae_bytes: The same with whatever the VAE offers to need less: image by image, tile by tile.
         dtypes: Planned dtype of each model, by name.
         chosen: Choices so far.
-        unavailable: What could not be reckoned, and why.
+        unavailable: What could not be estimated, and why.
     """
 
     parts: PipelineParts
@@ -523,7 +523,7 @@ class PlanningContext:
     @property
     def no_accelerator(self) -> str:
         """Why it runs on the CPU."""
-        return self.hardware.absence or "no accelerator: it is to run on the CPU"
+        return self.hardware.absence or "no accelerator: it runs on the CPU"
 
     def why_not(self, effect: ImageEffect) -> str | None:
         """Why a choice that needs an accelerator may not do that much to the image; None: it may."""
@@ -604,7 +604,7 @@ def consider_pipeline(
 
 
 def outcome(kind: str, component: str, found: Choice | str) -> Choice | NotTaken:
-    """A choice; or what was left, if there is only a reason."""
+    """A choice; or what was left out, if there is only a reason."""
     return NotTaken(kind, component, found) if isinstance(found, str) else found
 
 

@@ -132,7 +132,7 @@ class PipelineOptimizer:
             return any(done.is_of(choice) for applied in mine for done in applied.done)
 
         if plan is None:
-            # A pipeline that is being optimized would seem smaller, or not to need it: it is not planned for anew.
+            # A pipeline that is being optimized would seem smaller, or not to need it: it is not planned for again.
             mine_again = (
                 applied.plan
                 for applied in reversed(mine)
@@ -348,7 +348,7 @@ _SHRINK_FACTOR: Final = 0.8
 _SIDE_MULTIPLE: Final = 64
 """How `shrink_to_fit` makes a side smaller: by this factor, down to a multiple of so many pixels."""
 _SMALLEST_SIDE: Final = 256
-"""Models of today make little of smaller images."""
+"""Current models do poorly at smaller sizes."""
 
 
 def settings_for(architecture: object) -> GenerationSettings:

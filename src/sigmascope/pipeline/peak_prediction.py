@@ -45,7 +45,7 @@ from sigmascope.stages.latent_facts import inner_vae
 
 MARGIN_ON_ACCELERATOR = 0.1
 MARGIN_IN_RAM = 0.25
-"""Shares of a prediction that shall be free beside it, for what allocators waste."""
+"""Shares of a prediction that must be free on top of it, for what allocators waste."""
 _FEWEST_AXES = 4
 """Batch, channels, height, width."""
 SMALLEST_BYTES = 64 * MIB
@@ -60,8 +60,8 @@ class Prediction:
     """Peak memory beyond what is in use when an attempt begins.
 
     Attributes:
-        bytes: The peak; None if it could not be foretold, with the reason in `unavailable`.
-        basis: "config" if counted from the VAE's layers, "learned" if past runs had a say.
+        bytes: The peak; None if it could not be predicted, with the reason in `unavailable`.
+        basis: "config" if counted from the VAE's layers, "learned" if past runs corrected that.
         tensor_bytes: Of these, those of tensors; the rest is workspace of convolutions, and weights.
         weights_bytes: Weights that the attempt is to move.
         unavailable: Reasons.
@@ -117,7 +117,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What must be alike for one attempt to say something of another."""
+    """What two attempts must have in common for one to predict the other."""
 
     class_name: str
     direction: Direction
@@ -149,7 +149,7 @@ class Experience:
 
 
 def predict_peak(vae: object, wanted: Planned, experience: Experience | None = None) -> Prediction:
-    """Foretell the peak memory of an attempt. The VAE is neither called nor changed; nothing is raised.
+    """Predict the peak memory of an attempt. The VAE is neither called nor changed; nothing is raised.
 
     A copy of what is put through the VAE at once is part of the peak, since the caller's may be elsewhere or
     of another dtype. So are the output, in tiles its sums in float32, and the weights that are to be moved.
@@ -188,7 +188,7 @@ class NoTwinError(Exception):
 
 
 def _own_estimate(vae: object, wanted: Planned) -> int | None:
-    """What ComfyUI's VAE reckons with when it makes room for itself."""
+    """What ComfyUI's VAE estimates when it makes room for itself."""
     reckon = getattr(
         vae, "memory_used_encode" if wanted.direction == "encoding" else "memory_used_decode", None
     )
@@ -250,7 +250,7 @@ def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
 def fits(prediction: Prediction, memory: MemorySnapshot, device: str | None = None) -> tuple[bool, str]:
     """Whether a predicted peak has room, and the numbers behind it as a sentence.
 
-    A quarter of the prediction is to be free beside it in RAM, a tenth elsewhere. What is unknown is no reason to skip
+    A quarter of the prediction must be free on top of it in RAM, a tenth elsewhere. What is unknown is no reason to skip
     anything: then it fits as far as is known, and the sentence says so.
 
     Args:
@@ -303,7 +303,7 @@ def dry_run(
         if hasattr(type(module), "from_config"):
             return _dry_run_of_recipe(_recipe_of(module), shape, direction, wanted)
         return _run_twin(_cast(_copy_without_weights(module), wanted), shape, direction, wanted)
-    except Exception as error:  # a stranger's model may raise anything
+    except Exception as error:  # the caller's model may raise anything
         raise NoTwinError(f"its layers could not be run without weights: {describe(error)}") from error
 
 
@@ -393,7 +393,7 @@ def _frame_count(twin: Any, shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """To a dtype throughout: a class's own `.to` may have ideas of what stays in float32."""
+    """To a dtype throughout: a class's own `.to` may keep a part in float32."""
     apply: Callable[[Callable[[Tensor], Tensor]], nn.Module] = twin._apply
     return apply(lambda tensor: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype))
 
@@ -407,7 +407,7 @@ def _recipe_of(module: Any) -> _Recipe:
 
 
 def _copy_without_weights(module: nn.Module) -> nn.Module:
-    """Its layers, without its weights and without what anybody has put on them, who is not to be told of this run."""
+    """Its layers without weights and hooks: whoever put hooks on must not hear of this run."""
     tensors = (one for part in module.modules() for one in tensors_on(part))
     memo: dict[int, Any] = {id(one): _without_content(one) for one in tensors}
     twin = copy.deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""What a diffusers pipeline tells of its denoiser by making a few pictures, by its own call.
+"""Statistics of a diffusers pipeline's denoiser, from a few pictures that its own call makes.
 
 `pipeline_statistics` sums up what the picture feels of each layer's weight, and `fit_pipeline_lora` brings a LoRA
 nearer to the pipeline that it was made from.

@@ -40,7 +40,7 @@ _EAGER_PROCESSORS: Final = ("AttnProcessor", "SlicedAttnProcessor")
 """They build the whole matrix of tokens by tokens."""
 _FUSED_PROCESSOR: Final = "AttnProcessor2_0"
 _CUDNN_IS_BEST: Final = (9, 0)
-"""From Hopper on cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
+"""From Hopper on, cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
 
 
 def consider_attention(context: PlanningContext) -> Considered:
@@ -196,7 +196,7 @@ def consider_compile(context: PlanningContext, name: str, model: nn.Module) -> C
     repeated = getattr(model, "_repeated_blocks", None) or ()
     blocks = [part for part in model.modules() if type(part).__name__ in repeated]
     if not blocks:
-        return f"{type(model).__name__} does not tell which of its blocks repeat"
+        return f"{type(model).__name__} does not say which of its blocks repeat"
     if is_compiled(model):
         return "it is compiled already"
     if asked == "auto":
@@ -251,7 +251,7 @@ _MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
 
 
 def consider_fast_matmul(context: PlanningContext) -> Choice | str:
-    """TensorFloat-32 where weights stay in float32; cuDNN's trying where there are convolutions."""
+    """TensorFloat-32 where weights stay in float32; cuDNN's benchmark where there are convolutions."""
     asked, hardware = context.config.fast_matmul, context.hardware
     if asked is False:
         return "switched off"
@@ -331,7 +331,7 @@ def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> 
     if channels_last(model):
         return "they lie so already"
     if any(parameter.dim() == 5 for parameter in model.parameters()):
-        return "it has convolutions over time as well, for which this is no format"
+        return "it also has convolutions over time, which have no such format"
     if asked == "auto":
         refusal = context.why_not("rounding")
         if refusal is not None:
@@ -345,14 +345,14 @@ def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> 
         name,
         f"pipe.{name}.to(memory_format=torch.channels_last)",
         "Its convolutions run in half precision." if asked == "auto" else "Asked for.",
-        "time in convolutions, which need not be laid out anew",
+        "time in convolutions, which need no change of layout",
         "speed",
         "rounding",
     )
 
 
 def apply_channels_last(pipeline: Any, choice: Choice) -> None:
-    """Lay the kernels out anew; what flows through takes their format."""
+    """Change the kernels' memory format; activations take it on."""
     model_of(pipeline, choice).to(memory_format=torch.channels_last)
 
 
@@ -412,9 +412,9 @@ def _why_unsupported(parts: PipelineParts, model: nn.Module, cache: str) -> str 
         return "a cache is on already"
     if cache in _BY_BRANCH:
         if not tells_branches(parts.pipeline):
-            return f"{pipeline_class.__name__} does not tell the cache which branch of guidance it computes"
+            return f"{pipeline_class.__name__} does not say to the cache which branch of guidance it computes"
     elif not hasattr(pipeline_class, "current_timestep"):
-        return f"{pipeline_class.__name__} does not tell its timestep"
+        return f"{pipeline_class.__name__} does not say its timestep"
     elif tells_branches(parts.pipeline) and guidance_by_default(parts, "true_cfg_scale", "guidance_scale"):
         return (
             f"{pipeline_class.__name__} computes the branches of guidance in turn, and this cache would give one of "

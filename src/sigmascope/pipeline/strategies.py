@@ -56,7 +56,7 @@ class Encoding:
         pictures: What goes in.
         sample: Whether to draw from the distribution.
         generator: Of that draw.
-        output_device: Where the result shall be; None: where the VAE leaves it.
+        output_device: Where to put the result; None: where the VAE leaves it.
         source: What goes in: batch first, height and width last.
     """
 
@@ -93,7 +93,7 @@ class Encoding:
         return self._note(self.vae.encode_tiled(part, self.pictures.values, tile, overlap))
 
     def compared(self, raw: Tensor) -> Tensor:
-        """What neighbouring tiles are held against each other by: the latent itself."""
+        """What neighbouring tiles are compared by: the latent itself."""
         return Encoded(raw, self._posterior).latent(sample=False, generator=None)
 
     def finish(self, raw: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Decoding:
         return self.vae.decode_tiled(part, tile, overlap) if isinstance(self.vae, ComfyuiVae) else None
 
     def compared(self, raw: Tensor) -> Tensor:
-        """What neighbouring tiles are held against each other by."""
+        """What neighbouring tiles are compared by."""
         return raw
 
     def finish(self, raw: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def direct(work: Work) -> Outcome:
 
 
 def _finite(work: Work, result: Tensor) -> Tensor:
-    """The result itself, once its device has told that every element is finite: one reduction, no copy.
+    """The result itself, once its device has found every element finite: one reduction, no copy.
 
     Raises:
         NonFiniteError: Some are NaN or Inf; the message counts them.

@@ -44,7 +44,7 @@ _MOST_PLACES = 1 << 18
 _EPS = 1e-6
 """What a VAE's norms add to variances."""
 _RAM_MARGIN = 0.25
-"""Share of what the tiles take in RAM that shall be free beside it."""
+"""Share of what the tiles take in RAM that must be free on top of it."""
 
 
 def why_no_ram(error: BaseException) -> str | None:
@@ -58,7 +58,7 @@ class _StoppedError(BaseException):
 
 
 def why_apart(modules: Sequence[nn.Module]) -> str | None:
-    """Why norms shall see a tile at a time, or None."""
+    """Why norms should see a tile at a time, or None."""
     parts = [part for module in modules for part in module.modules()]
     if not any(isinstance(part, nn.GroupNorm) for part in parts):
         return "it has no GroupNorm, and other norms see their tile alone"

@@ -39,7 +39,7 @@ def tiled_map(
 ) -> Tensor:
     """Apply an encoder or a decoder to overlapping tiles and blend the results linearly.
 
-    Which of the two it is, follows from the tensor's size. Only the last two axes are cut: frames of a
+    The tensor's size says which of the two it is. Only the last two axes are cut: frames of a
     video stay together, since a causal video VAE carries what it saw from one chunk to the next.
 
     Args:

@@ -64,7 +64,7 @@ class ModuleVae:
 
     Attributes:
         values: In which range its pictures are.
-        default_values: What the numbers of a floating-point picture mean, whatever its layout; None: that decides.
+        default_values: What the numbers of a floating-point picture mean, whatever its layout; None: the layout decides.
         modules: Its weights.
         kept: What is put back as it was when an attempt fails.
         switches: Attributes to set on it while it works, so that it cuts no tiles of its own.
@@ -319,7 +319,7 @@ class ComfyuiVae:
 
 @contextmanager
 def _no_silent_fallback(vae: Any) -> Iterator[None]:
-    """Make running out of memory an error again, so that it can be told and counted."""
+    """Make running out of memory an error again, so that it can be reported and counted."""
     own = vars(vae)
     before = {name: own[name] for name in _FALLBACKS if name in own}
     own.update({name: _out_of_memory for name in _FALLBACKS if hasattr(vae, name)})
@@ -336,7 +336,7 @@ def _out_of_memory(*_: object, **__: object) -> NoReturn:
 
 
 def _for_anybody(compute: Callable[[], Tensor]) -> Tensor:
-    """Compute in inference mode, which ComfyUI's tiles cannot do without; the result works outside of it too."""
+    """Compute in inference mode, which ComfyUI's tiles need; the result works outside of it too."""
     if torch.is_inference_mode_enabled():
         return compute()
     with torch.inference_mode():

@@ -48,7 +48,7 @@ def test_planned_weights_are_what_applying_makes_of_them(family: str) -> None:
 @pytest.mark.slow
 def test_wans_vae_stays_in_float32() -> None:
     plan = automatic(H100).plan(warm_pipeline("wan"))
-    assert reason(plan, "precision", "vae") == "AutoencoderKLWan is made to run in float32"
+    assert reason(plan, "precision", "vae") == "AutoencoderKLWan is meant to run in float32"
 
 
 def test_what_is_in_half_precision_is_left() -> None:
