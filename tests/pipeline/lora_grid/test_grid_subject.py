@@ -94,6 +94,15 @@ def test_loras_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     assert [lora.label for lora in made.loras] == ["a/style", "b/style"]
 
 
+def test_a_lora_and_a_scale_given_twice_are_shown_once(tmp_path: Path) -> None:
+    lora = saved(tmp_path / "warm.safetensors", "0", 0.1)
+    made = lora_grid(Stripes(), [lora, lora], output=tmp_path / "grid.png", scales=(1.0, 1.0))
+    assert [(cell.row, cell.lora, cell.scale) for cell in made.cells] == [
+        (0, None, None), (0, 0, 1.0), (1, None, None), (1, 0, 1.0),
+    ]  # fmt: skip
+    assert made.loras[0].label == "warm"
+
+
 def test_the_sheet_shows_each_picture_where_its_row_and_scale_are(tmp_path: Path) -> None:
     lora = saved(tmp_path / "warm.safetensors", "0", 0.1)
     lora_grid(Stripes(), lora, output=tmp_path / "grid.png", scales=(1.0, 2.0))

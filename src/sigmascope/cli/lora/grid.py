@@ -89,25 +89,21 @@ def grid(
     for target in (sheet, page):
         if target.exists() and any(map(target.samefile, inputs)):
             raise ConfigError(f"--output {target} is an input.", hint="Give the name of a new file.")
-    place = resolve_device(device)
-    kind = dtype_of(dtype, place)
+    torch_device = resolve_device(device)
+    placed: dict[str, Any] = {"dtype": dtype_of(dtype, torch_device), "device": torch_device}
     path = Path(model)
-    is_lbm = (
-        model == POCKET or path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file())
-    )
+    is_pipeline = model != POCKET and ((path / "model_index.json").is_file() or not path.exists())
     of_pipelines = {"prompt": prompt, "prompts": prompts, "guidance_scale": guidance_scale, "image": image}
     of_pipelines |= {"call": call, "hide_prompts": hide_prompts, "offload": offload != "none"}
-    for name, given in (of_pipelines if is_lbm else {"images": images, "config_path": config_path}).items():
+    foreign = {"images": images, "config_path": config_path} if is_pipeline else of_pipelines
+    for name, given in foreign.items():
         if given:
-            others, hint = ("pipelines", "Give --images.") if is_lbm else ("LBMs", "Give --prompt.")
+            others, hint = ("LBMs", "Give --prompt.") if is_pipeline else ("pipelines", "Give --images.")
             raise ConfigError(f"--{name} is for {others}, and {model} is none.", hint=hint)
     with explain_out_of_memory("the model with its pictures", LESS_FOR_INFERENCE):
         settings: dict[str, Any] = {}
         with progress_bar("Loading") as progress:
-            if is_lbm:
-                how = {"dtype": kind, "device": place, "progress": progress}
-                subject = _lbm(model, config_path, images or [], steps or 1, resolution or "bucket", **how)
-            else:
+            if is_pipeline:
                 size = cases_of(None, resolution, "1", None)
                 if len(size) > 1:
                     raise ConfigError("--resolution names several sizes.", hint="Give one.")
@@ -121,8 +117,10 @@ def grid(
                 if not settings["prompts"]:
                     hint = 'Give --prompt "a red fox", or --prompts FILE with one in each line.'
                     raise ConfigError("There is no prompt.", hint=hint)
-                offloading = checked_offload(offload, place)
-                subject = load_pipeline(model, dtype=kind, device=place, offload=offloading)
+                subject = load_pipeline(model, offload=checked_offload(offload, torch_device), **placed)
+            else:
+                placed["progress"] = progress
+                subject = _lbm(model, config_path, images or [], steps or 1, resolution or "bucket", **placed)
         settings |= {"output": output, "scales": strengths, "seed": seed, "hide_prompts": hide_prompts}
         try:
             with progress_bar("Painting") as progress:
