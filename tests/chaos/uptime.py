@@ -98,7 +98,7 @@ def attempt(case: Case) -> str:
     life, calls = _LIVES[case.number]
     calls = max(_FEWEST, round(calls * case.scale))
     # Else a record that a busy machine is slow to write waits for minutes.
-    with patch.object(process_recording, "_SHARE", 5):
+    with patch.object(process_recording, "_LEAST_PERIODS_OF_A_WRITE", 5):
         return life(case, calls)
 
 
