@@ -385,8 +385,11 @@ class _Rehearsal(pickle._Unpickler):
             return arguments[0]
         if name == "torch._tensor._rebuild_from_type_v2" and isinstance(arguments[0], _StandIn):
             return self._made(arguments[0].name, tuple(arguments[2]))
-        if name in _INERT or (name in ("collections.OrderedDict", "collections.Counter") and not arguments):
-            return {}
+        if name in _INERT or name in ("collections.OrderedDict", "collections.Counter"):
+            if not arguments:
+                return {}
+            if name != "collections.Counter":
+                self._check_items(name, arguments)
         if name in _ALLOCATING_CALLS or name.endswith(("Tensor", "Storage")):
             self._take(name, arguments)
         return _StandIn(
@@ -411,8 +414,18 @@ class _Rehearsal(pickle._Unpickler):
         if self._left < 0:
             raise _TooMuch(f"{name} is called for {shortened(wanted)} values and more")
 
+    def _check_items(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Refuse a dictionary made of items, as Python 2 wrote an `OrderedDict`, if a key of theirs is nested."""
+        items = arguments[0] if len(arguments) == 1 else None
+        pairs = items if isinstance(items, list) else [None]
+        if not all(isinstance(pair, list | tuple) and pair and _is_plain_key(pair[0]) for pair in pairs):
+            raise _TooMuch(f"{name} is made of keys that are nested")
+
     def build(self) -> None:
-        self.stack.pop()  # an object's own attributes
+        """Take an object's own attributes: as a dictionary, whose keys were looked at when they were set."""
+        attributes = self.stack.pop()
+        if isinstance(self.stack[-1], dict) and not isinstance(attributes, dict):
+            raise _TooMuch("attributes of a dictionary are no dictionary")
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()

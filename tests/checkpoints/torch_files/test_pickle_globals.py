@@ -54,3 +54,28 @@ def test_an_archive_with_an_undecodable_list_is_damaged(tmp_path: Path) -> None:
         archive.writestr("é.pkl", pickle.dumps(Path))
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
     assert named(path) == []
+
+
+def _nested_key(depth: int) -> bytes:
+    """Opcodes of [((…), 1)], a key of 2**depth parts in a few bytes: each tuple holds the one before it twice."""
+    return b"])q\x00" + b"h\x00\x86q\x00" * depth + b"K\x01\x86a"
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        pytest.param(b"ccollections\nOrderedDict\n%b\x85R", id="made of items"),
+        pytest.param(b"ccollections\nOrderedDict\n)R%bb", id="attributes"),
+        pytest.param(b"cdiffusers.configuration_utils\nFrozenDict\n%b\x85R", id="settings made of items"),
+        pytest.param(b"cargparse\nNamespace\n)\x81%bb", id="attributes of settings"),
+    ],
+)
+def test_a_dictionary_whose_key_takes_years_to_hash_is_refused_unhashed(
+    tmp_path: Path, opcodes: bytes
+) -> None:
+    path = tmp_path / "x.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + opcodes % _nested_key(18) + b".")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(CheckpointError, match="would take more memory or time than weights do"):
+        open_checkpoint(path)
