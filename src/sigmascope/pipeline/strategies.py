@@ -307,7 +307,7 @@ def _measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
 def _one_in_tiles(
     part: Tensor, work: Work, tiles: Tiles, factor: int, device: torch.device, apart: str | None
 ) -> tuple[Tensor, TileFacts]:
-    """Where a side is no multiple of the factor, VAEs differ in what they make of the rest."""
+    """Decode or encode in tiles. If a side is not a multiple of the factor, try each way in which VAEs round it."""
     scale = factor if work.direction == "decoding" else 1
     height, width = part.shape[-2] * scale, part.shape[-1] * scale
 
