@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +33,9 @@ from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 _RSS_BYTES = 5 * MB
 _SLOWER = 1.5  # times what a call took in the first tenth that counts; what grows by the call grows tenfold
+_MORE_LINES = 1.1  # the same in lines of Python, which a busy machine does not change
+_TIMED = 10_000  # calls that make a time tell of us: of fewer, it tells of who else uses the machine
+_TRACED = 5  # calls of each twentieth whose lines are counted
 _CHUNKS = 20
 _PARTS = 3  # files of older generations, after which a process has done once all that it does for ever
 _SETTLED_SECONDS = 120
@@ -83,6 +88,7 @@ class Level:
     """What a process holds and what a call costs, after some calls.
 
     Attributes:
+        lines: Of Python that a call runs in its own thread.
         yardstick_seconds: What work that nothing watches took beside the calls: the machine's speed at that time.
     """
 
@@ -90,6 +96,7 @@ class Level:
     rss_bytes: int
     files: int
     threads: int
+    lines: int
     call_seconds: float
     yardstick_seconds: float
 
@@ -247,7 +254,8 @@ def _level(calls: int, call: Call, settled: Callable[[], bool] = lambda: True) -
         for _ in range(chunk):
             marks.append(_cost(_yardstick))
             costs.append(_cost(call))
-        levels.append(_now((number + 1) * chunk, min(costs), min(marks)))
+        lines = min(_lines(call) for _ in range(_TRACED))
+        levels.append(_now((number + 1) * chunk, lines, min(costs), min(marks)))
     early, late = levels[_CHUNKS // 5 - 1], levels[-1]
     first = _middle(levels[_CHUNKS // 5 - 1 : _CHUNKS // 5 + 2])
     last = _middle(levels[-3:])
@@ -257,12 +265,14 @@ def _level(calls: int, call: Call, settled: Callable[[], bool] = lambda: True) -
     said = (
         f"{early.calls:,} to {late.calls:,} calls: {early.rss_bytes / MB:.0f} to {late.rss_bytes / MB:.0f} MB, "
         f"{first.call_seconds * 1e3:.2f} to {last.call_seconds * 1e3:.2f} ms a call "
-        f"(× {slower:.2f} by the machine's own speed), {files} files, {late.threads} threads"
+        f"(× {slower:.2f} by the machine's own speed), {early.lines:,} to {late.lines:,} lines, "
+        f"{files} files, {late.threads} threads"
     )
     assert grown <= _RSS_BYTES, f"memory grows: {said}"
     assert files <= early.files, f"files stay open: {said}"
     assert late.threads <= early.threads, f"threads stay: {said}"
-    assert slower <= _SLOWER, f"calls become slower: {said}"
+    assert late.lines <= early.lines * _MORE_LINES, f"calls run more of Python: {said}"
+    assert slower <= _SLOWER or calls < _TIMED, f"calls become slower: {said}"
     return said
 
 
@@ -270,6 +280,23 @@ def _cost(work: Call) -> float:
     begun = time.thread_time()
     work()
     return time.thread_time() - begun
+
+
+def _lines(work: Call) -> int:
+    count = 0
+
+    def line(_frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    was = sys.gettrace()
+    sys.settrace(line)
+    try:
+        work()
+    finally:
+        sys.settrace(was)
+    return count
 
 
 def _yardstick() -> Tensor:
@@ -298,7 +325,7 @@ def _open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def _now(calls: int, seconds: float, yardstick: float) -> Level:
+def _now(calls: int, lines: int, seconds: float, yardstick: float) -> Level:
     gc.collect()
     process = psutil.Process()
     return Level(
@@ -306,6 +333,7 @@ def _now(calls: int, seconds: float, yardstick: float) -> Level:
         process.memory_info().rss,
         _open_files(),
         threading.active_count(),
+        lines,
         seconds,
         yardstick,
     )
