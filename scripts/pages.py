@@ -72,8 +72,7 @@ def findings() -> Iterator[str]:
     from sigmascope.analysis.diagnostics import RULES
 
     yield "| about | finding | severity | what it says |\n|---|---|---|---|"
-    groups = list(dict.fromkeys(rule.about for rule in RULES.values()))
-    for rule in sorted(RULES.values(), key=lambda rule: groups.index(rule.about)):
+    for rule in sorted(RULES.values(), key=lambda rule: (rule.about, rule.id)):
         yield f"| {rule.about} | `{rule.id}` | {' or '.join(rule.severities)} | {rule.says} |"
 
 

@@ -331,11 +331,10 @@ def _encodings() -> list[Activity]:
 
 
 def _encoding(name: str, vae: Any, work: Callable[..., tuple[Tensor, Any]]) -> Activity:
-    expected = {(strategy, None): _digest(work(strategies=(strategy,))[0]) for strategy in ("direct", "cpu")}
-    for apart in (
-        None,
-        "RAM ran out",
-    ):  # which tiles may learn before they begin, or while they wait for each other
+    expected: dict[tuple[str, str | None], str] = {
+        (strategy, None): _digest(work(strategies=(strategy,))[0]) for strategy in ("direct", "cpu")
+    }
+    for apart in (None, "RAM ran out"):  # before they begin, or while tiles wait for each other
         with patch("sigmascope.pipeline.tiling.why_apart", lambda *_args, reason=apart: reason):
             result, record = work(strategies=("tiled",))
         expected |= {_made_by(record): _digest(result)}

@@ -1,7 +1,6 @@
 """Paint the same prompts with several LoRAs at several scales, and show all as one picture and one page.
 
-`lora_grid` keeps each cell as a PNG named by the hash of all that it depends on: a grid that was stopped, or that has
-grown, paints only what is missing.
+Each cell is kept as a PNG named by the hash of all that it depends on, so only missing ones are painted.
 """
 
 import base64
@@ -11,8 +10,6 @@ import math
 import pickle
 import secrets
 import sys
-import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,14 +21,13 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints.checkpoint import file_sha256
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.files import atomic_path, require_writable
-from sigmascope.lora.apply import AttachedLora, attach_lora, attached_to, finite_scale
+from sigmascope.lora.apply import attach_lora, attached_to, finite_scale
 from sigmascope.lora.reader import load_lora
 from sigmascope.pipeline.bench import call_arguments, check_call
 from sigmascope.pipeline.measure import image_of
@@ -44,23 +40,19 @@ from sigmascope.records.run import Finding
 from sigmascope.reports.html import template
 
 _ROUNDING_ON_ACCELERATORS: Final = 2 / 255
+_TILE_WIDTH: Final = 320
+"""Pixels of a cell on the sheet; the page shows up to 1,024."""
 _LIBRARIES: Final = ("torch", "diffusers", "transformers")
 
 
 @runtime_checkable
 class GridSubject(Protocol):
-    """A model that paints a picture for each row of a grid.
-
-    Attributes:
-        model: What LoRAs are attached to: a module, or a pipeline with components.
-        rows: The title of each row: its prompt, or the name of its picture.
-        kind: What a row is: "prompt" or "picture".
-    """
+    """A model that paints a picture for each row of a grid."""
 
     name: str
-    model: object
-    rows: Sequence[str]
-    kind: str
+    model: object  # a module, or a pipeline with components
+    rows: Sequence[str]  # their titles: prompts, or names of pictures
+    kind: str  # of a row: "prompt" or "picture"
 
     def settings(self, row: int) -> Mapping[str, object]:
         """What a row's picture depends on besides weights, LoRA, scale and seed: JSON, pictures, arrays, tensors."""
@@ -95,10 +87,7 @@ class GridCell:
     scale: float | None
     picture: Path
     reused: bool
-    seconds: float
-    layers_run: int | None
     one_colour: bool
-    identical: bool | None = None
     is_idle: bool = False
     mean_difference: float | None = None
     psnr_db: float | None = None
@@ -106,12 +95,11 @@ class GridCell:
     @property
     def figures(self) -> str:
         """The distance from the picture without a LoRA, in words."""
-        if self.lora is None or self.identical:
-            return "identical" if self.identical else ""
-        if self.mean_difference is None or self.psnr_db is None:
-            return "not compared"
+        if self.lora is None or self.mean_difference is None:
+            return "" if self.lora is None else "not compared"
         digits = ".1f" if self.mean_difference >= 0.01 else ".2g"
-        return f"{100 * self.mean_difference:{digits}} %  {self.psnr_db:.1f} dB"
+        share = f"{100 * self.mean_difference:{digits}} %"
+        return "identical" if self.psnr_db is None else f"{share}  {self.psnr_db:.1f} dB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +120,7 @@ class LoraGrid:
     def idle(self) -> tuple[GridLora, ...]:
         """LoRAs that change no picture at any scale."""
         acting = {cell.lora for cell in self.cells if not cell.is_idle}
-        return tuple(lora for index, lora in enumerate(self.loras) if index not in acting)
+        return tuple(self.loras[index] for index in range(len(self.loras)) if index not in acting)
 
     def cell(self, row: int, lora: int | None = None, scale: float | None = None) -> GridCell:
         """The cell of a row, a LoRA and a scale. Raises KeyError where there is none."""
@@ -161,15 +149,16 @@ class LoraGrid:
         found = []
         blank = [cell.row for cell in self.cells if cell.lora is None and cell.one_colour]
         for row in blank:
-            what = f"Without a LoRA, {self.kind} {row + 1} gives a picture of one colour: nothing can be compared."
+            what = (
+                f"Without a LoRA, {self.kind} {row + 1} gives one colour: there is nothing to compare with."
+            )
             advice = "Look for NaN or a safety checker: run the model in bfloat16 or float32."
             found.append(Finding("lora_grid.blank_without_lora", "error", what, {"row": row}, advice))
         for lora in self.idle if len(blank) < len(self.rows) else ():
-            ran = max(cell.layers_run or 0 for cell in self.cells if cell.lora == self.loras.index(lora))
-            why = "no picture changes" if ran else f"none of its {lora.modules} modules ran"
-            what = f"{lora.label} does nothing: {'its factors are zero' if lora.is_zero else why}."
-            values = {"modules": lora.modules, "ran": ran}
+            why = "its factors are zero" if lora.is_zero else "no picture changes"
             advice = "Look into it with sigmascope lora inspect."
+            values = {"modules": lora.modules}
+            what = f"{lora.label} does nothing: {why}."
             found.append(Finding("lora_grid.does_nothing", "error", what, values, advice))
         return tuple(found)
 
@@ -180,8 +169,8 @@ class LoraGrid:
             cell["lora"] = None if cell["lora"] is None else self.loras[cell["lora"]].label
         for shown, lora in zip(values["loras"], self.loras, strict=True):
             shown["does_nothing"] = lora in self.idle
-        findings = [{"id": f.id, "message": f.message, "advice": f.advice} for f in self.findings()]
-        return {"model": values.pop("name"), **values, "findings": findings}
+        found = [{"id": f.id, "message": f.message, "advice": f.advice} for f in self.findings()]
+        return {"model": values.pop("name"), **values, "findings": found}
 
 
 def lora_grid(
@@ -201,8 +190,8 @@ def lora_grid(
 ) -> LoraGrid:
     """Paint each prompt without a LoRA and with each LoRA at each scale, from one seed, as a picture and a page.
 
-    Each cell is kept as soon as it is painted, in a folder beside the output. A later call reuses the cells for which
-    weights, LoRA, scale, prompt, seed, settings and library versions are the same. The model is left as it was.
+    Each cell is kept as soon as it is painted. A later call reuses the cells for which weights, LoRA, scale, prompt,
+    seed, settings and library versions are the same. The model is left as it was.
 
     Args:
         subject: A diffusers pipeline, or a `GridSubject` such as `sigmascope.lbm.infer.PictureRows`.
@@ -361,47 +350,31 @@ def _painted(
             key = f"{depends_on} {digest} {scale}"
             paths[scale, row] = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.png"
         bare = bare or list(paths.values())
-        kept = {at: _kept(path) for at, path in paths.items()}
+        missing = {at for at, path in paths.items() if not _is_whole(path)}
         with ExitStack() as stack:
             attached = None
-            if lora and None in kept.values():
+            if lora and missing:
                 attached = stack.enter_context(attach_lora(subject.model, load_lora(lora.path)))
             for (scale, row), path in paths.items():
                 if attached is not None and scale is not None:
                     attached.scale = scale
-                was_kept = kept[scale, row]
-                seconds, layers_run = was_kept or _paint(subject, row, seed, attached, path)
+                if is_missing := (scale, row) in missing:
+                    image = subject.paint(row, seed)
+                    with atomic_path(path) as temporary:
+                        image.save(temporary, format="PNG")
                 done += 1
                 what = f"{lora.label} at {scale:g}" if lora else "no LoRA"
                 progress(done, total, f"{what}, {subject.kind} {row + 1}")
-                facts = (path, was_kept is not None, seconds, layers_run)
-                yield GridCell(row, index, scale, *facts, **_compared(path, bare[row]))
+                yield GridCell(row, index, scale, path, not is_missing, **_compared(path, bare[row]))
 
 
-def _paint(
-    subject: GridSubject, row: int, seed: int, attached: AttachedLora | None, path: Path
-) -> tuple[float, int | None]:
-    """Write a picture with a note of the seconds that it took, and how many of the LoRA's modules ran."""
-    started = time.perf_counter()
-    image = subject.paint(row, seed)
-    seconds = time.perf_counter() - started
-    layers_run = None if attached is None else len(attached.applied) - len(attached.dormant)
-    note = PngInfo()
-    note.add_text("sigmascope", json.dumps({"seconds": seconds, "layers_run": layers_run}))
-    with atomic_path(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=note)
-    return seconds, layers_run
-
-
-def _kept(path: Path) -> tuple[float, int | None] | None:
-    """The note of a picture that was painted before; None where there is none, or its file is damaged."""
+def _is_whole(path: Path) -> bool:
+    """Whether a cell was painted before, and its file is not damaged."""
     try:
-        with Image.open(path, formats=("PNG",)) as image:
-            image.load()
-            note = json.loads(str(image.info.get("sigmascope")))
-        return float(note["seconds"]), note["layers_run"]
-    except (OSError, ValueError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError):
-        return None
+        _opened(path)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return False
+    return True
 
 
 def _compared(path: Path, bare: Path) -> dict[str, Any]:
@@ -409,10 +382,9 @@ def _compared(path: Path, bare: Path) -> dict[str, Any]:
     this, that = (np.asarray(_opened(file), np.float64) / 255 for file in (path, bare))
     seen: dict[str, Any] = {"one_colour": bool((this == this[0, 0]).all())}
     if path == bare or this.shape != that.shape:
-        return seen | {"identical": None if path == bare else False}
+        return seen
     apart = np.abs(this - that)
     return seen | {
-        "identical": not apart.any(),
         "is_idle": bool(apart.max() <= _ROUNDING_ON_ACCELERATORS),
         "mean_difference": float(apart.mean()),
         "psnr_db": -10 * math.log10(np.square(apart).mean()) if apart.any() else None,
@@ -452,54 +424,20 @@ def _content_of(value: object) -> object:
         raise ConfigError(what, hint="Give numbers, text, pictures, arrays or tensors.") from error
 
 
-_MARGIN, _GAP, _PICTURE_WIDTH, _NARROWEST_TEXT = 16, 8, 256, 608  # pixels
-_TITLE, _LABEL, _SMALL = 22, 16, 14
-_PAPER, _INK, _FAINT_INK, _BAD_INK = "#fafaf8", "#1e1e22", "#5b6470", "#b3261e"
-
-
 def grid_sheet(grid: LoraGrid) -> Image.Image:
-    """All cells of a grid as one picture: each with its LoRA and scale above, and its difference below."""
-    rows = [grid.lines(row) for row in range(len(grid.rows))]
+    """All cells as one picture: a line of them for each LoRA of each row, with what each is drawn in its corner."""
+    lines = [line for row in range(len(grid.rows)) for line in grid.lines(row)]
     sizes = [_opened(cell.picture).size for cell in grid.cells if cell.lora is None]
-    height = max(round(_PICTURE_WIDTH * height / width) for width, height in sizes)
-    room = max(_NARROWEST_TEXT, len(rows[0][0]) * (_PICTURE_WIDTH + _GAP))
-    bands = [
-        _text(f"LoRA grid: {grid.name}", _TITLE, _INK, room),
-        _text(grid.caption(), _SMALL, _FAINT_INK, room, lines=3),
-        *(_text(found.message, _SMALL, _BAD_INK, room, lines=3) for found in grid.findings()),
-    ]
-    for number, (title, row) in enumerate(zip(grid.rows, rows, strict=True), start=1):
-        bands.append(_text(f"{number}. {title}", _LABEL, _INK, room, lines=3))
-        for line in row:
-            tiles = _joined(np.hstack, [_tile(grid, cell, (_PICTURE_WIDTH, height)) for cell in line])
-            bands.append(ImageOps.expand(tiles, (0, 0, room - tiles.width, 0), _PAPER))
-    return ImageOps.expand(_joined(np.vstack, bands), _MARGIN, _PAPER)
-
-
-def _tile(grid: LoraGrid, cell: GridCell, size: tuple[int, int]) -> Image.Image:
-    picture = ImageOps.pad(_opened(cell.picture), size, Image.Resampling.LANCZOS, _PAPER, (0, 0))
-    if cell.is_idle:
-        ImageDraw.Draw(picture).rectangle((0, 0, size[0] - 1, size[1] - 1), outline=_BAD_INK, width=2)
-    heading = _text(grid.heading(cell), _LABEL, _INK, size[0])
-    figures = _text(cell.figures, _SMALL, _BAD_INK if cell.is_idle else _FAINT_INK, size[0])
-    return ImageOps.expand(_joined(np.vstack, [heading, picture, figures]), (0, 0, _GAP, _GAP), _PAPER)
-
-
-def _joined(join: Any, images: list[Image.Image]) -> Image.Image:
-    return Image.fromarray(join([np.asarray(image) for image in images]))
-
-
-def _text(text: str, size: int, ink: str, width: int, *, lines: int = 1) -> Image.Image:
-    """A text in at most so many lines; of one that is too long the middle is left out."""
-    font, text = ImageFont.load_default(size), text.replace("×", "x")  # which that font has no sign for
-    letters = max(3, int(0.95 * len(text) * width / max(1.0, font.getlength(text))))
-    if len(text) > lines * letters:
-        text = f"{text[: lines * letters // 2]}…{text[-(lines * letters // 2) + 1 :]}"
-    wrapped = textwrap.wrap(text, letters)[:lines] or [""]
-    image = Image.new("RGB", (width, round(1.4 * size) * len(wrapped)), _PAPER)
-    for number, line in enumerate(wrapped):
-        ImageDraw.Draw(image).text((0, number * round(1.4 * size)), line, ink, font)
-    return image
+    height = max(round(_TILE_WIDTH * height / width) for width, height in sizes)
+    sheet = Image.new("RGB", (_TILE_WIDTH * len(lines[0]), height * len(lines)))
+    for (y, line), x in product(enumerate(lines), range(len(lines[0]))):
+        words = f"{line[x].row + 1}. {grid.heading(line[x])}\n{line[x].figures}"
+        tile = ImageOps.pad(_opened(line[x].picture), (_TILE_WIDTH, height), Image.Resampling.LANCZOS)
+        ink = "orangered" if line[x].is_idle else "white"
+        font = ImageFont.load_default(16)
+        ImageDraw.Draw(tile).text((6, 4), words, ink, font, stroke_width=2, stroke_fill="black")
+        sheet.paste(tile, (x * _TILE_WIDTH, y * height))
+    return sheet
 
 
 def _data_uri(path: Path) -> str:

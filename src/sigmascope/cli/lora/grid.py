@@ -1,6 +1,5 @@
 """`sigmascope lora grid`: several LoRAs at several scales on the same prompts and seed, as a picture and a page."""
 
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,7 @@ from sigmascope.cli.options import AsJson, flag
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.pipeline.lora_grid import GridCell, LoraGrid
+    from sigmascope.pipeline.lora_grid import LoraGrid
 
 app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
@@ -63,7 +62,6 @@ def grid(
     resolution: Annotated[str | None, flag("--resolution", _RESOLUTION_HELP, _RUN)] = None,
     device: Annotated[str, flag("--device", "auto, cpu, cuda, cuda:1, mps, xpu.", _RUN)] = "auto",
     dtype: Annotated[str, flag("--dtype", _DTYPE_HELP, _RUN)] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every cell.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Paint prompts without a LoRA and with each LoRA at each scale, side by side.
@@ -131,7 +129,7 @@ def grid(
     if as_json:
         print_json(made.as_dict() | {"picture": str(sheet), "page": str(page)})
     else:
-        print_grid(Console(), made, verbose=verbose)
+        print_grid(Console(), made)
         Console().print(title("Picture", sheet), title("Page", page), sep="\n")
     if made.idle:
         raise typer.Exit(1)
@@ -161,29 +159,20 @@ def _lbm(model: str, config: Path | None, images: list[Path], steps: int, side: 
     return PictureRows(load_lbm(path, config, **loading), pictures, steps, picture_size=size, name=name)
 
 
-def print_grid(console: Console, grid: "LoraGrid", *, verbose: bool) -> None:
-    """Show how far each LoRA at each scale is from no LoRA, on average or in each cell; and what is wrong."""
+def print_grid(console: Console, grid: "LoraGrid") -> None:
+    """Show how far each LoRA at each scale is from no LoRA, on average; and what is wrong."""
     reused = sum(cell.reused for cell in grid.cells)
     console.print(title("LoRA grid", f"{len(grid.cells)} cells, {reused} of them kept from before"))
-    first, last = ((grid.kind.capitalize(),), "Seconds") if verbose else ((), "Layers run")
-    shown = table(*first, "LoRA", "Scale", "Difference", "PSNR", last, left=("LoRA",))
-    for cell in grid.cells if verbose else ():
-        label = "-" if cell.lora is None else grid.loras[cell.lora].label
-        strength, seconds = "-" if cell.scale is None else f"{cell.scale:g}", f"{cell.seconds:.2f}"
-        shown.add_row(
-            plain(grid.rows[cell.row], limit=40), plain(label), strength, *_figures([cell]), seconds
-        )
-    for (index, lora), scale in () if verbose else product(enumerate(grid.loras), grid.scales):
-        own = [cell for cell in grid.cells if (cell.lora, cell.scale) == (index, scale)]
-        ran = f"{min(cell.layers_run or 0 for cell in own)} of {lora.modules}"
-        shown.add_row(plain(lora.label), f"{scale:g}", *_figures(own), ran)
+    shown = table("LoRA", "Scale", "Difference", "PSNR", left=("LoRA",))
+    for (index, lora), scale in product(enumerate(grid.loras), grid.scales):
+        cells = [cell for cell in grid.cells if (cell.lora, cell.scale) == (index, scale)]
+        known = [cell.mean_difference for cell in cells if cell.mean_difference is not None]
+        ratios = [
+            cell.psnr_db for cell in cells if cell.psnr_db is not None
+        ]  # none where pictures are identical
+        difference = Text(f"{100 * fmean(known):.3g} %" if known else "-")
+        if known and all(cell.is_idle for cell in cells):
+            difference = Text("nothing changes", style="bold red")
+        psnr = f"{fmean(ratios):.1f} dB" if ratios else "-"
+        shown.add_row(plain(lora.label), f"{scale:g}", difference, psnr)
     console.print(shown, findings(grid.findings()))
-
-
-def _figures(cells: "Sequence[GridCell]") -> tuple[Text | str, str]:
-    """Mean difference and PSNR, averaged; PSNR over the pictures that differ."""
-    known = [cell.mean_difference for cell in cells if cell.mean_difference is not None]
-    ratios = [cell.psnr_db for cell in cells if cell.psnr_db is not None]
-    if known and all(cell.is_idle for cell in cells):
-        return Text("nothing changes", style="bold red"), "-"
-    return f"{100 * fmean(known):.3g} %" if known else "-", f"{fmean(ratios):.1f} dB" if ratios else "-"
