@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal
@@ -185,7 +185,7 @@ def train(
                     except SigmascopeError as error:
                         _log.warning("The record was not saved: %s", error)
             accelerator.end_training()
-    return report
+    return replace(report, run=watch.run())  # now it is over
 
 
 class StopSignals:
