@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -346,7 +347,8 @@ def short_path(path: str | os.PathLike[str]) -> str:
     """A path as records name it, without folders that reveal the user or the machine.
 
     A file of an installed package becomes `diffusers/…`, one in the hub's cache `models--…`. Other files are named relative
-    to the working folder or as `~/…`; failing that, only the last two parts remain. A path that is not absolute, such as a
+    to the folder of the script that runs, to the working folder or as `~/…`; failing that, only the last two parts remain,
+    without the name of a user's folder. A path that is not absolute, such as a
     name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)
@@ -358,12 +360,16 @@ def short_path(path: str | os.PathLike[str]) -> str:
     for folder, name in _known_folders():
         if text.startswith(folder + os.sep):
             return name + text[len(folder) + 1 :]
-    return "/".join(Path(text).parts[1:][-2:]) or text
+    parts = Path(text).parts[1:]
+    return "/".join(parts[-1:] if parts[:-2] in (("home",), ("Users",)) else parts[-2:]) or text
 
 
 def _known_folders() -> list[tuple[str, str]]:
-    """The working folder and the user's, the deeper one first, each with its replacement."""
+    """The script's folder, the working folder and the user's, the deeper one first, each with its replacement."""
     folders = [(os.path.expanduser("~"), "~/")]  # noqa: PTH111 - as above; raises nothing without a home
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if isinstance(script, str):
+        folders.insert(0, (os.path.dirname(os.path.abspath(script)), ""))  # noqa: PTH100, PTH120 - as above
     with suppress(OSError):  # the folder was removed
         folders.insert(0, (os.getcwd(), ""))  # noqa: PTH109 - as above
     return sorted((pair for pair in folders if len(pair[0]) > 1), key=lambda pair: len(pair[0]), reverse=True)

@@ -13,6 +13,7 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
+from sigmascope.records.failures import raised_in
 from sigmascope.records.performance import (
     AFTER,
     BEFORE,
@@ -308,14 +309,34 @@ def headline(run: Run) -> str:
 
 
 def _failure(run: Run) -> str | None:
-    """Which stage failed: the innermost one in the first outermost stage that failed."""
-    failed = next((stage for stage in run.stages if not stage.success), None)
+    failed = failed_stage(run)
     if failed is None:
         return None
-    while (inner := next((child for child in failed.children if not child.success), None)) is not None:
-        failed = inner
     why = f": {units.printable(failed.error)}" if failed.error else ""
     return f"{failed.name} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+
+
+def failed_stage(run: Run) -> Stage | None:
+    """Which stage failed: the innermost one in the first outermost stage that failed."""
+    failed = next((stage for stage in run.stages if not stage.success), None)
+    while failed is not None:
+        inner = next((child for child in failed.children if not child.success), None)
+        if inner is None:
+            break
+        failed = inner
+    return failed
+
+
+def failure_places(run: Run) -> list[str]:
+    """Where the headline's failure was raised: each place on the way there, with what it was raised from before it."""
+    failed = failed_stage(run)
+    details = None if failed is None else failed.exception_details
+    places: list[str] = []
+    for raised in [] if details is None else raised_in(details.traceback):
+        places += raised.frames
+        if raised.link is not None:
+            places.append(f"{raised.kind}{f': {raised.cause}' if raised.cause else ''}, and then")
+    return places
 
 
 def _fault(run: Run) -> str | None:

@@ -6,7 +6,7 @@ analysis has read, and models that changed from one stage to the next.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, get_args
 
@@ -27,6 +27,8 @@ _SUBJECTS: Final = ("component", "device", "class", "prompt")
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 MODEL_STATE = "model_state."
 """Prefix, before the model's type, of the fact with that model's state at the end of a stage."""
+_BESIDE_A_FAILURE: Final = ("time", "steps", "an idle device", "a slow device")
+"""What rules are about that say nothing of a generation that failed: it is not about how fast it was."""
 EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
 """Stages that are meant to change a model."""
 _CHANGES_ALL = frozenset({"model_loading", "lora_application"})
@@ -59,9 +61,14 @@ def _findings_of_ranks(run: Run) -> list[Finding]:
     return findings + _findings(dict(ranks), "ranks")
 
 
-def _findings(subject: Any, looks_at: LooksAt) -> list[Finding]:
-    """What the rules for such a subject find in it."""
-    rules = [rule for rule in RULES.values() if rule.looks_at == looks_at]
+def _was_interrupted(stage: Stage) -> bool:
+    """Whether the user stopped it, maybe since it was slow."""
+    return stage.error is not None and stage.error.startswith("KeyboardInterrupt")
+
+
+def _findings(subject: Any, looks_at: LooksAt, but: Collection[str] = ()) -> list[Finding]:
+    """What the rules for such a subject find in it, without those about some things."""
+    rules = [rule for rule in RULES.values() if rule.looks_at == looks_at and rule.about not in but]
     return [finding for rule in rules for finding in _findings_of_rule(rule, subject)]
 
 
@@ -80,7 +87,8 @@ def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
 def _findings_of_process(run: Run) -> list[Finding]:
     by_subject: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
     for case in _readable_cases(run):
-        for finding in _findings(case, "generation"):
+        failed = any(not stage.success and not _was_interrupted(stage) for stage in case.stages)
+        for finding in _findings(case, "generation", but=_BESIDE_A_FAILURE if failed else ()):
             about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))

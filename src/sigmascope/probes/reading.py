@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.files import short_path, without_home
+from sigmascope.records.failures import OUT_OF_MEMORY, cause_in_words, memory_in_words
 from sigmascope.records.run import ExceptionDetails
-from sigmascope.units import format_size
 
 T = TypeVar("T")
 PROBE_ERRORS: tuple[type[Exception], ...] = (
@@ -113,7 +113,9 @@ def exception_details(error: BaseException) -> ExceptionDetails:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if keeps_words():
-        trace = without_home(_FILE_LINE.sub(_with_short_path, "".join(traceback.format_exception(error))))
+        report = traceback.TracebackException.from_exception(error)
+        report.stack[:0] = traceback.StackSummary.extract(iter(_callers(error)))
+        trace = without_home(_FILE_LINE.sub(_with_short_path, "".join(report.format())))
     else:
         trace = _trace_without_words(error)
     return ExceptionDetails(name, message_of(error), trace)
@@ -157,7 +159,7 @@ def _chain(error: BaseException, *, explicit: bool = False) -> Iterator[BaseExce
 def _block_without_words(error: BaseException) -> str:
     frames = [
         f'  File "{short_path(frame.f_code.co_filename)}", line {line}, in {frame.f_code.co_name}\n'
-        for frame, line in traceback.walk_tb(error.__traceback__)
+        for frame, line in [*_callers(error), *traceback.walk_tb(error.__traceback__)]
     ]
     if len(frames) > _MOST_FRAMES:
         half = _MOST_FRAMES // 2
@@ -169,6 +171,27 @@ def _block_without_words(error: BaseException) -> str:
     return "".join(["Traceback (most recent call last):\n" if frames else "", *frames, f"{kind}\n"])
 
 
+_OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
+_RUNNERS: Final = ("<frozen ", "<string>")
+
+
+def _callers(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Who called the function that an exception has come to by now, the outermost first, without this package.
+
+    An exception that is heard of on its way has not passed them yet, so its stack trace lacks them: the user's script.
+    """
+    trace = error.__traceback__
+    above = None if trace is None else trace.tb_frame.f_back
+    found = (
+        [(frame, line) for frame, line in traceback.walk_stack(above) if not _is_ours(frame)] if above else []
+    )
+    return found[::-1]
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((_OURS, *_RUNNERS))
+
+
 def _place_of(error: BaseException) -> str | None:
     """Where it was raised: file, line and function."""
     places: list[tuple[FrameType, int]] = list(traceback.walk_tb(error.__traceback__))
@@ -178,24 +201,7 @@ def _place_of(error: BaseException) -> str | None:
     return f"{short_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
 
 
-_OUT_OF_MEMORY: Final = re.compile(
-    r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
-    r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
-    r"|can(?:'|no)t allocate memory"
-    r"|not enough memory"
-    r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
-    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
-    r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
-    r"|bad allocation|bad_alloc",
-    re.IGNORECASE,
-)
 _WINDOWS_COMMIT_LIMIT: Final = 1455  # "the paging file is too small"
-_SIZE: Final = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]i?B|bytes)"
-_SIZES: Final = {
-    "asked for": re.compile(rf"tried to allocate {_SIZE}", re.IGNORECASE),
-    "free": re.compile(rf"{_SIZE} (?:is )?free", re.IGNORECASE),
-}
-"""What PyTorch's allocators say of an allocation that failed."""
 
 
 def known_cause(error: BaseException) -> str | None:
@@ -205,24 +211,15 @@ def known_cause(error: BaseException) -> str | None:
     """
     for link in _chain(error, explicit=True):
         if _says_so(link):
-            sizes = [
-                f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(link, pattern))
-            ]
-            return ", ".join(["out of memory", *sizes])
+            return memory_in_words(_text_of(link))
         if isinstance(link, OSError) and isinstance(link.errno, int) and link.errno in errno.errorcode:
             return os.strerror(link.errno)
         if isinstance(link, NonFiniteError):
             return "NaN or Inf"
+        cause = cause_in_words(_text_of(link))
+        if cause is not None:
+            return cause
     return None
-
-
-def _size_in(error: BaseException, pattern: re.Pattern[str]) -> str | None:
-    """A number of bytes that the message gives, rounded and written anew."""
-    size = pattern.search(_text_of(error))
-    return None if size is None else format_size(round(float(size[1]) * _UNITS[size[2][0].upper()]))
-
-
-_UNITS: Final = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -240,7 +237,7 @@ def _says_so(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_text_of(error)) is not None
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(_text_of(error)) is not None
 
 
 def _text_of(error: BaseException, otherwise: str = "") -> str:

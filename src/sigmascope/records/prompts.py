@@ -13,8 +13,9 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
+from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
+from sigmascope.records.run import ExceptionDetails, Run, Stage
 from sigmascope.records.run import PromptPrivacy as PromptPrivacy
-from sigmascope.records.run import Run, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,6 @@ _PRIVACY = "privacy"
 # What exceptions say in the stages of a run, for `without_words`.
 _ERROR, _DETAILS = "error", "exception_details"
 _TYPE = re.compile(r"[^\W\d][\w.]*(?=: |$)")
-_PLACE = re.compile(r'^ *File "([^"\n]+)", line ([0-9]+), in (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +206,29 @@ def _placeholder(prompt: str, privacy: Privacy) -> str:
 
 
 def without_words(run: Run) -> Run:
-    """The run without the words of what its stages raised, which may quote a prompt: type and place stay."""
+    """The run without the words of what its stages raised, which may quote a prompt.
+
+    Types, places, and what is known of such a failure (`cause_in_words`) stay.
+    """
     return replace(run, stages=tuple(map(_without_words, run.stages)))
 
 
 def _without_words(stage: Stage) -> Stage:
-    error = stage.error
+    error, details = stage.error, stage.exception_details
     if error is not None:
-        details, told = stage.exception_details, _TYPE.match(error)
+        told = _TYPE.match(error)
+        message = error[told.end() :] if told is not None else ""
         kind = details.type if details is not None else told[0] if told is not None else "an error"
-        places = [] if details is None else _PLACE.findall(details.traceback)
-        error = " ".join([kind, *("({}:{} in {})".format(*place) for place in places[-1:])])
+        cause = cause_in_words(details.message if details is not None else message)
+        raised = [] if details is None else raised_in(details.traceback)
+        place = f" ({raised[-1].frames[-1]})" if raised and raised[-1].frames else ""
+        error = f"{kind}{f': {cause}' if cause else ''}{place}"
+        if details is not None:
+            details = ExceptionDetails(details.type, cause or "", trace_without_words(details.traceback))
     return replace(
         stage,
         error=error,
-        exception_details=None,
+        exception_details=details,
         facts=_without_errors(stage.facts),
         children=tuple(map(_without_words, stage.children)),
     )

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from sigmascope.analysis.breakdown import (
     TimeShare,
+    failure_places,
     headline,
     in_words,
     large_places,
@@ -75,6 +76,7 @@ def render_summary(run: Run) -> RenderableType:
     parts: list[RenderableType] = [
         Rule(Text(f"Run: {run.name}{state}")),
         Text(verdict, style="bold"),
+        *_raised_at(run, " → "),
         *_time_bars(run),
         *_damage(run),
         *(_short_finding(finding, verdict) for finding in findings[:_MOST_FINDINGS]),
@@ -305,6 +307,14 @@ def _errors(run: Run) -> Iterator[RenderableType]:
     for stage in run.walk():
         if stage.error is not None:
             yield Text.assemble(("✗ ", "red"), f"{stage.name} failed: {stage.error}")
+    yield from _raised_at(run, "\n  ")
+
+
+def _raised_at(run: Run, between: str) -> Iterator[Text]:
+    """The way to where the failure was raised."""
+    places = failure_places(run)
+    if places:
+        yield Text("Raised at" + between.replace("→ ", "") + between.join(places), style="dim")
 
 
 def _finding(finding: Finding) -> RenderableType:

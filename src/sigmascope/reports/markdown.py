@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from sigmascope.analysis.breakdown import TimeShare, headline, large_places, large_rows, run_findings
+from sigmascope.analysis.breakdown import (
+    TimeShare,
+    failure_places,
+    headline,
+    large_places,
+    large_rows,
+    run_findings,
+)
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -24,6 +31,7 @@ _MOST_FINDINGS: Final = 5
 _MOST_OF_RECIPE: Final = 20
 _LONGEST: Final = 160
 _LONGEST_HEADLINE: Final = 800
+_LONGEST_CHAIN: Final = 8000
 _MARKS: Final = re.compile(r"([\\`*_{}\[\]#!|~])")
 _SPECIAL: Final = {"&": "&amp;", "<": "&lt;", "@": "@\u200b", "://": ":\u200b//", "www.": "www\u200b."}
 """Tags, mentions and links, each broken by what shows as it was."""
@@ -52,6 +60,7 @@ def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -
         runs="one run" if changed is None else f"{len(shown)} runs, the first before the others",
         privacy=kept,
         headline=_text(headline(last) if changed is None else changed.headline, _LONGEST_HEADLINE),
+        raised_at=_text(" → ".join(failure_places(last)), _LONGEST_CHAIN),
         name=_text(last.name or "unnamed"),
         took=seconds(last.seconds),
         rows=[

@@ -402,6 +402,8 @@ def _analysis(
         direction, media, vae, vae_before, vae_now, tried, used.strategy, efficiency, measured.impact, dummy
     )
     findings = validation_findings(facts, known.findings)
+    if error is not None:  # which is why there is no output
+        findings["output"] = []
     failures = failures_of([*findings["output"], *(findings["strategies"] if dummy else ())])
     success = error is None and not failures
     problems = " ".join(finding.message for finding in failures)

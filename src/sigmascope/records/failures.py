@@ -1,0 +1,263 @@
+"""What failed, in words of our own: they name dtypes, shapes, sizes and devices, and quote nothing.
+
+Messages of exceptions may quote prompts; diffusers' own do. So `cause_in_words` reads a message for what it recognises
+and writes that anew: of the message itself only numbers and known names are in the answer. `raised_in` reads a stack trace
+in the same way.
+"""
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from sigmascope.units import format_size
+
+OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
+    r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
+    r"|can(?:'|no)t allocate memory"
+    r"|not enough memory"
+    r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
+    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
+    r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
+    r"|bad allocation|bad_alloc",
+    re.IGNORECASE,
+)
+_SIZE: Final = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]i?B|bytes)"
+_SIZES: Final = {
+    "asked for": re.compile(rf"tried to allocate {_SIZE}", re.IGNORECASE),
+    "free": re.compile(rf"{_SIZE} (?:is )?free", re.IGNORECASE),
+}
+"""What PyTorch's allocators say of an allocation that failed."""
+_UNITS: Final = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_DTYPES: Final = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "char": "int8",
+    "byte": "uint8",
+    "bool": "bool",
+}
+"""As C++ says them, and as Python does; other names are those of Python already, or not known."""
+_KNOWN_DTYPES: Final = re.compile(r"(?:b?float|int|uint|complex)[0-9]+(?:_e[0-9]m[0-9][a-z]*)?")
+
+# What a place in a pattern of `_FAILURES` stands for.
+_KINDS: Final = {
+    "n": r"(-?[0-9]{1,12}(?:\.[0-9]{1,6})?)",
+    "shape": r"(?:torch\.Size\()?[\[(]([0-9, ]{0,60})[\])]\)?",
+    "sides": r"([0-9]{1,12}x[0-9]{1,12})",
+    "dtype": r"(?:struct )?(?:torch\.|c10::)*(?:cuda\.)?(\w{3,20})",
+    "device": r"'?((?:cpu|cuda|mps|xpu|meta|hpu|npu|xla)(?::[0-9]{1,3})?)'?",
+}
+
+_FAILURES: Final = (
+    # PyTorch
+    (r"m(?:at)?1 and m(?:at)?2 (?:must|to) have the same dtype, but got:? <dtype> (?:and|!=) <dtype>",
+     "a matrix of {0} is multiplied with one of {1}"),
+    (r"m(?:at)?1 and m(?:at)?2 (?:must|to) have the same dtype, but got:? <dtype>!= <dtype>",
+     "a matrix of {0} is multiplied with one of {1}"),
+    (r"mat1 and mat2 shapes cannot be multiplied \(<sides> and <sides>\)",
+     "a matrix of {0} cannot be multiplied with one of {1}"),
+    (r"Input type \(<dtype>\) and (?:bias|weight) type \(<dtype>\) should be the same",
+     "the input is {0}, the weights are {1}"),
+    (r"expected scalar type <dtype> but found <dtype>", "expected {0}, found {1}"),
+    (r"same dtype, but got query\.dtype: <dtype> key\.dtype: <dtype>,? and value\.dtype: <dtype>",
+     "attention got queries of {0}, keys of {1} and values of {2}"),
+    (r"Expected tensor for argument #[0-9]+ '\w+' to have one of the following scalar types: Long, Int; but got <dtype>",
+     "the indices are {0}, expected whole numbers"),
+    (r"not implemented for '<dtype>'", "this operation does not exist for {0} on this device"),
+    (r"weight of size <shape>, expected input<shape> to have <n> channels, but got <n> channels",
+     "the input ({1}) has {3} channels, the weights ({0}) expect {2}"),
+    (r"size of tensor a \(<n>\) must match the size of tensor b \(<n>\) at non-singleton dimension <n>",
+     "sizes differ: {0} and {1} in dimension {2}"),
+    (r"Sizes of tensors must match except in dimension <n>\. Expected size <n> but got size <n>",
+     "tensors that are joined along dimension {0} differ in another one: {1} and {2}"),
+    (r"expanded size of the tensor \(<n>\) must match the existing size \(<n>\) at non-singleton dimension <n>",
+     "sizes differ: {0} and {1} in dimension {2}"),
+    (r"shape '<shape>' is invalid for input of size <n>", "{1} elements do not fit the shape {0}"),
+    (r"normalized_shape=<shape>, expected input with shape .{0,60}, but got input of size<shape>",
+     "a normalization over {0} got {1}"),
+    (r"got weight of shape <shape> and input of shape <shape>",
+     "weights of shape {0} do not fit an input of shape {1}"),
+    (r"input size per channel: \(([0-9 x]{1,40})\)\. Kernel size: \(([0-9 x]{1,40})\)",
+     "the input ({0}) is smaller than the kernel ({1})"),
+    (r"at least two devices, <device>(?: and|,) <device>", "tensors are on {0} and {1}"),
+    (r"but got \w+ is on <device>, different from other tensors on <device>", "tensors are on {0} and {1}"),
+    (r"Tensor on device <device> is not on the expected device <device>", "a tensor is on {0}, expected on {1}"),
+    (r"Expected a <device> device type for generator but found <device>", "the generator is on {1}, expected on {0}"),
+    (r"Cannot generate a <device> tensor from a generator of type <device>", "the generator is on {1}, expected on {0}"),
+    (r"Cannot copy out of meta tensor", "weights were never loaded: they are on the meta device"),
+    (r"index <n> is out of bounds for (?:dimension|axis) <n> with size <n>",
+     "index {0} is outside of dimension {1}, which has {2}"),
+    (r"index out of range in self", "an index is outside of the embedding, as of a token that the encoder does not know"),
+    (r"copying a param with shape <shape> from checkpoint, the shape in current model is <shape>",
+     "a weight of the file has shape {0}, that of the model {1}"),
+    (r"Missing key\(s\) in state_dict", "the file lacks weights of the model"),
+    (r"Unexpected key\(s\) in state_dict", "the file has weights that the model lacks"),
+    (r"no kernel image is available for execution", "this build of PyTorch has no kernels for this GPU"),
+    (r"device-side assert triggered", "an index was out of range on the GPU"),
+    (r"illegal memory access", "the GPU read memory that is not its own"),
+    (r"Torch not compiled with CUDA enabled", "this build of PyTorch is without CUDA"),
+    (r"No CUDA GPUs are available|Found no NVIDIA driver", "there is no GPU that CUDA can use"),
+    # diffusers; what it says of prompts quotes them
+    (r"`height` and `width` have to be divisible by <n> but are <n> and <n>",
+     "height {1} and width {2} must be multiples of {0}"),
+    (r"list of generators of length <n>, but requested an effective batch size of <n>",
+     "{0} generators were given for a batch of {1}"),
+    (r"Unexpected latents shape, got <shape>, expected <shape>", "the latents have shape {0}, expected {1}"),
+    (r"same shape when passed directly, but got: `prompt_embeds` <shape> != `negative_prompt_embeds` <shape>",
+     "prompt_embeds have shape {0}, negative_prompt_embeds {1}"),
+    (r"`negative_prompt`: .*has batch size <n>, but `prompt`: .*has batch size <n>",
+     "{0} negative prompts were given for {1} prompts"),
+    (r"Cannot forward both `(?:negative_)?prompt(?:_[23])?`", "a prompt and its embeddings were both given"),
+    (r"Cannot leave both `prompt` and `prompt_embeds` undefined", "neither a prompt nor prompt_embeds were given"),
+    (r"`prompt(?:_[23])?` has to be of type", "the prompt is neither text nor a list"),
+    (r"`(?:negative_)?pooled_prompt_embeds` also have to be passed", "prompt_embeds were given without the pooled ones"),
+    (r"`max_sequence_length` cannot be greater than <n> but is <n>", "max_sequence_length {1} is above {0}"),
+    (r"value of strength should in? ?(?:be )?(?:in )?\[0\.0, 1\.0\] but is <n>", "strength {0} is not between 0 and 1"),
+    (r"After adjusting the num_inference_steps by strength parameter: <n>.{0,200}? is <n> which is < 1",
+     "strength {0} leaves {1} steps"),
+    (r"`num_inference_steps`: <n> cannot be larger than `self\.config\.train_timesteps`: <n>",
+     "{0} steps are more than the {1} that the model was trained with"),
+    (r"does not support custom (?:timestep|sigmas) schedules", "the scheduler takes no timesteps or sigmas of one's own"),
+    (r"Cannot duplicate `image` of batch size <n> to <n> text prompts", "{0} pictures cannot be shared out to {1} prompts"),
+    (r"expects <n> but received `num_channels_latents`: <n> .{0,200}?= <n>",
+     "the denoiser expects {0} channels and gets {2}"),
+    (r"added time embedding vector of length <n>, but a vector of <n> was created",
+     "the denoiser expects an added embedding of {0} numbers and gets {1}"),
+    (r"Target modules .* not found in the base model", "the model has no layer that the LoRA is for"),
+)  # fmt: skip
+"""How messages read, and what that means; `{0}` is what stands at the first place."""
+
+
+def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    kinds = tuple(re.findall(r"<(\w+)>", pattern))
+    text = re.sub(r"<(\w+)>", lambda place: _KINDS[place[1]], pattern)
+    return re.compile(text, re.DOTALL), kinds
+
+
+_COMPILED: Final = [(*_compiled(pattern), words) for pattern, words in _FAILURES]
+_LONGEST_MESSAGE: Final = 20_000
+
+
+_OWN_VALUE: Final = r"(?:-?[\w.:×]+|a scalar|another dtype)"
+_OWN_SIZE: Final = r"[0-9.e+]+ (?:bytes|KB|MB|GB)"
+_OWN: Final = re.compile(
+    "|".join(
+        [
+            rf"out of memory(?:, {_OWN_SIZE} asked for)?(?:, {_OWN_SIZE} free)?",
+            "NaN or Inf",
+            *(re.escape(os.strerror(number)) for number in errno.errorcode),
+            *(re.sub(r"\\{[0-9]\\}", lambda _: _OWN_VALUE, re.escape(words)) for _, words in _FAILURES),
+        ]
+    )
+)
+"""What this module says, and what `probes.reading.known_cause` says besides."""
+_ERRNO: Final = re.compile(r"\[Errno ([0-9]{1,4})\]")
+
+
+def cause_in_words(message: str) -> str | None:
+    """What a message says, in words of our own; None if it is none that is known. Our own words stay as they are."""
+    text = message[:_LONGEST_MESSAGE].removeprefix(": ").strip()
+    if _OWN.fullmatch(text):
+        return text
+    number = _ERRNO.match(text)
+    if number is not None and int(number[1]) in errno.errorcode:
+        return os.strerror(int(number[1]))
+    if OUT_OF_MEMORY.search(text):
+        return memory_in_words(text)
+    for pattern, kinds, words in _COMPILED:
+        found = pattern.search(text)
+        if found is not None:
+            kinds_of_all = kinds or ("sides",) * len(found.groups())
+            return words.format(*map(_value, kinds_of_all, found.groups()))
+    return None
+
+
+def _value(kind: str, text: str) -> str:
+    if kind == "dtype":
+        name = text.lower().removesuffix("tensor").removesuffix("type").removeprefix("cpu")
+        known = _DTYPES.get(name, name)
+        return known if known == "bool" or _KNOWN_DTYPES.fullmatch(known) else "another dtype"
+    if kind == "shape":
+        return "×".join(re.findall(r"[0-9]+", text)) or "a scalar"
+    return text.replace(" ", "").replace("x", "×") if kind == "sides" else text
+
+
+def memory_in_words(message: str) -> str:
+    """That memory ran out, with how much was asked for and free where the message says it."""
+    sizes = [f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(message, pattern))]
+    return ", ".join(["out of memory", *sizes])
+
+
+def _size_in(message: str, pattern: re.Pattern[str]) -> str | None:
+    """A number of bytes that the message gives, rounded and written anew."""
+    size = pattern.search(message)
+    return None if size is None else format_size(round(float(size[1]) * _UNITS[size[2][0].upper()]))
+
+
+_HEADER: Final = "Traceback (most recent call last):"
+_CHAINED: Final = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_FRAME: Final = re.compile(r'  File "([^"\n]*\.pyx?|<[\w .-]+>)", line ([0-9]+), in ([\w.<>]+)')
+_LEFT_OUT: Final = re.compile(r"  \[[0-9]+ more\]")
+_KIND: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Group)(?=: |$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """One exception of a stack trace.
+
+    Attributes:
+        kind: Its type.
+        cause: What is known of it, in words of our own; None: nothing.
+        frames: From the outermost to where it was raised: "file:line in function".
+        link: What Python says between it and the one that followed; None: it is the last.
+    """
+
+    kind: str
+    cause: str | None
+    frames: tuple[str, ...]
+    link: str | None = None
+
+
+def raised_in(trace: str) -> list[Raised]:
+    """The exceptions of a stack trace, that which was raised first at the beginning; no word of a message is in them."""
+    found: list[Raised] = []
+    for block in f"\n{trace}".split(f"\n{_HEADER}\n")[1:]:
+        lines = block.splitlines()
+        end = next((number for number, line in enumerate(lines) if line[:1].strip()), len(lines))
+        told = [line for line in lines[end:] if line.strip()]
+        link = told.pop() if told and told[-1] in _CHAINED else None
+        kind = _KIND.match(told[0]) if told else None
+        cause = cause_in_words("\n".join(told)[kind.end() :]) if kind is not None else None
+        frames = (_place(line) for line in lines[:end])
+        found.append(Raised(kind[0] if kind else "an error", cause, tuple(filter(None, frames)), link))
+    return found
+
+
+def _place(line: str) -> str | None:
+    frame = _FRAME.fullmatch(line)
+    if frame is not None:
+        return f"{frame[1]}:{frame[2]} in {frame[3]}"
+    return line.strip() if _LEFT_OUT.fullmatch(line) else None
+
+
+def trace_without_words(trace: str) -> str:
+    """A stack trace with types, places and what is known, as Python writes one: no message and no line of source."""
+    texts = []
+    for raised in raised_in(trace):
+        places = (
+            re.sub(r"(.+):([0-9]+) in (.+)", r'File "\1", line \2, in \3', frame) for frame in raised.frames
+        )
+        said = raised.kind if raised.cause is None else f"{raised.kind}: {raised.cause}"
+        texts.append("\n".join([_HEADER, *(f"  {place}" for place in places), said, ""]))
+        texts += [f"\n{raised.link}\n\n"] if raised.link else []
+    return "".join(texts)

@@ -1,0 +1,187 @@
+"""What fails in PyTorch and diffusers is told in our own words, with their numbers and none of their text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.families import make_pipeline
+from tests.monitor.fragments import FRAGMENTS, QuotingError, host_calling
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sigmascope.monitor import Recorder
+from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
+from sigmascope.records.prompts import without_words
+from sigmascope.records.run import ExceptionDetails, Run, Stage
+from sigmascope.records.serialization import run_to_json
+
+HALF, DOUBLE = torch.float16, torch.float64
+SECRET = "Kestrel Vorpal gliding marshes"
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def message_of(fail: Callable[[], object]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fail()
+    return str(caught.value)
+
+
+IN_TORCH: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+    (lambda: nn.Linear(4, 4)(zeros(2, 4, dtype=HALF)), ("float16", "float32")),
+    (lambda: zeros(2, 4) @ zeros(4, 2, dtype=HALF), ("float32", "float16")),
+    (lambda: torch.bmm(zeros(1, 2, 4), zeros(1, 4, 2, dtype=HALF)), ("float32", "float16")),
+    (lambda: nn.Linear(4, 6)(zeros(2, 5)), ("2×5", "4×6")),
+    (lambda: nn.Conv2d(4, 4, 3)(zeros(2, 4, 8, 8, dtype=HALF)), ("float16", "float32")),
+    (lambda: nn.Conv2d(4, 6, 3)(zeros(2, 9, 8, 8)), ("2×9×8×8", "6×4×3×3", "9 channels")),
+    (lambda: nn.Conv2d(4, 4, 3)(zeros(2, 4, 1, 1)), ("1×1", "3×3")),
+    (lambda: zeros(2, 16, 3) + zeros(2, 48, 3), ("16", "48", "dimension 1")),
+    (lambda: torch.cat([zeros(2, 4, 64), zeros(2, 4, 63)], 1), ("64", "63", "dimension 1")),
+    (lambda: zeros(10).view(3, 4), ("10 elements", "3×4")),
+    (lambda: zeros(2, 3).expand(3, 3), ("3", "2", "dimension 0")),
+    (lambda: nn.Embedding(4, 3)(torch.tensor([9])), ("outside of the embedding",)),
+    (lambda: zeros(10)[11], ("index 11", "10")),
+    (lambda: nn.Linear(4, 4, device="meta").to("cpu"), ("meta device",)),
+    (lambda: nn.Linear(4, 4)(zeros(2, 4, device="meta")), ("cpu", "meta")),
+    (
+        lambda: functional.scaled_dot_product_attention(
+            zeros(1, 1, 2, 4), zeros(1, 1, 2, 4, dtype=HALF), zeros(1, 1, 2, 4)
+        ),
+        ("queries of float32", "keys of float16", "values of float32"),
+    ),
+    (lambda: functional.layer_norm(zeros(2, 77, 768), [320]), ("320", "2×77×768")),
+    (lambda: nn.GroupNorm(4, 8)(zeros(2, 4, 8, 8)), ("8", "2×4×8×8")),
+    (lambda: zeros(2, 4, dtype=torch.int8).softmax(0), ("int8",)),
+    (lambda: nn.Linear(4, 4).load_state_dict({"weight": zeros(4, 5), "bias": zeros(4)}), ("4×5", "4×4")),
+    (lambda: nn.Embedding(4, 3)(zeros(1)), ("float32", "whole numbers")),
+    (lambda: torch.empty(2**44), ("out of memory", "65536 GB asked for")),
+]
+
+
+@pytest.mark.parametrize(("fail", "parts"), IN_TORCH)
+def test_pytorch_s_own_message(fail: Callable[[], object], parts: tuple[str, ...]) -> None:
+    told = cause_in_words(message_of(fail))
+    assert told is not None
+    assert [part for part in parts if part not in told] == []
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [  # of other versions and devices than are here, as people reported them
+        # https://github.com/Acly/krita-ai-diffusion/issues/1115
+        ("expected mat1 and mat2 to have the same dtype, but got: float != struct c10::Half",
+         "a matrix of float32 is multiplied with one of float16"),
+        # https://github.com/ToTheBeginning/PuLID/issues/162
+        ("expected mat1 and mat2 to have the same dtype, but got: float!= c10::Half",
+         "a matrix of float32 is multiplied with one of float16"),
+        # https://github.com/huggingface/diffusers/issues/5897
+        ("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+         "(when checking argument for argument mat2 in method wrapper_CUDA_mm)", "tensors are on cuda:0 and cpu"),
+        # https://github.com/DecartAI/Lucy-Edit-ComfyUI/issues/12
+        ("The size of tensor a (16) must match the size of tensor b (48) at non-singleton dimension 1",
+         "sizes differ: 16 and 48 in dimension 1"),
+        ("Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same",
+         "the input is float32, the weights are float16"),
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB of which 512.00 MiB "
+         "is free.", "out of memory, 2.5 GB asked for, 512 MB free"),
+    ],
+)  # fmt: skip
+def test_messages_that_were_reported(message: str, told: str) -> None:
+    assert cause_in_words(message) == told
+    assert cause_in_words(told) == told  # of a record that was private from the beginning
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        ({"height": 30, "width": 44}, ("30", "44", "8")),
+        ({"prompt_embeds": zeros(1, 77, 16)}, ("both given",)),
+        (
+            {"prompt": None, "negative_prompt": None, "prompt_embeds": zeros(1, 77, 16), "negative_prompt_embeds": zeros(1, 9, 16)},
+            ("1×77×16", "1×9×16"),
+        ),
+        ({"prompt": [SECRET] * 3, "negative_prompt": [SECRET] * 2}, ("2 negative prompts", "3 prompts")),
+        ({"generator": [torch.Generator()] * 2}, ("2 generators", "batch of 1")),
+        ({"latents": zeros(1, 3, 4, 4)}, ()),
+        ({"prompt": 7}, ("neither text nor a list",)),
+    ],
+)  # fmt: skip
+def test_diffusers_own_message_quotes_no_prompt(call: dict[str, Any], parts: tuple[str, ...]) -> None:
+    pipeline = make_pipeline("sd15")
+    message = message_of(lambda: pipeline(**{"prompt": SECRET, "num_inference_steps": 1, **call}))
+    told = cause_in_words(message)
+    assert told is not None, message
+    assert [part for part in parts if part not in told] == []
+    assert not {*SECRET.split()} & {*told.split()}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [SECRET, f"Expected {SECRET}", f"not implemented for '{SECRET}'", f"shape '[{SECRET}]' is invalid"],
+)
+def test_no_word_of_a_message_passes(message: str) -> None:
+    assert cause_in_words(message) is None
+    assert cause_in_words(f"{message}: out of memory") == "out of memory"
+    assert (
+        cause_in_words(f"expected scalar type {SECRET.split()[0]} but found Half")
+        == "expected another dtype, found float16"
+    )
+
+
+TRACE = f'''Traceback (most recent call last):
+  File "generate.py", line 3, in encode
+    pipe("{SECRET}")
+         ^^^^^^^
+  File "torch/nn/modules/linear.py", line 134, in forward
+    return F.linear(input, self.weight, self.bias)
+RuntimeError: mat1 and mat2 must have the same dtype, but got Double and Float
+  File "{SECRET}", line 1, in x
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "generate.py", line 9, in <module>
+    draw("{SECRET}")
+ValueError: {SECRET}
+{SECRET}: of two lines
+'''
+
+
+def test_the_whole_chain_of_places_stays_and_no_words() -> None:
+    first, last = raised_in(TRACE)
+    assert first.frames == ("generate.py:3 in encode", "torch/nn/modules/linear.py:134 in forward")
+    assert first.cause == "a matrix of float64 is multiplied with one of float32"
+    assert (last.kind, last.cause, last.frames) == ("ValueError", None, ("generate.py:9 in <module>",))
+    kept = trace_without_words(TRACE)
+    assert not [word for word in SECRET.split() if word in kept]
+    assert raised_in(kept) == [first, last]
+    assert trace_without_words(kept) == kept
+
+
+def test_a_private_report_of_a_run_says_why_and_where() -> None:
+    message = TRACE.splitlines()[6].partition(": ")[2]
+    details = ExceptionDetails("RuntimeError", message, TRACE.partition("\n\n")[0])
+    stage = Stage("denoising", 0.0, 1.0, False, f"RuntimeError: {message}", exception_details=details)
+    (private,) = without_words(Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=(stage,))).stages
+    assert private.error == (
+        "RuntimeError: a matrix of float64 is multiplied with one of float32 (torch/nn/modules/linear.py:134 in forward)"
+    )
+    assert private.exception_details is not None
+    assert "generate.py" in private.exception_details.traceback
+    assert SECRET not in private.exception_details.traceback
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS.values(), ids=FRAGMENTS)
+def test_a_host_that_quotes_its_prompt_everywhere(fragment: str) -> None:
+    """Message, notes, causes, keys and lines of source."""
+    recorder = Recorder(sample_hz=None)
+    with pytest.raises(QuotingError), recorder.stage("node"):
+        host_calling(fragment)()
+    assert fragment in run_to_json(recorder.run())
+    private = run_to_json(without_words(recorder.run()))
+    assert fragment not in private
+    assert "in encode" in private
+    assert "in raise_quoting" in private
