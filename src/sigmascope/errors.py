@@ -17,12 +17,15 @@ SigmascopeError
     ├── EveryStrategyFailedError  memory ran out in every way that was tried (a MemoryError too)
     └── UnknownStageError         a run has no stage of that name (a KeyError too)
 
-Each carries what happened (with file, key, expected and actual) and a hint: the next step.
+Each carries what happened (with file, key, expected and actual) and a hint: the next step. Names come from files, so
+what could act on a terminal is taken out of both.
 The command line prints both and exits with `exit_code`.
 """
 
 from pathlib import Path
 from typing import Any
+
+from sigmascope.plain_text import printable
 
 _LONGEST_LINE = 4000  # characters of a message
 
@@ -43,9 +46,10 @@ class SigmascopeError(Exception):
             message = "\n".join(
                 line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines
             )
+        message = printable(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = None if hint is None else printable(hint)
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
@@ -55,7 +59,8 @@ class FileError(SigmascopeError):
     """Something is wrong with one file; `path` says which."""
 
     def __init__(self, path: str | Path, message: str, *, hint: str | None = None) -> None:
-        super().__init__(f"{path}: {message}", hint=hint)
+        in_one_line = str(path).replace("\n", "\N{REPLACEMENT CHARACTER}")
+        super().__init__(f"{in_one_line}: {message}", hint=hint)
         self.path = Path(path)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from sigmascope.errors import ConfigError
+from sigmascope.plain_text import printable as printable
 
 MIB = 1024**2
 UNKNOWN = "-"
@@ -77,17 +78,6 @@ def statistic(value: int | float | None) -> str:
 def percent(part: int | float, whole: int | float) -> str:
     """A share of a whole in per cent, without decimals; a dash if the whole is nothing."""
     return f"{100 * part / whole:.0f} %" if whole > 0 else UNKNOWN
-
-
-def printable(text: object) -> str:
-    """The text with every character that no one can see as U+FFFD, but for spaces and new lines.
-
-    Escape sequences set a terminal's title, clear its screen or answer in the user's name; marks of direction
-    show a line as another one.
-    """
-    return "".join(
-        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(text)
-    )
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -80,7 +80,13 @@ class Trial:
     random: random.Random
 
 
+def check_harmless(text: str) -> None:
+    odd = {char for char in text if not char.isprintable() and char != "\n"}
+    assert not odd, f"control characters in the output: {odd}"
+
+
 def check_message(text: str, file: Path) -> None:
+    check_harmless(text)
     assert text.count("\n") < _LONGEST_MESSAGE, f"an error of {text.count(chr(10)) + 1} lines"
     stem = file.name.partition(".")[0]
     names = (
@@ -104,7 +110,7 @@ class Refused(Exception):
 
 
 def _command(trial: Trial, *arguments: object, findings: int | None = None) -> None:
-    """Run a command in this process, and judge what it printed.
+    """Run a command in this process, on streams of any encoding, and judge what it printed.
 
     Args:
         trial: What it is run for.
@@ -114,7 +120,8 @@ def _command(trial: Trial, *arguments: object, findings: int | None = None) -> N
     Raises:
         Refused: It ended with an error, and told it well.
     """
-    out, err = io.StringIO(), io.StringIO()
+    encoding = trial.random.choice(("utf-8", "cp1252", "ascii"))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
     line = tuple(map(str, arguments))
     status: Any = 0
     before = sys.argv
@@ -126,18 +133,24 @@ def _command(trial: Trial, *arguments: object, findings: int | None = None) -> N
         status = leaving.code or 0
     finally:
         sys.argv = before
-    said = out.getvalue() + err.getvalue()
-    print(line, status, said)  # noqa: T201
+    told, wrong = (_written_to(stream, encoding) for stream in (out, err))
+    said = told + wrong
+    print(line, status, ascii(said))  # noqa: T201
     assert "Traceback" not in said, "a traceback in the output"
-    odd = {char for char in said if not char.isprintable() and char != "\n"}
-    assert not odd, f"control characters in the output: {odd}"
-    if "Error: " in err.getvalue():
+    check_harmless(said)
+    if "Error: " in wrong:
         assert status in (1, 2), f"exit status {status} after an error"
-        check_message(err.getvalue(), trial.file)
+        check_message(wrong, trial.file)
         raise Refused
     assert status in (0, findings), f"exit status {status} without an error"
     if "--json" in line:
-        json.loads(out.getvalue(), parse_constant=_no_constant)
+        json.loads(told, parse_constant=_no_constant)
+
+
+def _written_to(stream: io.TextIOWrapper, encoding: str) -> str:
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode(encoding)
 
 
 def _no_constant(name: str) -> None:
@@ -442,8 +455,7 @@ def _read_run(trial: Trial) -> list[str]:
         _require_kept(document["run"], json.loads(run_to_json(run))["run"], "run")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run.print()
-    odd = {char for char in said.getvalue() if not char.isprintable() and char != "\n"}
-    assert not odd, f"control characters in the output: {odd}"
+    check_harmless(said.getvalue())
     if trial.random.random() < 0.5:
         run.to_trace("trace.json")
         json.loads(Path("trace.json").read_text(), parse_constant=_no_constant)
@@ -475,11 +487,18 @@ def _merge_runs(trial: Trial) -> None:
     run_to_json(merged)
 
 
-def _command_run(trial: Trial) -> None:
+def _command_run(trial: Trial) -> list[str]:
     sides = [trial.file, "other.json"]
     trial.random.shuffle(sides)
-    which = trial.random.choice((("compare", "--by_step"), ("compare",), ("check",)))
-    _command(trial, *which, sides[0], "--baseline", sides[1], *_maybe_json(trial), findings=1)
+    which = trial.random.choice((("compare", "--by_step"), ("compare",), ("check",), ("show",), ("show",)))
+    if which != ("show",):
+        _command(trial, *which, sides[0], "--baseline", sides[1], *_maybe_json(trial), findings=1)
+        return []
+    shown = trial.random.choice((sides, [trial.file]))
+    ways = ((), ("--full",), ("--markdown",), ("--json",), ("--html", "page.html"), ("--trace", "trace.json"))
+    way = trial.random.choice(ways)
+    _command(trial, "show", *shown, *way, "--prompts", trial.random.choice(("full", "hash", "none")))
+    return [way[1]] if len(way) > 1 else []
 
 
 # Dumps.

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, table
+from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, table
 from sigmascope.cli.options import AsJson, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import BenchCase

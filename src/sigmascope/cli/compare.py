@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import plain, print_json, say, table
+from sigmascope.cli.console import Console, plain, print_json, say, table
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, RecordError, SigmascopeError
 from sigmascope.records.prompts import PromptPrivacy, privacy_of

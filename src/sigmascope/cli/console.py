@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console as RichConsole
+from rich.console import ConsoleRenderable, Group, RenderableType, RenderHook
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
+from sigmascope.plain_text import Harmless, printable
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.progress import no_progress
 from sigmascope.svg import Shape, drawn
-from sigmascope.units import format_size, printable
+from sigmascope.units import format_size
 
 if TYPE_CHECKING:
     from sigmascope.records.run import Finding
@@ -66,6 +68,22 @@ PACKAGES = {
 
 TERMINATED = 128 + signal.SIGTERM
 """As shells report a process that SIGTERM ended."""
+
+
+class Console(RichConsole):
+    """The one that commands print with: whatever a name from a file holds, it is text to the terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.push_render_hook(_HARMLESS)
+
+
+class _HarmlessHook(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return list(map(Harmless, renderables))
+
+
+_HARMLESS = _HarmlessHook()
 
 
 def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Text:
@@ -201,7 +219,7 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
     Yields:
         A callback taking (done, total, what is being worked on); a total of 0 is one that nobody knows.
     """
-    console = Console(stderr=True)
+    console = RichConsole(stderr=True)  # which moves the cursor
     if not console.is_terminal:  # Rich before 14.3 ends even a disabled bar with a line break
         yield no_progress
         return
@@ -217,7 +235,7 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
 
         def report(done: int, total: int, what: str) -> None:
             progress.update(
-                task, completed=done, total=total or None, what=_shortened(what).replace("[", "(")
+                task, completed=done, total=total or None, what=printable(_shortened(what)).replace("[", "(")
             )
 
         yield report

@@ -9,28 +9,30 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.rich_utils import rich_abort_error, rich_format_error
 
 from sigmascope import units
 from sigmascope.__about__ import __version__
 from sigmascope.cli import lbm, lora
-from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, say
+from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, say
 from sigmascope.cli.options import AsJson, Full, commands_on_demand
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
+from sigmascope.plain_text import never_failing, printable
 from sigmascope.records.run import KEEP_GENERATIONS
-from sigmascope.units import printable
 
 if TYPE_CHECKING:
     from sigmascope.lbm.pocket.demo import DemoResult
     from sigmascope.probes.doctor import DoctorReport, ExtraFacts
 
 
+_UsageError: Any = typer.BadParameter.__mro__[2]
+"""What Typer raises for a command line that it does not understand; where the class lies depends on its version."""
 STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
 app = typer.Typer(
@@ -79,8 +81,17 @@ def root(
 
 def run() -> None:
     """Run the command line; a `SigmascopeError` becomes a message on stderr and its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        never_failing(stream)
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
+    except _UsageError as error:  # which repeats what was typed, such as the names of files
+        error.message = printable(error.message)
+        rich_format_error(error)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        rich_abort_error()
+        sys.exit(1)
     except SigmascopeError as error:
         _print_error(error)
         sys.exit(error.exit_code)

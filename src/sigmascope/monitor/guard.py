@@ -20,6 +20,7 @@ import torch
 from sigmascope.errors import ConfigError
 from sigmascope.probes.reading import Reading, error_text, exception_details, keeping_words
 from sigmascope.records.run import ExceptionDetails
+from sigmascope.units import printable
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Guard:
 def log_quietly(log: logging.Logger, message: str, *values: object, level: int = logging.WARNING) -> None:
     """Log in the host's path: its handlers and filters are its own, and may fail."""
     with suppress(Exception):
-        log.log(level, message, *values)
+        log.log(level, message, *(printable(value) if isinstance(value, str) else value for value in values))
 
 
 def as_json(value: object, depth: int = 0) -> Any:

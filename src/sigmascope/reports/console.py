@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +24,7 @@ from sigmascope.analysis.breakdown import (
     run_findings,
 )
 from sigmascope.analysis.memory import PeakOwner, peak_owners
+from sigmascope.plain_text import Harmless
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,
@@ -45,7 +44,7 @@ from sigmascope.records.run import (
     folded_in_words,
     impossible_times,
 )
-from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, printable, seconds, statistic
+from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -480,27 +479,3 @@ def _operator_table(profile: StepsProfile) -> Table:
 def _profile_gaps(profile: StepsProfile) -> list[tuple[str, str]]:
     """What is worth a line: that there is no accelerator shows in the heading already."""
     return [(name, why) for name, why in profile.unavailable.items() if name != "device_seconds"]
-
-
-class Harmless:
-    """Anything that rich renders, without the characters that a terminal obeys; colours stay.
-
-    Lines are divided before that. So what has no width is left out, where `printable` would show a mark for it and push
-    the end of a line out of sight.
-    """
-
-    def __init__(self, renderable: RenderableType) -> None:
-        self._renderable = renderable
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        """Render it, and take out what must not reach the terminal."""
-        for segment in console.render(self._renderable, options):
-            yield segment if segment.control else Segment(_without_controls(segment.text), segment.style)
-
-
-def _without_controls(text: str) -> str:
-    return (
-        text
-        if text.isprintable()
-        else printable("".join(char for char in text if char == "\n" or cell_len(char)))
-    )

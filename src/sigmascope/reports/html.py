@@ -43,7 +43,7 @@ from sigmascope.records.run import (
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import counted, format_size, percent, seconds, statistic
+from sigmascope.units import counted, format_size, percent, printable, seconds, statistic
 
 _MOST_BARS: Final = 400
 """Stages, and steps of each stage, that have a bar of their own."""
@@ -111,13 +111,14 @@ SURFACE: Final = Surface(
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this folder, which escapes what it is given and knows no name that it is not given."""
+    """A template of this folder, which makes what it is given harmless and knows no name that it is not given."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sigmascope.reports", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # `Markup` is our own
     )
     return environment.get_template(name)
 

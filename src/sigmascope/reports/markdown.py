@@ -23,7 +23,7 @@ from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import Run
 from sigmascope.reports.html import private_runs, template
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import format_size, percent, seconds
+from sigmascope.units import format_size, percent, printable, seconds
 
 _MOST_ROWS: Final = 10
 _MOST_PLACES: Final = 5
@@ -115,7 +115,7 @@ def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
 
 def _text(value: object, most: int = _LONGEST) -> Markup:
     """The value in one line that Markdown shows as it is: its marks lose their meaning, and nobody is mentioned."""
-    line = " ".join(str(value).split())
+    line = printable(" ".join(str(value).split()))
     line = line if len(line) <= most else f"{line[: most - 1]}…"
     escaped = _MARKS.sub(r"\\\1", line)
     for special, harmless in _SPECIAL.items():

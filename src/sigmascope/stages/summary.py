@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope import units
+from sigmascope.plain_text import in_encoding
 from sigmascope.units import UNKNOWN
 
 WIDTH = 80
@@ -77,7 +78,7 @@ def print_analysis(
 
 def print_line(console: Console, *parts: tuple[str, str], indent: int = 0) -> None:
     """Print texts with their styles in one line, folded at 80 columns; nothing in them is interpreted."""
-    text = Text.assemble(*((_encodable(part, console.encoding), style) for part, style in parts))
+    text = Text.assemble(*((in_encoding(part, console.encoding), style) for part, style in parts))
     width = min(WIDTH, console.width)
     lines = text.wrap(console, max(1, width - indent), overflow="fold")
     for line in lines:
@@ -86,16 +87,6 @@ def print_line(console: Console, *parts: tuple[str, str], indent: int = 0) -> No
     console.print(
         Text("\n").join(lines), width=width, emoji=False, no_wrap=True, overflow="ignore", crop=False
     )
-
-
-def _encodable(text: str, encoding: str) -> str:
-    """What the terminal's encoding lacks, as an escape, rather than an error in the host."""
-    if encoding.lower().replace("-", "").startswith("utf"):
-        return text
-    try:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    except LookupError:
-        return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
 def as_it_is(analysis: Mapping[str, Any]) -> Iterator[Section]:

@@ -2,11 +2,11 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from tests.analysis.run_sets import run
 
 from sigmascope.analysis.run_figures import summarise
 from sigmascope.cli.bench import print_bench
+from sigmascope.cli.console import Console
 from sigmascope.pipeline.bench import CaseResult
 from sigmascope.records.performance import BenchCase, Made
 from sigmascope.records.run import AcceleratorFacts, HostFacts

@@ -13,7 +13,7 @@ from sigmascope.lora import validate
 def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run the command line as if its command had raised; return the exit code."""
 
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise error
 
     monkeypatch.setattr(root, "app", fail)
@@ -57,7 +57,7 @@ def test_ctrl_c_exits_with_130_and_without_a_traceback(
 
 
 def test_an_error_that_nobody_planned_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root, "app", lambda: 1 / 0)
+    monkeypatch.setattr(root, "app", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         root.run()
 

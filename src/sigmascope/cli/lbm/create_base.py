@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import leaving_on_sigterm, needs_extra, print_json, progress_bar
+from sigmascope.cli.console import Console, leaving_on_sigterm, needs_extra, print_json, progress_bar
 from sigmascope.units import MIB, counted, mebibytes, seconds
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
+from sigmascope.cli.console import Console, needs_extra, print_json, progress_bar, say
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.memory import mib

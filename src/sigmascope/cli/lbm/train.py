@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, print_json, progress_bar, say, stdout_for_results
+from sigmascope.cli.console import Console, needs_extra, print_json, progress_bar, say, stdout_for_results
 from sigmascope.errors import ConfigError
 from sigmascope.units import counted, parse_size
 

@@ -7,10 +7,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from sigmascope.cli.console import (
+    Console,
     facts,
     findings,
     needs_extra,

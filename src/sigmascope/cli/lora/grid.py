@@ -6,11 +6,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli.bench import POCKET, call_values, cases_of, checked_offload, dtype_of
-from sigmascope.cli.console import findings, needs_extra, plain, print_json, progress_bar, say, table, title
+from sigmascope.cli.console import (
+    Console,
+    findings,
+    needs_extra,
+    plain,
+    print_json,
+    progress_bar,
+    say,
+    table,
+    title,
+)
 from sigmascope.cli.options import AsJson, flag
 from sigmascope.errors import ConfigError
 

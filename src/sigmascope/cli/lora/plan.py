@@ -8,10 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from sigmascope.cli.console import facts, layer, percent, print_json, progress_bar, say, table, title
+from sigmascope.cli.console import Console, facts, layer, percent, print_json, progress_bar, say, table, title
 from sigmascope.cli.lora.extract import TargetCoverage, Workers
 from sigmascope.cli.lora.validate import (
     ImageFlags,
@@ -122,7 +121,7 @@ def plan(
         flags = _typed(pairing, exclude or [], ridge, save_precision, target_coverage, images.device)
         _print(Console(), found, tried, flags)
         if picture is not None:
-            typer.echo(f"Picture: {picture}")
+            say(f"Picture: {picture}")
 
 
 def _typed(

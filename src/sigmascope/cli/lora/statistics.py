@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from sigmascope.cli import options
 from sigmascope.cli.console import (
+    Console,
     facts,
     needs_extra,
     number,

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.console import (
+    Console,
     facts,
     findings,
     needs_extra,
@@ -160,7 +161,7 @@ def validate(
     if passed:
         _draw(picture, report, quiet=as_json)
     elif picture is not None:
-        typer.echo(f"The picture {picture} was not drawn, because the success rate is too low.", err=True)
+        say(f"The picture {picture} was not drawn, because the success rate is too low.", err=True)
     if lists_names:
         _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     else:
