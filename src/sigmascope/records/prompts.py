@@ -7,6 +7,7 @@ Texts that are kept beside a prompt may quote it, in part or in another spelling
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -52,10 +53,40 @@ Prompts = str | Sequence[str] | Mapping[str, str] | None
 HIDDEN: Final = "<text>"
 """Stands where a text was that may quote a prompt."""
 
-_WORD = re.compile(r"\w{3,}")
+_UNSPACED: Final = (
+    "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3040-\u31ff"
+    "\u3400-\u4dbf\u4e00-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U0001b000-\U0001b16f"
+    "\U00020000-\U0003ffff]"
+)
+"""A letter of a script that puts no spaces between words, or whose words have a letter or two: Thai, Lao, Tibetan,
+Burmese, Khmer, Hangul, kana, Han, Yi."""
+_WORD = re.compile(rf"{_UNSPACED}|(?:(?!{_UNSPACED})\w){{3,}}")
+_HAS_UNSPACED = re.compile(_UNSPACED)
 _WHOLE_WORDS_BELOW = 8  # characters; "cat" must not be found in "category"
 
+TEXTLESS_OPTIONS: Final = frozenset(
+    {
+        "output_type",
+        "callback_on_step_end_tensor_inputs",
+        "prior_callback_on_step_end_tensor_inputs",
+        "resample_method_input",
+        "resample_method_output",
+        "sampling_method",
+        "cache_implementation",
+        "condition_video_keep",
+        "mode",
+        "task_type",
+    }
+)
+"""Arguments of a pipeline's call that choose among words of the pipeline's own. Every other text of a call is a prompt."""
+_CHOICE = re.compile(r"[A-Za-z0-9_.+-]{0,32}")
+_PICTURE = r"[0-9]+×[0-9]+ [\w;]{1,8} [0-9a-f]{16}"
+_PICTURES = re.compile(rf"{_PICTURE}(?:, {_PICTURE})*")  # as records tell pictures apart
+
+_DEEPEST_TEXT: Final = 4  # levels of lists and dicts in an argument
+
 # Where a run's facts hold prompts, for `without_prompts`.
+_RECIPE, _ARGUMENTS = "recipe", "arguments"
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRIVACY = "privacy"
@@ -141,23 +172,29 @@ def prompt_sha256(text: str) -> str:
 def quoting(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], bool]:
     """A function that tells whether a text may quote one of the prompts, so that it is not to be kept.
 
-    It may if it has a word of theirs in it: also as a part of another word, in capitals, in hexadecimal or
-    percent-encoded. Words are runs of three letters or more; of a prompt without any, the prompt itself.
+    It may if it has a word of theirs in it: also as a part of another word, in capitals, in other forms of the same
+    letters, in hexadecimal, percent-encoded or with escapes. Words are runs of three letters or more, and each letter of
+    a script without spaces; of a prompt without any, the prompt itself.
 
     Raises:
         ConfigError: As of `stored_prompts`.
     """
     if privacy_of(privacy).keeps_text:
         return lambda text: False
-    words = {word for prompt in named_prompts(prompts).values() for word in _words(prompt.lower())}
+    words = {word for prompt in named_prompts(prompts).values() for word in _words(_folded(prompt))}
     encoded = {word.encode("utf-8", "surrogatepass").hex() for word in words}
     encoded |= {quote(word, errors="surrogatepass").lower() for word in words}
+    encoded |= {ascii(word)[1:-1] for word in words}
 
     def quotes(text: str) -> bool:
-        lowered = text.lower()
-        return any(word in lowered for word in words | encoded)
+        folded = _folded(text)
+        return any(word in folded for word in words | encoded)
 
     return quotes
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _words(prompt: str) -> list[str]:
@@ -168,7 +205,7 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     """A function that takes the prompts out of other texts, where they are repeated as they were given.
 
     Each occurrence becomes `<prompt sha256:…>`, or `<prompt>` where not even the hash may be kept; so do those with the
-    escapes of Python or JSON. Prompts below 8 characters are found as whole words only.
+    escapes of Python or JSON. Prompts below 8 characters are found as whole words only, where their script has such.
 
     Raises:
         ConfigError: As of `stored_prompts`.
@@ -189,7 +226,7 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
 
 def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
     spellings = dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1], ascii(prompt)[1:-1]))
-    if len(prompt) < _WHOLE_WORDS_BELOW:
+    if len(prompt) < _WHOLE_WORDS_BELOW and not _HAS_UNSPACED.search(prompt):
         words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, spellings))})(?!\w)")
         return lambda text: words.sub(placeholder, text)
 
@@ -274,10 +311,42 @@ def _all_facts(run: Run) -> Iterator[Mapping[str, Any]]:
         yield stage.facts
 
 
+def texts_of_call(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Every text of a call that counts as a prompt, by the argument's name: `lyrics`; those inside as `prompt.0`, ….
+
+    Empty ones count only where a prompt may stand.
+    """
+    return {
+        place: text
+        for name, value in arguments.items()
+        for place, text in _texts_within(str(name), value, _DEEPEST_TEXT)
+        if (text or "prompt" in place) and not (is_choice(name, text) or _PICTURES.fullmatch(text))
+    }
+
+
+def is_choice(name: str, value: object) -> bool:
+    """Whether an argument of a call is a text that was chosen among the pipeline's own words."""
+    return isinstance(value, str) and name in TEXTLESS_OPTIONS and _CHOICE.fullmatch(value) is not None
+
+
+def _texts_within(place: str, value: object, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place, value
+    elif depth and isinstance(value, Mapping):
+        for number, (key, item) in enumerate(value.items()):
+            name = key if isinstance(key, str) and key.isidentifier() else number
+            yield from _texts_within(f"{place}.{name}", item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _texts_within(f"{place}.{number}", item, depth - 1)
+
+
 def _prompts(value: Any) -> Iterator[str]:
-    """What lies under the name of a prompt, at any depth."""
+    """What lies under the name of a prompt, at any depth, and every text among a call's arguments."""
     if isinstance(value, Mapping):
         for key, item in value.items():
+            if key == _RECIPE and isinstance(item, Mapping) and isinstance(item.get(_ARGUMENTS), Mapping):
+                yield from texts_of_call(item[_ARGUMENTS]).values()
             yield from _texts(item) if _PROMPT_KEY.fullmatch(str(key)) else _prompts(item)
     elif isinstance(value, list | tuple):
         for item in value:

@@ -15,6 +15,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from sigmascope.integrations.diffusers.pictures import told_apart
+from sigmascope.records.prompts import is_choice
 from sigmascope.records.run import CallFacts
 
 _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
@@ -72,23 +73,18 @@ def _callback(arguments: Mapping[str, Any]) -> str | None:
     return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def other_arguments(arguments: Mapping[str, Any], *, texts: bool) -> dict[str, Any]:
-    """The numbers, switches, texts and pictures among the arguments that `CallFacts` does not have and that are no prompts.
+def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, switches, choices and pictures among the arguments that `CallFacts` does not have.
 
-    A picture is told by its size and the hash of its pixels.
-
-    Args:
-        arguments: Of the call, by name.
-        texts: Whether texts are kept; without, they may be private.
+    A picture is told by its size and the hash of its pixels. Texts are prompts (`texts_of_call`), and not here.
     """
-    kinds = (bool, int, float, str) if texts else (bool, int, float)
     known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
     others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}
     pictures = {name: told_apart(value) for name, value in others.items()}
     return {
         name: value if pictures[name] is None else pictures[name]
         for name, value in others.items()
-        if isinstance(value, kinds) or pictures[name] is not None
+        if isinstance(value, bool | int | float) or is_choice(name, value) or pictures[name] is not None
     }
 
 
@@ -134,19 +130,6 @@ def _prompt_count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
         return len(prompt)
     embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
     return next((tensor.shape[0] for tensor in embeds if isinstance(tensor, Tensor) and tensor.dim()), None)
-
-
-def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """All texts among the arguments that are called prompts; those of a batch as `prompt.0`, `prompt.1`, …."""
-    prompts: dict[str, str] = {}
-    for name, value in arguments.items():
-        if "prompt" not in name:
-            continue
-        if isinstance(value, str):
-            prompts[name] = value
-        elif isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
-            prompts |= {f"{name}.{index}": text for index, text in enumerate(value)}
-    return prompts
 
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:

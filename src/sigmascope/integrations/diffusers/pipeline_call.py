@@ -20,7 +20,6 @@ from sigmascope.integrations.diffusers.arguments import (
     call_facts,
     named_arguments,
     other_arguments,
-    prompts_of,
     seeds_of,
     states_of,
 )
@@ -41,7 +40,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.records.prompts import privacy_of, stored_prompts
+from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
@@ -81,7 +80,7 @@ class CallObserver(Observer):
             named = guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
             arguments = named or {}
             call = guard.read("watch.call", lambda: call_facts(arguments))
-            prompts = guard.read("watch.prompts", lambda: prompts_of(arguments))
+            prompts = guard.read("watch.prompts", lambda: texts_of_call(arguments))
             states = guard.read("watch.call", lambda: states_of(arguments))
         outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
@@ -171,8 +170,8 @@ class CallObserver(Observer):
             states: Of the generators, before the call.
             why_not: Why no weights are read; None: they are.
         """
-        read, full = self.guard.read, privacy_of(self.session.options.prompts).keeps_words
-        others = read("watch.recipe", lambda: other_arguments(arguments, texts=full))
+        read = self.guard.read
+        others = read("watch.recipe", lambda: other_arguments(arguments))
         loras = read("watch.recipe", lambda: loras_of(pipeline, why_not))
         models = read("watch.recipe", lambda: models_of(pipeline, why_not))
         fingerprints = {name: reading.value for name, reading in (models or {}).items()}

@@ -166,6 +166,6 @@ def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
     first, same = Image.fromarray(pixels), Image.fromarray(pixels.copy())
     pixels[0, 0] = 255
     other = Image.fromarray(pixels)
-    told = [other_arguments({"image": image}, texts=False)["image"] for image in (first, same, other)]
+    told = [other_arguments({"image": image})["image"] for image in (first, same, other)]
     assert told[0] == told[1] != told[2]
     assert told[0].startswith("6×4 RGB ")

@@ -24,7 +24,7 @@ from sigmascope.probes.models import pipeline_facts
 BREAKABLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         pipeline_call,
-        ("named_arguments", "call_facts", "prompts_of", "with_outcome", "seeds_of", "stored_prompts"),
+        ("named_arguments", "call_facts", "texts_of_call", "with_outcome", "seeds_of", "stored_prompts"),
     ),
     (
         pipeline_call,
