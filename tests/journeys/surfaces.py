@@ -171,7 +171,8 @@ def _with_itself(kept: Kept, other: Kept, folder: Path) -> Seen:
 def _with_another(kept: Kept, other: Kept, folder: Path) -> Seen:
     _shown("show", kept.path, other.path, "--html", folder / "both.html")
     text = html.unescape((folder / "both.html").read_text(encoding="utf-8"))
-    return Seen(text, (*_verdict(kept), *_verdict(other), _steps(kept), _steps(other)))
+    broken_off = "" if kept.run.complete else "The run before broke off. Times and outputs are not compared."
+    return Seen(text, (*_verdict(kept), *_verdict(other), _steps(kept), _steps(other), broken_off))
 
 
 def _metrics(kept: Kept, other: Kept, folder: Path) -> Seen:

@@ -15,6 +15,7 @@ from sigmascope.analysis.generations import Case, cases
 from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
+from sigmascope.records.recorded import Recorded, run_of
 from sigmascope.records.run import Finding, Run, Severity, Stage, folded_in_words
 from sigmascope.units import printable
 
@@ -36,7 +37,7 @@ _HARMLESS = frozenset({"device"})
 _NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
 
 
-def diagnose(run: Run) -> tuple[Finding, ...]:
+def diagnose(run: Recorded) -> tuple[Finding, ...]:
     """What is wrong or slow in a run, what to do about it, and how much that would gain; the gravest first.
 
     A finding that several generations of the run share is given once, with `generations` in its evidence. A rule that
@@ -47,6 +48,7 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
             `call`); without these they find nothing. In a merged run each rank is judged by itself, with its name in the
             evidence, and then the ranks are compared.
     """
+    run = run_of(run)
     findings = _findings_of_ranks(run) or _findings_of_process(run)
     return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
 

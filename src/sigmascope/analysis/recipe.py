@@ -144,8 +144,17 @@ class WhatChanged:
 
 
 def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
-    """Compare runs with earlier runs of the same work; each side needs at least one."""
+    """Compare runs with earlier runs of the same work; each side needs at least one.
+
+    Times and outputs are those of whole runs: what one that broke off did not do would count as time saved.
+    """
     recipe = recipe_differences(new, baseline)
+    broken_off = _broken_off(new, baseline)
+    new, baseline = ([run for run in side if run.complete] for side in (new, baseline))
+    if not (new and baseline):
+        differs = ", ".join(_in_words(name, sides) for name, sides in list(recipe.items())[:3])
+        more = f" The recipe differs: {differs}." if differs else ""
+        return WhatChanged(f"{broken_off} Times and outputs are not compared.{more}", recipe, (), None)
     rows = _rows(new, baseline)
     output = first_difference(new, baseline)
     is_seeded = _NOT_SET not in _recipe([*new, *baseline]).get("seed", _NOT_SET)
@@ -165,11 +174,23 @@ def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
     if not any(sentences):
         sentences = ["Nothing differs beyond noise."]
     return WhatChanged(
-        " ".join(filter(None, sentences)),
+        " ".join(filter(None, [*sentences, broken_off])),
         recipe,
         tuple((row.label, before, row.seconds) for row, before in rows),
         output,
     )
+
+
+def _broken_off(new: Sequence[Run], baseline: Sequence[Run]) -> str | None:
+    """Which runs are not whole."""
+    counts = [(sum(not run.complete for run in side), len(side)) for side in (baseline, new)]
+    told = [
+        f"the run {when}" if total == 1 else f"{count} of {total} runs {when}"
+        for (count, total), when in zip(counts, ("before", "now"), strict=True)
+        if count
+    ]
+    text = f"{' and '.join(told)} broke off."
+    return text[0].upper() + text[1:] if told else None
 
 
 def _rows(new: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[TimeShare, float]]:

@@ -13,7 +13,7 @@ differences of 0.1 % once there are enough runs, a threshold alone finds noise.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ from sigmascope.analysis.run_figures import (
 )
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import BeforeAfterDict, work_of
+from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Run
 
 _FEWEST_RUNS_WITHOUT_POOLING = 3
@@ -334,8 +335,8 @@ class RegressionCheck:
 
 
 def check_regression(
-    new: Sequence[Run],
-    baseline: Sequence[Run],
+    new: Recorded | Iterable[Recorded],
+    baseline: Recorded | Iterable[Recorded],
     *,
     max_slowdown: float = MAX_SLOWDOWN,
     max_growth: float = MAX_GROWTH,
@@ -344,8 +345,8 @@ def check_regression(
     """Check runs against earlier runs of the same work.
 
     Args:
-        new: At least one run.
-        baseline: At least one run.
+        new: At least one run, or what has one, such as a `Watch`.
+        baseline: The same.
         max_slowdown: How much longer a time may be, as a fraction: 0.05 is 5 %.
         max_growth: The same for peaks of memory.
         alpha: How likely a difference by chance may be, of one figure.
@@ -353,6 +354,7 @@ def check_regression(
     Raises:
         ConfigError: No runs on one side, nothing in them that could be compared, or a limit out of range.
     """
+    new, baseline = runs_of(new), runs_of(baseline)
     _require(new, baseline, max_slowdown, max_growth, alpha)
     compared, missing = compare_run_sets(new, baseline)
     if not compared:

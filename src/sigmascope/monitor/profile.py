@@ -207,6 +207,11 @@ def profile_steps(
         'steps 2: the denoiser was called 0 times'
     """
     denoiser = denoiser_of(module)
+    if module is None and denoiser_of(watching) is not None:
+        raise ConfigError(
+            "The model comes second, after what records.",
+            hint="Write profile_steps(None, pipe), or profile_steps(recorder, pipe) with a recorder of yours.",
+        )
     if denoiser is None:
         raise ConfigError(
             f"{type(module).__name__} holds no denoiser to profile.",

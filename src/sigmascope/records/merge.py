@@ -21,6 +21,7 @@ from sigmascope.records.performance import (
     readable_curves,
     readable_utilization,
 )
+from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Folded, HostFacts, Run, Stage
 from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
 
@@ -30,7 +31,7 @@ RANK: Final = "rank"
 DIFFERENT_MACHINES: Final = "the ranks ran on machines that differ; each stage lists its own"
 
 
-def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
+def merge_runs(runs: Iterable[Recorded], names: Sequence[str] | None = None) -> Run:
     """Return the runs of all ranks as one run.
 
     Devices keep their names where each belongs to one rank. Where two ranks call theirs "cuda:0", as with
@@ -50,6 +51,7 @@ def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
         >>> [(stage.name, stage.started_seconds) for stage in merged.stages], merged.seconds
         ([('rank 0', 0.0), ('rank 1', 1.0)], 5.0)
     """
+    runs = runs_of(runs)
     named = _named(runs, names)
     started = {name: _start_of(run) for name, run in named.items()}
     first = min(started.values())

@@ -32,6 +32,7 @@ from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
+from sigmascope.records.recorded import Recorded, run_of
 from sigmascope.records.run import JsonScalar, Run, short_repr
 from sigmascope.units import format_size
 
@@ -55,14 +56,15 @@ _TAG_OR_ESCAPED = re.compile(r"\$+float")
 _BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def save_run(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write a run to `path` atomically; only its owner can read it (mode 0600).
+def save_run(run: Recorded, path: str | os.PathLike[str]) -> None:
+    """Write a run, or that of a `Watch`, to `path` atomically; only its owner can read it (mode 0600).
 
     Raises:
+        ConfigError: What is given has no run.
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks; the message says which.
     """
-    text = run_to_json(run)
+    text = run_to_json(run_of(run))
     with atomic_path(path, private=True) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 

@@ -34,6 +34,7 @@ from sigmascope.records.performance import (
     profiles_of,
     readable_utilization,
 )
+from sigmascope.records.recorded import Recorded, run_of
 from sigmascope.records.run import (
     Finding,
     Folded,
@@ -56,15 +57,16 @@ _MOST_OPERATORS = 10
 _BAR_CELLS: Final = 24
 
 
-def print_run(run: Run, console: Console | None = None, *, full: bool = False) -> None:
+def print_run(run: Recorded, console: Console | None = None, *, full: bool = False) -> None:
     """Print a record: the verdict in a sentence, where the time went, and the findings that weigh most.
 
     Args:
-        run: The record.
+        run: The record, or what has one, such as a `Watch`.
         console: Where to; standard output by default, plain when that is no terminal.
         full: Whether to print every stage, device, tensor and finding as well.
     """
-    (console or Console()).print(render_run(run) if full else render_summary(run))
+    shown = run_of(run)
+    (console or Console()).print(render_run(shown) if full else render_summary(shown))
 
 
 def render_summary(run: Run) -> RenderableType:

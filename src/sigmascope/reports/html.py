@@ -8,7 +8,7 @@ import math
 import os
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any, Final, get_args
@@ -32,6 +32,7 @@ from sigmascope.analysis.run_figures import known, percentile, step_seconds
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
+from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import (
     THUMBNAIL,
     Run,
@@ -67,12 +68,12 @@ _SCRIPT_ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def write_html(
-    runs: Run | Sequence[Run], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
+    runs: Recorded | Iterable[Recorded], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
 ) -> None:
     """Write a report that any browser opens, whole or not at all.
 
     Args:
-        runs: One run; or several, of which the first is what the others are compared with.
+        runs: One run, or what has one, such as a `Watch`; or several, the first of which the others are compared with.
         path: The file, usually .html.
         prompts: What it says of prompts that the runs hold as text. With anything but "full" the words of exceptions are
             left out too, since they may quote one.
@@ -81,10 +82,12 @@ def write_html(
         ConfigError: No run, or no such privacy.
         WriteError: The file cannot be written. What was there before stays.
     """
-    SURFACE.write([runs] if isinstance(runs, Run) else runs, path, prompts)
+    SURFACE.write(runs, path, prompts)
 
 
-def to_html(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash", only_verdict: bool = False) -> str:
+def to_html(
+    runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy = "hash", only_verdict: bool = False
+) -> str:
     """Return the report that `write_html` writes; or, for a notebook's cell, the verdict and where the time went.
 
     Raises:
@@ -123,14 +126,14 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def private_runs(runs: Run | Sequence[Run], prompts: PromptPrivacy) -> list[Run]:
+def private_runs(runs: Recorded | Iterable[Recorded], prompts: PromptPrivacy) -> list[Run]:
     """The runs without what the reader of a report is not to see.
 
     Raises:
         ConfigError: No run, or no such privacy.
     """
     privacy_of(prompts)
-    all_runs = [runs] if isinstance(runs, Run) else list(runs)
+    all_runs = runs_of(runs)
     if not all_runs:
         raise ConfigError("There is no run to show.", hint="Give one at least.")
     return [_private(run, prompts) for run in all_runs]

@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from markupsafe import Markup
@@ -20,6 +20,7 @@ from sigmascope.analysis.breakdown import (
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
+from sigmascope.records.recorded import Recorded
 from sigmascope.records.run import Run
 from sigmascope.reports.html import private_runs, template
 from sigmascope.reports.surfaces import Surface
@@ -40,11 +41,11 @@ _KEPT: Final = ("prompt", "negative_prompt", "seed", "num_inference_steps", "gui
 _LIBRARIES: Final = ("sigmascope", "torch", "diffusers", "transformers", "peft", "accelerate")
 
 
-def to_markdown(runs: Run | Sequence[Run], *, prompts: PromptPrivacy = "hash") -> str:
+def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy = "hash") -> str:
     """Return what to paste into a bug report. Its first line says what is in it and what is left out.
 
     Args:
-        runs: One run; or several, of which the first is what the others are compared with.
+        runs: One run, or what has one, such as a `Watch`; or several, the first of which the others are compared with.
         prompts: What it says of prompts that the runs hold as text.
 
     Raises:

@@ -4,7 +4,7 @@ To add one, write a file with its `SURFACE` and put the file's name into `_FILES
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -12,6 +12,7 @@ from typing import Final
 
 from sigmascope.files import atomic_path
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import Run
 
 _FILES: Final = (
@@ -41,13 +42,16 @@ class Surface:
     noun: str = "report"
     is_private: bool = False
 
-    def write(self, runs: Sequence[Run], path: str | os.PathLike[str], prompts: PromptPrivacy) -> None:
+    def write(
+        self, runs: Recorded | Iterable[Recorded], path: str | os.PathLike[str], prompts: PromptPrivacy
+    ) -> None:
         """Write it whole or not at all.
 
         Raises:
+            ConfigError: What is given has no run.
             WriteError: The file cannot be written. What was there before stays.
         """
-        text = self.render(runs, prompts)
+        text = self.render(runs_of(runs), prompts)
         with atomic_path(path, private=self.is_private) as temporary:
             temporary.write_text(text, encoding="utf-8")
 

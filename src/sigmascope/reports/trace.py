@@ -10,7 +10,7 @@ those of other threads, which overlap, get tracks of their own.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -28,6 +28,7 @@ from sigmascope.records.performance import (
     readable_utilization,
 )
 from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
+from sigmascope.records.recorded import Recorded
 from sigmascope.records.run import (
     Finding,
     ModuleFacts,
@@ -62,12 +63,12 @@ Point = tuple[str, float | None, int | None]
 
 
 def write_trace(
-    runs: Sequence[Run], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
+    runs: Recorded | Iterable[Recorded], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
 ) -> None:
     """Write runs as one trace, whole or not at all, for its owner alone to read (mode 0600).
 
     Args:
-        runs: Each becomes a process, at the time at which it began.
+        runs: Each becomes a process, at the time at which it began; or one alone, or what has one, such as a `Watch`.
         path: The file; viewers expect the ending .json.
         prompts: What the trace says of prompts that the runs hold as text. But for "full", what stages raised is told
             by type and place alone.

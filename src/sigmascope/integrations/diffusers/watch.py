@@ -7,9 +7,15 @@ classes of pipelines that are loaded, and hears of those that come.
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import PurePath
 from types import FunctionType, TracebackType
 from typing import Any, ClassVar, Final
+
+from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.diffusers.components import (
@@ -25,7 +31,7 @@ from sigmascope.monitor.guard import log_quietly, whole_number
 from sigmascope.monitor.hooks import After, Arguments, Keywords
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
-from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run
+from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run, short_repr
 
 _log = logging.getLogger(__name__)
 _BASES: Final = (
@@ -33,6 +39,11 @@ _BASES: Final = (
     ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "register_components"),
 )
 """The bases of all pipelines, and what each calls when a pipeline is made."""
+
+
+_TOLD: Final[dict[Any, Any]] = {}
+"""Of which watches that nobody entered was told already, as Python keeps it."""
+_NEVER_ENTERED: Final = "sigmascope.watch(...) alone records nothing. Write: with sigmascope.watch(pipe) as run: ..., or @sigmascope.watch()."
 
 
 class Watch:
@@ -59,6 +70,17 @@ class Watch:
         self._sessions: list[Session] = []
         self._record: Run | None = None
         self._process_id = os.getpid()
+        self._is_used = False
+        caller = sys._getframe()
+        while caller.f_back is not None and caller.f_globals.get("__name__") == __name__:
+            caller = caller.f_back
+        self._made_at = caller.f_code.co_filename, caller.f_lineno
+
+    def __del__(self) -> None:
+        """Say that a watch which nobody entered recorded nothing, where it was made."""
+        if not getattr(self, "_is_used", True):
+            with suppress(Exception):  # at the end of the process modules may be gone
+                warnings.warn_explicit(_NEVER_ENTERED, UserWarning, *self._made_at, registry=_TOLD)
 
     def record(self) -> Run:
         """The run of the open block so far, or else of the last block.
@@ -98,6 +120,7 @@ class Watch:
                 session.recorder.fact(IMPORTS, seconds_before(first_ns))
 
     def __enter__(self) -> "Watch":
+        self._is_used = True
         self._process_id = os.getpid()
         session: Session | None = None
         try:
@@ -132,6 +155,7 @@ class Watch:
         """Return the function with a watch of its own around each call."""
         from sigmascope.monitor.performance import decorated
 
+        self._is_used = True
         # Each call has a watch of its own, whose run this one keeps when it is over.
         return decorated(function, lambda: Watch(self._pipelines, self._choices, self._keep))
 
@@ -190,19 +214,35 @@ def watch(
         A context manager and decorator that gives the run's attributes.
 
     Raises:
-        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or a function was given.
+        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or what was given is no pipeline,
+            such as a function, a list or a name.
     """
     privacy_of(prompts)
     if keep_generations is not None:
         whole_number("keep_generations", keep_generations, least=1)
     for pipeline in pipelines:
-        if isinstance(pipeline, FunctionType):
-            raise ConfigError(
-                f"{pipeline.__name__} is a function and no pipeline.",
-                hint="Write @sigmascope.watch() with parentheses.",
-            )
+        _require_pipeline(pipeline)
     options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails, stacks)
     return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
+
+
+_NO_PIPELINES: Final = (
+    (FunctionType, "is a function", "Write @sigmascope.watch() with parentheses."),
+    ((list, tuple, set, frozenset), "holds pipelines", "Give them one by one: sigmascope.watch(pipe, other)."),
+    (type, "is a class", "Load it first, and give what was loaded: sigmascope.watch(pipe)."),
+    ((str, PurePath), "is a text", "Load it with from_pretrained, and give what was loaded. A name for the record is name=…."),
+    ((bool, int, float, bytes, Mapping, Tensor), "is no pipeline", "Give what from_pretrained loaded: sigmascope.watch(pipe)."),
+)  # fmt: skip
+"""What people give in place of a pipeline: its kinds, what it is, and what to give."""
+
+
+def _require_pipeline(given: object) -> None:
+    for kinds, what, hint in _NO_PIPELINES:
+        if isinstance(given, kinds):
+            name = given.__name__ if isinstance(given, FunctionType | type) else short_repr(given)
+            raise ConfigError(
+                f"{name} {what} and no pipeline.".replace("is no pipeline and ", "is "), hint=hint
+            )
 
 
 class PipelineClassObserver(Observer):

@@ -212,7 +212,7 @@ def test_a_host_that_is_shaped_otherwise_is_left_alone() -> None:
             return 7
 
     odd = Odd()
-    with sigmascope.watch(odd, object(), 3) as run:
+    with sigmascope.watch(odd, object()) as run:
         assert odd() == 7
     assert run.complete
 
