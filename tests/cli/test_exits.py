@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import typer
@@ -37,7 +39,7 @@ EXITS = (
     "compare RUN RUN2 --full --by_step", "compare RUN RUN", "check RUN --baseline RUN2", "check RUN --baseline NONE",
     "compare-tensors DUMP DUMP2", "compare-tensors DUMP NONE", "bench NONE", "watch NONE", "watch --output NONE/x x.py", "doctor",
     "demo --source_image NONE", "lora inspect LORA --verbose", "lora inspect LORA --model BASE", "lora inspect LORA --json",
-    "lora inspect NONE", "lora inspect GGUF", "lora diff LORA LORA2 --verbose", "lora plan BASE TUNED",
+    "lora inspect NONE", "lora inspect GGUF", "lora inspect LORA --model GGUF", "lora diff LORA LORA2 --verbose", "lora plan BASE TUNED",
     "lora extract --base_model_path BASE --tuned_model_path TUNED --save_to OUT --rank 2 --workers 1",
     "lora extract --base_model_path BASE --tuned_model_path NONE --save_to OUT --rank 2",
     "lora validate --base_model_path BASE --tuned_model_path TUNED --lora_path LORA --workers 1 --verbose",
@@ -59,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sound = {f"{each.family} {each.file}": each.folder for each in reversed(make_specimens(folder / "sound"))}
     evil = folder / NAME
     evil.mkdir()
-    made = {"NONE": evil / NAME, "FOLDER": evil, "GGUF": sound["weights in.gguf"] / "in.gguf"}
+    made = {"NONE": evil / NAME, "FOLDER": evil, "GGUF": evil / f"GGUF{NAME}.gguf"}
 
     def weights(name: str, source: Path, twin: str) -> None:
         """The file with one layer twice, under an evil name too."""
@@ -81,6 +83,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name in ("DUMP", "DUMP2"):
         made[name] = evil / f"{name}{NAME}.safetensors"
         sigmascope.save_tensors(made[name], {EVIL: torch.full((2,), float(len(name)))}, note=EVIL)
+    writer = gguf.GGUFWriter(made["GGUF"], EVIL)
+    writer.add_string(EVIL, EVIL)
+    writer.add_tensor(f"{EVIL}.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     made["YAML"] = evil / f"YAML{NAME}.yaml"
     config = (sound["config in.yaml"] / "in.yaml").read_text(encoding="utf-8")
     made["YAML"].write_text(f"{json.dumps(EVIL)}: {json.dumps(EVIL)}\n{config}", encoding="utf-8")

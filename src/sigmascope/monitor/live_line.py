@@ -19,6 +19,7 @@ from rich.cells import cell_len, set_cell_size
 
 from sigmascope import units
 from sigmascope.monitor.guard import log_quietly
+from sigmascope.plain_text import in_encoding, printable
 from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
 
@@ -174,19 +175,23 @@ class LiveLine:
         """Draw the line over itself; the cursor goes back to its start, where the host's own output begins."""
         width = _width_of(stream) - 1  # the last column would break the line on some terminals
         for text in over:
-            stream.write(f"\r{fitted(text, width)}\n")
+            _put(stream, f"\r{fitted(text, width)}\n")
         line = join_lines([generation.live_text() for generation in running])
         if line or (self._drawn and not over):
-            stream.write(f"\r{fitted(line, width)}\r")
+            _put(stream, f"\r{fitted(line, width)}\r")
         self._drawn = bool(line)
 
     def _write(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
         """Write a line for each generation that is over, and now and then for those that are running."""
         for text in over:
-            stream.write(f"{text}\n")
+            _put(stream, f"{text}\n")
         if self._looks % self._plain_every == 0:
             for generation in running:
-                stream.write(f"{generation.live_text()}\n")
+                _put(stream, f"{generation.live_text()}\n")
+
+
+def _put(stream: Stream, text: str) -> None:
+    stream.write(in_encoding(text, getattr(stream, "encoding", None) or "utf-8"))
 
 
 def _is_terminal(stream: Stream) -> bool:
@@ -214,13 +219,12 @@ def _times(progress: StepProgress) -> str:
     return f"{whole}, target {target}" + (" missed" if progress.misses_target else "")
 
 
-def printable(text: str) -> str:
-    """The text in one line, without characters that would move a terminal's cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+def _in_one_line(text: str) -> str:
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 def _name(metrics: PerformanceMetrics) -> str:
-    name = printable(metrics.model_name) or "generation"
+    name = _in_one_line(metrics.model_name) or "generation"
     return name if cell_len(name) <= _NAME_CELLS else set_cell_size(name, _NAME_CELLS - 1) + "…"
 
 
@@ -248,7 +252,7 @@ def over_text(metrics: PerformanceMetrics, error: BaseException | None) -> str:
     """How a generation ended: `FLUX: 4.83 s, meets the target of 5.00 s (score 100.0)`."""
     took = units.seconds(metrics.total_generation_time)
     if error is not None:
-        return printable(f"{_name(metrics)}: ended after {took} by {error_text(error)}")
+        return _in_one_line(f"{_name(metrics)}: ended after {took} by {error_text(error)}")
     relation = "meets" if metrics.target_met else "misses"
     target = units.seconds(metrics.target_generation_time)
     return f"{_name(metrics)}: {took}, {relation} the target of {target} (score {metrics.performance_score})"

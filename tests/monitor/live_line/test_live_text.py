@@ -32,11 +32,13 @@ def test_the_end_tells_the_score() -> None:
 
 def test_an_error_is_named() -> None:
     text = over_text(METRICS, ValueError("no\nsuch prompt"))
-    assert text == "FLUX: ended after 4.83 s by ValueError: no?such prompt"
+    assert text == "FLUX: ended after 4.83 s by ValueError: no\ufffdsuch prompt"
 
 
 def test_a_name_cannot_move_the_cursor_or_fill_the_line() -> None:
-    assert running_text(PerformanceMetrics(model_name="\x1b[2J\n"), at_step(0), {}).startswith("?[2J? · ")
+    assert running_text(PerformanceMetrics(model_name="\x1b[2J\n"), at_step(0), {}).startswith(
+        "\ufffd[2J\ufffd · "
+    )
     long = running_text(PerformanceMetrics(model_name="模" * 40), at_step(0), {})
     assert cell_len(long.partition(" · ")[0]) == 24
 
