@@ -185,3 +185,24 @@ def test_a_host_that_quotes_its_prompt_everywhere(fragment: str) -> None:
     assert fragment not in private
     assert "in encode" in private
     assert "in raise_quoting" in private
+
+
+def test_an_endless_recursion_leaves_a_record_of_some_size() -> None:
+    recorder = Recorder(sample_hz=None)
+
+    def between(depth: int) -> None:
+        deeper(depth - 1)
+
+    def deeper(depth: int) -> None:
+        if depth:
+            between(depth)
+        with recorder.stage("node"):
+            raise ValueError("at the bottom")
+
+    with pytest.raises(ValueError, match="bottom"):
+        deeper(200)
+    details = recorder.run().stage("node").exception_details
+    assert details is not None
+    (raised,) = raised_in(details.traceback)
+    assert 2 < len(raised.frames) <= 62
+    assert raised.frames[-1].endswith("in deeper")

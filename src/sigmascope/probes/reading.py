@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
@@ -182,10 +182,10 @@ def _callers(error: BaseException) -> list[tuple[FrameType, int]]:
     """
     trace = error.__traceback__
     above = None if trace is None else trace.tb_frame.f_back
-    found = (
-        [(frame, line) for frame, line in traceback.walk_stack(above) if not _is_ours(frame)] if above else []
-    )
-    return found[::-1]
+    if above is None:
+        return []
+    found = (place for place in traceback.walk_stack(above) if not _is_ours(place[0]))
+    return list(islice(found, _MOST_FRAMES))[::-1]
 
 
 def _is_ours(frame: FrameType) -> bool:
