@@ -11,7 +11,7 @@ from tests.families import generate, make_pipeline
 
 import sigmascope
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import Run
+from sigmascope.records.run import Run, Stage
 
 SECRET = "Kestrel Vorpal gliding marshes"
 WHY = "the input is float32, the weights are float64"
@@ -86,3 +86,13 @@ def test_how_fast_it_was_is_beside_the_point_of_a_failure() -> None:
     assert "time.text_encoding_share" in findings(fail=False)
     assert "time.text_encoding_share" not in findings(fail=True)
     assert "time.text_encoding_share" in findings(fail=True, error=KeyboardInterrupt)
+
+
+def test_an_error_is_told_of_the_innermost_stage_that_it_passed_through() -> None:
+    inner = Stage("latent_decoding", 0.0, 1.0, False, "RuntimeError: no")
+    outer = Stage("generation", 0.0, 1.0, False, "RuntimeError: no", children=(inner,))
+    text = sigmascope.to_html(
+        Run("id", "run", "2026-01-01T00:00:00+00:00", 2.0, stages=(outer, outer)), prompts="full"
+    )
+    assert text.count("latent_decoding failed: RuntimeError: no") == 2
+    assert "generation failed: RuntimeError" not in text

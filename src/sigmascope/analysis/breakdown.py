@@ -327,6 +327,15 @@ def failed_stage(run: Run) -> Stage | None:
     return failed
 
 
+def failures(run: Run) -> list[tuple[str, str]]:
+    """Stages that failed, with their errors; of those that one error passed through, the innermost alone."""
+    return [
+        (stage.name, stage.error)
+        for stage in run.walk()
+        if stage.error is not None and all(inner.error != stage.error for inner in stage.children)
+    ]
+
+
 def failure_places(run: Run) -> list[str]:
     """Where the headline's failure was raised: each place on the way there, with what it was raised from before it."""
     failed = failed_stage(run)

@@ -17,6 +17,7 @@ from rich.text import Text
 from sigmascope.analysis.breakdown import (
     TimeShare,
     failure_places,
+    failures,
     headline,
     in_words,
     large_places,
@@ -305,9 +306,8 @@ def _tensor_row(name: str, facts: TensorFacts) -> tuple[RenderableType, ...]:
 
 
 def _errors(run: Run) -> Iterator[RenderableType]:
-    for stage in run.walk():
-        if stage.error is not None:
-            yield Text.assemble(("✗ ", "red"), f"{stage.name} failed: {stage.error}")
+    for name, error in failures(run):
+        yield Text.assemble(("✗ ", "red"), f"{name} failed: {error}")
     yield from _raised_at(run, "\n  ")
 
 

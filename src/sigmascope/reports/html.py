@@ -20,6 +20,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.analysis.breakdown import (
     TimeShare,
     failure_places,
+    failures,
     headline,
     in_words,
     large_places,
@@ -172,7 +173,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
         "headline": headline(run),
         "time": list(_time_rows(run)),
         "findings": run_findings(run),
-        "errors": [(stage.name, stage.error) for stage in run.walk() if stage.error is not None],
+        "errors": failures(run),
         "raised_at": failure_places(run),
         "damage": list(islice(impossible_times(run), 5)),
         "folded": None if run.folded is None else folded_in_words(run.folded),
