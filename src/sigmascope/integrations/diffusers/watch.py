@@ -82,6 +82,10 @@ class Watch:
             with suppress(Exception):  # at the end of the process modules may be gone
                 warnings.warn_explicit(_NEVER_ENTERED, UserWarning, *self._made_at, registry=_TOLD)
 
+    def __repr__(self) -> str:
+        """What a notebook or prompt shows: a watch that nobody entered says how it is written."""
+        return super().__repr__() if self._is_used else f"<Watch: {_NEVER_ENTERED}>"
+
     def record(self) -> Run:
         """The run of the open block so far, or else of the last block.
 

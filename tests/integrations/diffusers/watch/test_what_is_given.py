@@ -58,6 +58,15 @@ def test_a_watch_that_nobody_enters_says_how_it_is_written() -> None:
     assert "with sigmascope.watch(pipe) as run" in told
 
 
+def test_a_prompt_or_notebook_shows_how_it_is_written() -> None:
+    watch = sigmascope.watch(TinyPipeline(), sample_hz=None)
+    assert "with sigmascope.watch(pipe) as run" in repr(watch)
+    assert not hasattr(watch, "_repr_html_")
+    with watch:
+        pass
+    assert "records nothing" not in repr(watch)
+
+
 def test_a_watch_that_was_entered_or_decorates_says_nothing() -> None:
     assert dropped(enter=True) == []
     with warnings.catch_warnings():
