@@ -21,7 +21,8 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from sigmascope.analysis.run_comparison import ALPHA, MAX_SLOWDOWN
-from sigmascope.analysis.run_figures import figures_of, p_of_higher
+from sigmascope.analysis.run_figures import figures_of
+from sigmascope.analysis.two_samples import p_of_higher
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Run
 

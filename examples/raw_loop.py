@@ -3,7 +3,7 @@
 It relights a picture with the pocket model that ships with Sigmascope. Without a watch a name costs a fraction of a
 microsecond; with one, each name is a stage in the record:
 
-pip install 'sigmascope[lbm]'
+pip install -e '.[lbm]'
 sigmascope watch --trace relight.trace.json examples/raw_loop.py --steps 8 relit.png
 """
 

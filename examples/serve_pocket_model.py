@@ -1,6 +1,6 @@
 """A server that relights pictures with the pocket model, watched request by request.
 
-pip install 'sigmascope[lbm,prometheus]' starlette uvicorn
+pip install -e '.[lbm,prometheus]' starlette uvicorn
 uvicorn --app-dir examples serve_pocket_model:app
 
 curl --data-binary @photo.jpg http://127.0.0.1:8000/relight > relit.png

@@ -12,8 +12,6 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal
 
-from sigmascope.errors import ConfigError
-
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
@@ -82,19 +80,11 @@ def drawn(ending: str, size: tuple[int, int], shapes: Sequence[Shape]) -> bytes:
         ending: `.png`, in any case; anything else gives an SVG.
         size: Width and height in pixels of the SVG; a PNG has twice as many.
         shapes: From back to front.
-
-    Raises:
-        ConfigError: A PNG is wanted and Pillow is not installed.
     """
     if ending.lower() != ".png":
         return document(*size, [_as_svg(shape) for shape in shapes]).encode()
-    try:
-        from PIL import Image, ImageDraw
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "A PNG needs PIL, which is not installed.",
-            hint='Install it with: pip install "sigmascope[lbm]", or name an .svg.',
-        ) from error
+    from PIL import Image, ImageDraw
+
     image = Image.new("RGB", (size[0] * _SHARPNESS, size[1] * _SHARPNESS), "white")
     draw = ImageDraw.Draw(image)
     for shape in shapes:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sigmascope import units
 from sigmascope.analysis.breakdown import OWN, TimeShare, time_breakdown
 from sigmascope.analysis.generations import Case, cases
-from sigmascope.analysis.run_figures import p_of_higher
+from sigmascope.analysis.two_samples import p_of_higher
 from sigmascope.records.performance import (
     BENCHMARK,
     COLLECTIONS,

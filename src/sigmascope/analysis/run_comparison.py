@@ -3,9 +3,7 @@
 Runs are sorted by the work that they did, since a run of 512×512 says nothing about one of 1024×1024
 (`pairs_by_work`). Steps can be compared too: all of a stage together, or each by its number.
 
-The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
-ch. 13), the test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are
-SciPy's.
+The interval and the test are those of `two_samples`.
 
 A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
 one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
@@ -19,20 +17,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sigmascope.analysis.generations import before_after
 from sigmascope.analysis.recipe import WhatChanged, what_changed
 from sigmascope.analysis.run_figures import (
     Figure,
     Unit,
     figures_of,
-    p_of_higher,
     timed_on_device,
     timed_steps,
     warm,
 )
+from sigmascope.analysis.two_samples import p_of_higher, ratio_interval
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.performance import BeforeAfterDict, work_of
 from sigmascope.records.recorded import Recorded, runs_of
@@ -40,7 +35,6 @@ from sigmascope.records.run import Run
 
 _FEWEST_RUNS_WITHOUT_POOLING = 3
 CONFIDENCE: Final = 0.95
-_RESAMPLES: Final = 4_999
 _FEWEST_RUNS_FOR_INTERVAL: Final = 3
 _MOST_COUNTED_AS_0: Final = 1e-12
 """A shorter time is below any clock's resolution, and dividing by it may give infinity."""
@@ -198,7 +192,7 @@ def compare_values(
     elif min(baseline) <= _MOST_COUNTED_AS_0:
         unavailable["interval"] = "some of the baseline's values are 0"
     else:
-        interval = _interval(new, baseline, seed)
+        interval = ratio_interval(new, baseline, confidence=CONFIDENCE, seed=seed)
     return FigureComparison(
         name,
         unit,
@@ -212,24 +206,6 @@ def compare_values(
         (len(baseline), len(new)),
         unavailable,
     )
-
-
-def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tuple[float, float]:
-    from scipy.stats import bootstrap
-
-    def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
-        return np.asarray(np.median(ours, axis=axis) / np.median(theirs, axis=axis))
-
-    interval = bootstrap(
-        (np.asarray(new, dtype=np.float64), np.asarray(baseline, dtype=np.float64)),
-        ratio,
-        confidence_level=CONFIDENCE,
-        n_resamples=_RESAMPLES,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
 
 
 def compare_pooled_steps(

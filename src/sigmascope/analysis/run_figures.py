@@ -379,15 +379,6 @@ def percentile(values: Sequence[float], share: int | float) -> float:
     return sorted(values)[min(int(len(values) * share / 100), len(values) - 1)]
 
 
-def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
-    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties."""
-    from scipy.stats import mannwhitneyu
-
-    if len({*new, *baseline}) == 1:
-        return 1.0
-    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
-
-
 @dataclass(frozen=True, slots=True)
 class Slope:
     """Growth by call, with the bounds between which it lies."""

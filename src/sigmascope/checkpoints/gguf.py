@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo, read_exactly, reading, shortened
 from sigmascope.errors import CheckpointError
+from sigmascope.installation import install_extra
 
 _ORIGINAL_SHAPE: Final = "comfy.gguf.orig_shape."
 _PLAIN_TYPES: Final = {
@@ -184,9 +185,7 @@ def _gguf_package(path: Path) -> ModuleType:
         import gguf
     except ModuleNotFoundError as error:
         message = "is a GGUF file, and the gguf package is not installed."
-        raise CheckpointError(
-            path, message, hint='Install it with: pip install "sigmascope[gguf]"'
-        ) from error
+        raise CheckpointError(path, message, hint=f"Install it with: {install_extra('gguf')}") from error
     return gguf
 
 

@@ -41,6 +41,7 @@ from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.safetensors import read_header, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.files import parse_json, reason_of, remove_leftovers, writing_hint
+from sigmascope.installation import install_packages
 from sigmascope.records import serialization
 from sigmascope.records.prompts import (
     HIDDEN,
@@ -587,7 +588,7 @@ def _ml_dtype(name: str) -> "np.dtype[Any]":
     except ImportError as error:
         raise ConfigError(
             "as_numpy='ml_dtypes' needs the package ml_dtypes, which is not installed.",
-            hint="Install it with pip install ml_dtypes, or use as_numpy=True for float32 values.",
+            hint=f"Install it with: {install_packages('ml_dtypes')}, or use as_numpy=True for float32 values.",
         ) from error
     if found is None:
         raise ConfigError(f"ml_dtypes has no type for {name}.", hint="Use as_numpy='values' or 'bits'.")

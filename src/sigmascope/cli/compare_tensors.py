@@ -345,7 +345,6 @@ def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison",
 
     Raises:
         WriteError: The file cannot be written.
-        ConfigError: A PNG is wanted and Pillow is not installed.
     """
     panels = [
         (name, tensor, tensor.errors.tokens)

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
+from sigmascope.installation import install_extra
 from sigmascope.plain_text import Harmless, printable
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.progress import no_progress
@@ -55,8 +56,6 @@ _LBM_PACKAGES = (
     "accelerate",
     "pydantic",
     "pydantic_core",
-    "yaml",
-    "PIL",
 )
 PACKAGES = {
     "lbm": _LBM_PACKAGES,
@@ -300,13 +299,22 @@ def needs_extra(extra: str) -> Iterator[None]:
         with stdout_for_results():
             yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in PACKAGES[extra]:
+        missing = missing_extra(error, [extra])
+        if missing is None:
             raise
-        raise ConfigError(
-            f"This command needs {package}, which is not installed.",
-            hint=f'Install it with: pip install "sigmascope[{extra}]"',
-        ) from error
+        raise missing from error
+
+
+def missing_extra(error: ModuleNotFoundError, extras: Iterable[str] = PACKAGES) -> ConfigError | None:
+    """The error that says which of the extras to install; None if the module belongs to none of them."""
+    package = (error.name or "").partition(".")[0]
+    for extra in extras:
+        if package in PACKAGES[extra]:
+            return ConfigError(
+                f"This command needs {package}, which is not installed.",
+                hint=f"Install it with: {install_extra(extra)}",
+            )
+    return None
 
 
 @contextmanager

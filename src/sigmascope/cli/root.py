@@ -19,10 +19,20 @@ from typer.rich_utils import rich_abort_error, rich_format_error
 from sigmascope import units
 from sigmascope.__about__ import __version__
 from sigmascope.cli import lbm, lora
-from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, say
+from sigmascope.cli.console import (
+    Console,
+    facts,
+    missing_extra,
+    needs_extra,
+    plain,
+    print_json,
+    progress_bar,
+    say,
+)
 from sigmascope.cli.options import AsJson, Full, commands_on_demand
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
+from sigmascope.installation import install_extra
 from sigmascope.plain_text import never_failing, printable
 from sigmascope.records.run import KEEP_GENERATIONS
 
@@ -95,6 +105,12 @@ def run() -> None:
     except SigmascopeError as error:
         _print_error(error)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:  # imported where it is used, past `needs_extra`
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        _print_error(missing)
+        sys.exit(missing.exit_code)
     except KeyboardInterrupt:
         sys.exit(STOPPED_BY_USER)
 
@@ -339,7 +355,7 @@ def _extra_line(extra: "ExtraFacts") -> Text:
         return Text("installed", style="green")
     have = len(extra.versions) - len(extra.missing)
     what = f"missing {', '.join(extra.missing)}" + (f" ({have} others are there)" if have else "")
-    return Text(f"{what}: pip install 'sigmascope[{extra.name}]'")
+    return Text(f"{what}: {install_extra(extra.name)}")
 
 
 @app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from sigmascope.analysis.run_figures import percentile
 from sigmascope.errors import ConfigError
+from sigmascope.installation import install_extra
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, whole_number
 from sigmascope.probes.reading import error_text, keeps_words
@@ -347,7 +348,8 @@ class RequestMetrics:
             from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
         except ImportError:
             raise ConfigError(
-                "Metrics need the package prometheus-client.", hint="pip install 'sigmascope[prometheus]'"
+                "Metrics need the package prometheus-client.",
+                hint=f"Install it with: {install_extra('prometheus')}",
             ) from None
         self._registry = CollectorRegistry()
         counter = partial(Counter, namespace="sigmascope", registry=self._registry)

@@ -37,6 +37,8 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
 """Of WebP too."""
+_WINDOW: Final = 11
+"""Pixels a side under the Gaussian of `ssim`."""
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
 PIXEL_LIMIT: Final = "SIGMASCOPE_MAX_PIXELS"
@@ -312,23 +314,33 @@ def ssim(pixels: NDArray[np.uint8], truth: NDArray[np.uint8]) -> float:
         pixels: (height, width, 3).
         truth: The same.
     """
-    from scipy.ndimage import gaussian_filter
-
-    def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        smoothed: NDArray[np.float64] = gaussian_filter(values, sigma=(1.5, 1.5, 0), truncate=3.5)
-        return smoothed
-
     ours, theirs = pixels.astype(np.float64), truth.astype(np.float64)
-    our_mean, their_mean = smooth(ours), smooth(theirs)
-    our_variance, their_variance = smooth(ours**2) - our_mean**2, smooth(theirs**2) - their_mean**2
-    covariance = smooth(ours * theirs) - our_mean * their_mean
+    our_mean, their_mean = _blurred(ours), _blurred(theirs)
+    our_variance, their_variance = _blurred(ours**2) - our_mean**2, _blurred(theirs**2) - their_mean**2
+    covariance = _blurred(ours * theirs) - our_mean * their_mean
     least_mean, least_variance = (0.01 * 255) ** 2, (0.03 * 255) ** 2
     similarity = (2 * our_mean * their_mean + least_mean) * (2 * covariance + least_variance)
     similarity /= (our_mean**2 + their_mean**2 + least_mean) * (
         our_variance + their_variance + least_variance
     )
-    border = 5 if min(pixels.shape[:2]) > 10 else 0
+    border = _WINDOW // 2 if min(pixels.shape[:2]) >= _WINDOW else 0
     return float(similarity[border : pixels.shape[0] - border, border : pixels.shape[1] - border].mean())
+
+
+def _blurred(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values (height, width, channels) under the Gaussian of `ssim`; pictures go on mirrored beyond their edges."""
+    reach = _WINDOW // 2
+    bell = np.exp(-0.5 * (np.arange(-reach, reach + 1) / 1.5) ** 2)
+    bell /= bell.sum()
+    for axis in (0, 1):
+        mirrored = np.pad(values, [(reach, reach) if i == axis else (0, 0) for i in range(3)], "symmetric")
+        moved, length = np.moveaxis(mirrored, axis, 0), values.shape[axis]
+        blurred = np.zeros_like(values)
+        along = np.moveaxis(blurred, axis, 0)
+        for first, weight in enumerate(bell):
+            along += weight * moved[first : first + length]
+        values = blurred
+    return values
 
 
 def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int | None = None) -> Image.Image:

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import torch
+import yaml
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, file_sha256
@@ -106,7 +106,6 @@ def extract_lora(
     target = Path(save_to)
     check_target(target)
     refuse_other_yaml(sidecar_path(target))
-    require_yaml()
     device = resolve_device(options.device)
     with open_pair(base, tuned, options.pairing) as pair, ExitStack() as files:
         refuse_inputs(target, pair.base, pair.tuned)
@@ -155,7 +154,6 @@ def check_extraction(
     check_target(target)
     require_writable(target)
     refuse_other_yaml(sidecar_path(target))
-    require_yaml()
     resolve_device(options.device)
     with open_pair(base, tuned, options.pairing) as pair:
         refuse_inputs(target, pair.base, pair.tuned)
@@ -597,7 +595,7 @@ def sidecar_text(report: ExtractionReport) -> str:
         "change_threshold": report.options.min_diff,
         "coverage_percentage": round(report.coverage_percentage, 2),
     }
-    return str(require_yaml().safe_dump(facts, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
 
 
 def refuse_other_yaml(sidecar: Path) -> None:
@@ -622,19 +620,3 @@ def refuse_other_yaml(sidecar: Path) -> None:
             f"{sidecar} is where the LoRA's description goes, but that file is something else.",
             hint="Choose another name for --save_to, or move that file.",
         )
-
-
-def require_yaml() -> ModuleType:
-    """Import PyYAML, which is needed to describe an extraction.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "PyYAML is not installed, and the LoRA's description is YAML.",
-            hint='Install it with: pip install "sigmascope[lbm]"',
-        ) from error
-    return yaml

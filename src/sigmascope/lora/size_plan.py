@@ -323,7 +323,6 @@ def save_plan_picture(path: str | PathLike[str], plan: LoraPlan) -> None:
     """Draw error against size into an `.svg` or `.png` file, whole or not at all.
 
     Raises:
-        ConfigError: A PNG is wanted and Pillow is not installed.
         WriteError: The file cannot be written.
     """
     content = svg.drawn(Path(path).suffix, (_WIDTH, _HEIGHT), _shapes(plan))

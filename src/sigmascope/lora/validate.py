@@ -731,7 +731,6 @@ def save_validation_picture(path: str | PathLike[str], report: ValidationReport)
 
     Raises:
         WriteError: The file cannot be written.
-        ConfigError: The picture is a PNG and Pillow is not installed.
     """
     size = _WIDTH, _BLOCKS_TOP + _ROW_HEIGHT * len(report.blocks) + 24
     content = svg.drawn(Path(path).suffix, size, list(_shapes(report)))

@@ -20,6 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from sigmascope import units
+from sigmascope.installation import install_packages
 from sigmascope.pipeline.optimization_plan import (
     PIPELINE,
     Choice,
@@ -310,7 +311,7 @@ def consider_quantisation(context: PlanningContext, name: str, model: nn.Module)
     if asked is None:
         return "switched off"
     if find_spec("torchao") is None:
-        return "torchao is not installed (pip install torchao)"
+        return f"torchao is not installed ({install_packages('torchao')})"
     if is_quantised(model):
         return "it is quantised already"
     if asked == "auto":

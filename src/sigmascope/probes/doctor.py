@@ -51,7 +51,7 @@ class ExtraFacts:
     """One extra.
 
     Attributes:
-        name: As in `pip install 'sigmascope[name]'`.
+        name: As in `sigmascope[name]`.
         versions: Of its packages; None: not installed. Those of the extras that it contains are among them.
     """
 

@@ -4,7 +4,7 @@ import pytest
 from scipy.stats import norm
 from tests.analysis.run_sets import noisy_runs, noisy_steps, run
 
-from sigmascope.analysis import run_comparison
+from sigmascope.analysis import two_samples
 from sigmascope.analysis.run_comparison import compare_run_sets, compare_values
 
 
@@ -25,7 +25,7 @@ def test_equal_values_differ_in_nothing() -> None:
 
 
 def test_the_interval_covers_the_true_ratio_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_comparison, "_RESAMPLES", 499)
+    monkeypatch.setattr(two_samples, "_RESAMPLES", 499)
     covered = 0
     for seed in range(60):
         new = [sum(steps) for steps in noisy_steps(12, factor=1.1, seed=seed)]

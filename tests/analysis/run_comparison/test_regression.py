@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import binom
 from tests.analysis.run_sets import noisy_runs, queued, run
 
-from sigmascope.analysis import run_comparison
+from sigmascope.analysis import two_samples
 from sigmascope.analysis.run_comparison import ALPHA, RegressionCheck, check_regression
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage
@@ -59,7 +59,7 @@ def test_noise_as_large_as_the_slowdown_decides_nothing() -> None:
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of many checks that look at no interval."""
-    monkeypatch.setattr(run_comparison, "_RESAMPLES", 20)
+    monkeypatch.setattr(two_samples, "_RESAMPLES", 20)
 
 
 @pytest.mark.usefixtures("few_resamples")

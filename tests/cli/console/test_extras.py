@@ -13,7 +13,7 @@ from sigmascope.errors import ConfigError
 IMPORTERS = ("lbm.images", "lbm.watched", "lbm.model", "lbm.config", "lbm.architecture")
 
 
-@pytest.mark.parametrize("package", ["diffusers", "pydantic", "PIL", "yaml"])
+@pytest.mark.parametrize("package", ["diffusers", "pydantic"])
 def test_core_install_is_told_which_extra_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in IMPORTERS:
         monkeypatch.delitem(sys.modules, f"sigmascope.{module}", raising=False)
@@ -22,7 +22,8 @@ def test_core_install_is_told_which_extra_to_install(package: str, monkeypatch: 
         infer(base_model_path=Path("base.ckpt"), source_image=Path("in.png"), output_path=Path("out.png"))
     assert package in caught.value.message
     assert caught.value.hint is not None
-    assert 'pip install "sigmascope[lbm]"' in caught.value.hint
+    assert "pip install -e " in caught.value.hint
+    assert "[lbm]" in caught.value.hint
 
 
 def test_help_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:

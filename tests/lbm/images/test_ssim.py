@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from scipy.ndimage import gaussian_filter
 
-from sigmascope.lbm.images import ssim
+from sigmascope.lbm.images import _blurred, ssim
 
 
 @pytest.mark.parametrize("size", [(40, 56), (11, 64)])
@@ -23,3 +24,10 @@ def test_a_picture_is_like_itself_however_small() -> None:
     for side in (4, 30):
         same = np.random.default_rng(1).integers(0, 256, (side, side, 3), dtype=np.uint8)
         assert ssim(same, same) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 40), (7, 4), (64, 48)])
+def test_the_gaussian_is_scipys_at_every_edge(size: tuple[int, int]) -> None:
+    values = np.random.default_rng(2).uniform(0, 255**2, (*size, 3))
+    expected = gaussian_filter(values, sigma=(1.5, 1.5, 0), truncate=3.5)
+    np.testing.assert_allclose(_blurred(values), expected, rtol=1e-12)

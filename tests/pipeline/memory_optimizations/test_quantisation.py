@@ -44,7 +44,8 @@ def test_without_torchao_it_is_left_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setattr(precision, "find_spec", lambda name: None)
     plan = optimizer(quantisation="int8").plan(warm_pipeline("flux"))
-    assert reason(plan, "quantisation") == "torchao is not installed (pip install torchao)"
+    assert reason(plan, "quantisation").startswith("torchao is not installed (")
+    assert reason(plan, "quantisation").endswith("pip install torchao)")
 
 
 @pytest.mark.usefixtures("stand_in")

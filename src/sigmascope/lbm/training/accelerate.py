@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.installation import install_packages
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import resolve_device
 from sigmascope.lbm.model import LbmModel, is_finite, listed
@@ -568,7 +569,7 @@ def check_tracker(name: str | None) -> None:
     if name is not None and name not in {tracker.value for tracker in get_available_trackers()}:
         raise ConfigError(
             f"report_to: {name} needs the package {name}, which is not installed.",
-            hint=f"Install it with: pip install {name}, or set report_to: none and wandb_project: null.",
+            hint=f"Install it with: {install_packages(name)}, or set report_to: none and wandb_project: null.",
         )
 
 

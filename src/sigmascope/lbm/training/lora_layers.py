@@ -21,6 +21,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.installation import install_packages
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lora.apply import Layer, match_modules
@@ -308,7 +309,7 @@ def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict
             raise ConfigError(
                 f"{module.name}: PEFT gave it rank {layer_rank} and strength {scaling}, "
                 f"expected {module.rank} and {module.alpha / module.rank}.",
-                hint="Update PEFT: pip install -U peft.",
+                hint=f"Update PEFT: {install_packages('--upgrade', 'peft')}.",
             )
     return layers
 

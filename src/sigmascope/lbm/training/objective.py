@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError
+from sigmascope.installation import install_packages
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, predict_target
 from sigmascope.lbm.config import LbmConfig, MaskReduction
 from sigmascope.lbm.config import PixelLoss as PixelLossKind
@@ -349,7 +350,7 @@ def lpips_package() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "pixel_loss_type: lpips needs the package of that name, which is not installed.",
-            hint="Run pip install lpips, set pixel_loss_type to l1 or l2, or pixel_loss_weight to 0.",
+            hint=f"Install it with: {install_packages('lpips')}, set pixel_loss_type to l1 or l2, or pixel_loss_weight to 0.",
         ) from error
 
 
