@@ -2,21 +2,18 @@
 
 A command takes options one by one, or as a dataclass (`option_groups`). The `lora` commands share `PairFlags` (how to
 compare two models) and `RankFlags` (how much rank a LoRA gets). `flag` and the functions after it make the options of
-the `lbm` commands, each of which shows them in panels of its own. `commands_on_demand` is for groups.
+the `lbm` commands, each of which shows them in panels of its own.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_group
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.format_names import FormatName
@@ -499,42 +496,3 @@ tile_size = _in_panel(
     "--tile_size", "Run the VAE in tiles of this many pixels, so that large pictures need little memory."
 )
 as_json = _in_panel("--json", "Print the outcome as JSON on stdout.")
-
-
-def commands_on_demand(modules: Mapping[str, str]) -> type[TyperGroup]:
-    """The class of a group that imports a command only when it is named, or all of them for its help.
-
-    So `sigmascope lora extract` imports only what it needs.
-
-    Args:
-        modules: By the command's name, the module whose `app` has the command.
-    """
-
-    class Group(TyperGroup):
-        """The commands of the modules, then those that are already imported."""
-
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(**settings)
-            self.commands: Any = _Commands(modules, self.commands)
-
-        def list_commands(self, ctx: Any) -> list[str]:
-            """The commands' names, without importing any."""
-            return list(self.commands)
-
-    return Group
-
-
-class _Commands(Mapping[str, Any]):
-    def __init__(self, modules: Mapping[str, str], imported: Mapping[str, Any]) -> None:
-        self._modules, self._imported = modules, imported
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._modules:
-            return get_group(import_module(self._modules[name]).app).commands[name]
-        return self._imported[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._modules, *self._imported)))
-
-    def __len__(self) -> int:
-        return len({*self._modules, *self._imported})

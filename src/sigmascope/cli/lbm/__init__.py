@@ -2,16 +2,30 @@
 
 import typer
 
-from sigmascope.cli.options import commands_on_demand
+from sigmascope.cli.groups import OnDemand, commands_on_demand
 
 app = typer.Typer(
     cls=commands_on_demand(
         {
-            "create-base": "sigmascope.cli.lbm.create_base",
-            "infer": "sigmascope.cli.lbm.infer",
-            "make-shards": "sigmascope.cli.lbm.train",
-            "serve": "sigmascope.cli.lbm.infer",
-            "train": "sigmascope.cli.lbm.train",
+            "create-base": OnDemand(
+                "sigmascope.cli.lbm.create_base",
+                "Make the exact base of an LBM from a text-to-image backbone.",
+            ),
+            "infer": OnDemand(
+                "sigmascope.cli.lbm.infer",
+                "Translate a picture, with or without a LoRA, and record every stage.",
+            ),
+            "make-shards": OnDemand(
+                "sigmascope.cli.lbm.train", "Make WebDataset shards from pairs of pictures."
+            ),
+            "serve": OnDemand(
+                "sigmascope.cli.lbm.infer",
+                "Serve a page to try a model and its LoRA: base and result side by side, with time and memory.",
+            ),
+            "train": OnDemand(
+                "sigmascope.cli.lbm.train",
+                "Train on pairs of pictures in WebDataset shards, and write LoRA files.",
+            ),
         }
     ),
     no_args_is_help=True,

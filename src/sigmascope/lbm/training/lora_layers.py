@@ -309,7 +309,7 @@ def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict
             raise ConfigError(
                 f"{module.name}: PEFT gave it rank {layer_rank} and strength {scaling}, "
                 f"expected {module.rank} and {module.alpha / module.rank}.",
-                hint=f"Update PEFT: {install_packages('--upgrade', 'peft')}.",
+                hint=f"Update PEFT: {install_packages('-U', 'peft')}.",
             )
     return layers
 
