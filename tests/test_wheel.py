@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -70,3 +71,12 @@ def test_it_has_all_that_the_commands_need(installed: Path, tmp_path: Path) -> N
     assert "| imports" in run(installed / "sigmascope", "show", "run.json", "--markdown", folder=tmp_path)
     run(installed / "sigmascope", "demo", folder=tmp_path)
     assert (tmp_path / "sigmascope-demo").is_dir()
+
+
+@pytest.mark.slow
+def test_the_command_that_adds_an_extra_works_there(installed: Path, tmp_path: Path) -> None:
+    ask = "from sigmascope.installation import install_extra; print(install_extra('nvidia'))"
+    command = shlex.split(run(installed / "python", "-c", ask, folder=tmp_path))
+    assert command[-1].endswith(".whl[nvidia]")
+    found = run(*command, "--dry-run", "--no-deps", "--no-index", "--force-reinstall", folder=tmp_path)
+    assert "Would install sigmascope-" in found

@@ -97,7 +97,7 @@ def test_what_needs_an_extra_names_it_and_how_to_add_it(tmp_path: Path) -> None:
             ["lora", "statistics", BASE_PATH, "--noise", 2, "--save_to", "st.safetensors"],
             ["lora", "grid", "pocket", "--lora", "l.safetensors", "--output", "g.png"],
             ["lbm", "infer", "--base_model_path", BASE_PATH, "--source_image", "x.png", "--output_path", "y.png"],
-            ["lbm", "create-base", "--save_path", "b.safetensors", "--backbone_signature", "none"],
+            ["lbm", "create-base", "--save_path", "b.safetensors", "--config_path", "t.yaml"],
         ],
         "ui": [["lbm", "serve", "--pocket"]],
         "train": [
