@@ -23,7 +23,7 @@ except SystemExit as end:
     assert not end.code
 print(json.dumps(sorted(sys.modules)))
 """
-LIGHT = {"", ".__about__", ".cli", ".cli.root", ".cli.groups", ".errors"}
+LIGHT = {"", ".__about__", ".cli", ".cli.root", ".cli.groups", ".errors", ".plain_text"}
 
 
 def modules_after(*words: str) -> tuple[str, set[str]]:

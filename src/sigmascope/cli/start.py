@@ -19,8 +19,8 @@ from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.installation import install_extra
-from sigmascope.records.run import KEEP_GENERATIONS
 from sigmascope.plain_text import printable
+from sigmascope.records.run import KEEP_GENERATIONS
 
 if TYPE_CHECKING:
     from sigmascope.lbm.pocket.demo import DemoResult
