@@ -43,7 +43,7 @@ _COLOURS_BEFORE: dict[int, tuple[Layout, ...]] = {
     5: ("BCFHW", "BFCHW"),
 }
 _VALUES = ("min", "max", "nan_count", "inf_count")
-_AXES = ("batch_size", "length", "channels", "height", "width")
+_AXES = ("batch_size", "length", "total_frames", "channels", "height", "width")
 _NOT_READ = "a list of pictures is not one tensor"
 
 
@@ -61,6 +61,13 @@ class Pictures:
         if self.facts is None:
             return None
         return self.facts.batch if self.facts.frames is None else self.facts.frames
+
+    @property
+    def total_frames(self) -> int | None:
+        """How many pictures there are in the whole batch."""
+        if self.facts is None or self.facts.batch is None or self.facts.frames is None:
+            return self.length
+        return self.facts.batch * self.facts.frames
 
 
 def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
@@ -210,6 +217,7 @@ def pictures_dict(pictures: Pictures) -> PicturesDict:
         size_mb=mib(tensor.nbytes),
         batch_size=facts.batch,
         length=pictures.length,
+        total_frames=pictures.total_frames,
         sizes=[list(size) for size in pictures.sizes],
     )
 

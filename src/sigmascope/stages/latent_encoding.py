@@ -421,7 +421,12 @@ def _analysis(
         "latent_analysis": media.latent,
         "vace_conditioning": media.vace,
         "performance_analysis": performance_analysis(
-            elapsed, used.name, media.video, colours=pictures["channels"], input_mb=pictures["size_mb"]
+            elapsed,
+            used.name,
+            media.video,
+            total_frames=total_frames(media),
+            colours=pictures["channels"],
+            input_mb=pictures["size_mb"],
         ),
         "memory_impact": measured.impact_dict(),
         "immediate_gpu_changes": gpu_changes(immediate_gpu_changes, measured.impact),
@@ -642,22 +647,38 @@ def _in_mb(name: str) -> str:
     return name.removesuffix("_bytes") + "_mb" if name.endswith("_bytes") else name
 
 
+def total_frames(media: PicturesAndLatent) -> int | None:
+    """Frames of all videos of the batch.
+
+    Those of the pictures, else of a latent without an axis of frames, unless they are no multiple of the length that
+    a caller names: then that length for each video of the latent.
+    """
+    latent, length = media.latent, media.video.length
+    in_latent = latent["batch_size"] if latent["frames"] is None else None
+    for count in (media.pictures.get("total_frames"), in_latent):
+        if count is not None and (length is None or (length and count % length == 0)):
+            return count
+    return None if length is None else length * (latent["batch_size"] or 1)
+
+
 def performance_analysis(
     elapsed: object,
     strategy: str | None,
     video: Video,
     *,
+    total_frames: int | None = None,
     colours: int | None = None,
     input_mb: float | None = None,
 ) -> PerformanceAnalysis:
-    """Sizes and rates of an encoding or decoding.
+    """Sizes and rates of an encoding or decoding, of all frames of the batch (None: of one video).
 
     Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
     whatever type the pictures were handed over in; `input_mb` has their real size.
     """
     seconds = checked_seconds(elapsed)
     why_no_time = "it took no measurable time" if seconds.value == 0 else seconds.reason
-    sizes = {"frames": video.length, "height": video.height, "width": video.width}
+    frames = video.length if total_frames is None else total_frames
+    sizes = {"frames": frames, "height": video.height, "width": video.width}
     missing = ", ".join(name for name, size in sizes.items() if size is None)
     pixels = None if missing else prod(size or 0 for size in sizes.values())
     megabytes = None if pixels is None else pixels * (colours or COLOURS) / MIB
@@ -669,6 +690,7 @@ def performance_analysis(
     return as_dict(
         PerformanceAnalysis,
         why=dict.fromkeys(("length", "height", "width"), "it was neither given nor read"),
+        total_frames=Reading(frames, "it was neither given nor read"),
         total_pixels=Reading(pixels, f"unknown of the video: {missing}"),
         total_mb=Reading(megabytes, f"unknown of the video: {missing}"),
         input_mb=Reading(input_mb, "the pictures were not looked at"),
@@ -676,7 +698,7 @@ def performance_analysis(
         strategy_used=Reading(strategy, "no strategy was named"),
         pixels_per_second=by_second(pixels),
         mb_per_second=by_second(megabytes),
-        frames_per_second=by_second(video.length),
+        frames_per_second=by_second(frames),
         video_dimensions={"length": video.length, "height": video.height, "width": video.width},
     )
 

@@ -102,7 +102,7 @@ def _latent_rows(latent: Facts) -> Iterator[Row]:
 def _performance(facts: Facts) -> Iterator[Row]:
     if not facts:
         return
-    yield Row("📊 Video Dimensions", dimensions(part(facts, "video_dimensions")))
+    yield Row("📊 Video Dimensions", dimensions({**part(facts, "video_dimensions"), **facts}))
     yield Row("📊 Total Pixels", figure(facts, "total_pixels", count))
     yield Row("📊 Total Data", figure(facts, "total_mb", size))
     yield Row(
@@ -480,9 +480,9 @@ def at(amount_mb: object, at_seconds: object) -> str:
 
 
 def dimensions(video: Facts) -> str:
-    """Frames and picture, width first, as in 832x480."""
-    length, height, width = (video.get(name) for name in ("length", "height", "width"))
-    frames = f"{length:,} frame{'' if length == 1 else 's'}" if is_number(length) else "unknown frames"
+    """Frames of the whole batch and the size of each, width first, as in 832x480."""
+    total, height, width = (video.get(name) for name in ("total_frames", "height", "width"))
+    frames = f"{total:,} frame{'' if total == 1 else 's'}" if is_number(total) else "unknown frames"
     picture = f"{width}x{height}" if is_number(width) and is_number(height) else "unknown size"
     return f"{frames}, {picture}"
 

@@ -587,7 +587,10 @@ class VaeDict(TypedDict):
 
 
 class PicturesDict(TypedDict):
-    """The pictures or the video. `sizes` has each [height, width] that occurs; more than one is a mistake."""
+    """The pictures or the videos: `length` is the frames of one video, `total_frames` those of the whole batch.
+
+    `sizes` has each [height, width] that occurs; more than one is a mistake.
+    """
 
     form: str | None
     layout: str | None
@@ -597,6 +600,7 @@ class PicturesDict(TypedDict):
     size_mb: float | None
     batch_size: int | None
     length: int | None
+    total_frames: int | None
     channels: int | None
     height: int | None
     width: int | None
@@ -649,8 +653,12 @@ class VideoDimensions(TypedDict):
 
 
 class PerformanceAnalysis(TypedDict):
-    """`performance_analysis`. `total_mb` is the video at a byte a colour, `input_mb` as it was handed over."""
+    """`performance_analysis`. Totals and rates count the whole batch; `video_dimensions` are those of one video.
 
+    `total_mb` is at a byte a colour, `input_mb` as the pictures were handed over.
+    """
+
+    total_frames: int | None
     total_pixels: int | None
     total_mb: float | None
     input_mb: float | None
