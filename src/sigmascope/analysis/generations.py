@@ -208,10 +208,19 @@ def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_
 def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> StepTimeDict:
     """The mean seconds of a step; total / steps, marked as derived, where no step was timed."""
     timed, total = metrics.generation_time_per_step, metrics.total_generation_time
+    if timed == metrics.derived_time_per_step:
+        timed = None  # so that it is derived anew of what was written into the metrics since
     steps = 0 if "num_inference_steps" in metrics.assumed else metrics.num_inference_steps
     if timed or not is_whole or not total or steps < 1:
         return {"per_step_time": timed}
     return {"per_step_time": total / steps, "per_step_time_derived": True}
+
+
+def fill_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> None:
+    """Put `per_step_time` into the metrics themselves."""
+    step = per_step_time(metrics, is_whole=is_whole)
+    metrics.generation_time_per_step = step["per_step_time"]
+    metrics.derived_time_per_step = step["per_step_time"] if "per_step_time_derived" in step else None
 
 
 def compare_metrics(

@@ -19,7 +19,12 @@ from threading import RLock, get_ident
 from typing import Any, Final
 
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
+from sigmascope.analysis.generations import (
+    fill_step_time,
+    meets_target,
+    performance_score,
+    projected_seconds,
+)
 from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
 from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress, running_text
@@ -417,6 +422,7 @@ class GenerationHistory:
         fill_memory(metrics, stage, generation.recorder.host())
         seen = None if stage is None else _call_within(stage)
         metrics.fill_assumed(seen, steps.tally.count if succeeded else 0)
+        fill_step_time(metrics, is_whole=succeeded)
         generation.keep(seen)
         served = SERVED.get()
         if served is not None:

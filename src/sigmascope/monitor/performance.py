@@ -25,6 +25,7 @@ from typing import Any, Final, Generic, ParamSpec, SupportsFloat, TypeVar, cast
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import (
     compare_metrics,
+    fill_step_time,
     meets_target,
     per_step_time,
     performance_score,
@@ -275,16 +276,15 @@ class PerformanceMonitor:
         """The metrics of this thread's or task's running or last generation, or else of the last that finished anywhere.
 
         They stay the same object until the next generation begins or `reset_metrics` is called, so values that you set
-        appear in the summary, the comparison and the export. While a generation runs, reading this updates its times.
+        appear in the summary, the comparison and the export. While a generation runs, reading this updates its times;
+        afterwards, where no step was timed, the time per step is total / steps of what stands there.
         """
         generation = self._generations.latest()
-        if generation is None:
-            return self._unused
-        if generation.is_open:
-            fill_times(
-                generation.metrics, generation.steps.elapsed_seconds(), generation.steps.tally.mean_seconds()
-            )
-        return generation.metrics
+        metrics = self._unused if generation is None else generation.metrics
+        if generation is not None and generation.is_open:
+            fill_times(metrics, generation.steps.elapsed_seconds(), generation.steps.tally.mean_seconds())
+        self._guard.read("metrics", lambda: fill_step_time(metrics, is_whole=self._is_whole()))
+        return metrics
 
     def get_current_metrics(self) -> PerformanceMetrics:
         """Return a copy of `current_metrics`, which later generations do not change."""

@@ -48,7 +48,7 @@ class PerformanceMetrics:
 
     Attributes:
         generation_time_per_step: Mean of the steps that were timed; when it is over, of those that the accelerator
-            was seen to finish, by its clock, if there are such.
+            was seen to finish, by its clock, if there are such. Where no step was timed, total / steps.
         pipeline_setup_time: From the beginning of the generation to its first step.
         gpu_memory_used_gb: The peak of what PyTorch allocated during the generation, on the device in use.
         system_memory_used_gb: In use on the whole machine at the end.
@@ -56,6 +56,7 @@ class PerformanceMetrics:
         image_resolution: (width, height).
         timestamp: When the generation began, ISO 8601 in UTC.
         assumed: Which of the fields hold a default that nobody gave and nothing was seen to be otherwise.
+        derived_time_per_step: What `generation_time_per_step` was set to as total / steps; None: it was not.
     """
 
     model_load_time: float | None = 0.0
@@ -81,6 +82,7 @@ class PerformanceMetrics:
     gpu_name: str | None = ""
     driver_version: str | None = ""
     assumed: tuple[str, ...] = ()
+    derived_time_per_step: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""

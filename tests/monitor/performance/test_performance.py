@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import NoReturn
@@ -596,6 +597,36 @@ def test_validating_a_time_says_whether_it_meets_the_target(
     assert "16.00 s misses the target of 5.00 s: score 31.2 of 100." in caplog.text
 
 
+def test_without_a_timed_step_the_metrics_have_total_by_steps(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    with monitor.monitor_generation("model", num_steps=20):
+        clock.pass_seconds(16.0)
+        assert monitor.current_metrics.generation_time_per_step is None  # who knows how many steps are done
+    metrics = monitor.current_metrics
+    assert (metrics.generation_time_per_step, metrics.derived_time_per_step) == (0.8, 0.8)  # 16 s / 20
+    assert monitor.runs[-1].stages[0].facts["performance"]["generation_time_per_step"] == 0.8
+    metrics.total_generation_time = 2.4
+    assert monitor.current_metrics.generation_time_per_step == pytest.approx(0.12)  # 2.4 s / 20
+    metrics.generation_time_per_step = 0.1
+    assert (monitor.current_metrics.generation_time_per_step, metrics.derived_time_per_step) == (0.1, None)
+    current = monitor.get_performance_summary()["current_generation"]
+    assert current["per_step_time"] == 0.1
+    assert "per_step_time_derived" not in current
+
+
+def test_a_timed_step_is_not_derived_and_a_broken_off_generation_neither(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    generate(monitor, clock, [1.0, 3.0])
+    assert monitor.current_metrics.generation_time_per_step == 2.0
+    assert monitor.current_metrics.derived_time_per_step is None
+    with suppress(RuntimeError), monitor.monitor_generation("model", num_steps=20):
+        clock.pass_seconds(16.0)
+        raise RuntimeError("broken off")
+    assert monitor.current_metrics.generation_time_per_step is None
+
+
 def test_what_is_written_into_the_metrics_counts_until_the_next_generation(
     monitor: PerformanceMonitor, clock: FakeClock, tmp_path: Path
 ) -> None:
@@ -612,6 +643,7 @@ def test_what_is_written_into_the_metrics_counts_until_the_next_generation(
     monitor.export_metrics_to_json(tmp_path / "metrics.json")
     exported = json.loads((tmp_path / "metrics.json").read_text())
     assert exported["current_metrics"]["total_generation_time"] == 2.4
+    assert exported["current_metrics"]["generation_time_per_step"] == pytest.approx(0.12)
     schema = resources.files("sigmascope.records.schemas").joinpath("performance.json").read_text()
     jsonschema.validate(exported, json.loads(schema))
     written = monitor.current_metrics

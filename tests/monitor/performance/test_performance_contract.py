@@ -20,7 +20,7 @@ FIELDS: dict[str, object] = {
     "num_inference_steps": 0, "image_resolution": (0, 0), "batch_size": 1, "target_met": False,
     "target_generation_time": 5.0, "performance_score": 0.0, "architecture_type": "MMDiT", "model_name": "",
     "torch_dtype": "float16", "device": "cuda", "timestamp": MISSING, "gpu_name": "", "driver_version": "",
-    "assumed": (),
+    "assumed": (), "derived_time_per_step": None,
 }  # fmt: skip
 
 GENERATION = {"model_name": "", "architecture_type": "MMDiT", "num_steps": 20, "resolution": (1024, 1024)}
