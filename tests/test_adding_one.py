@@ -159,6 +159,7 @@ print(json.dumps(told))
     assert written.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_an_accelerator_is_one_file_and_one_line(house: House) -> None:
     accelerator = '''
         """Gaudi, made up."""

@@ -33,6 +33,7 @@ print(lora.format, *lora.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_format_is_its_class_and_its_name(tmp_path: Path) -> None:
     package = tmp_path / "sigmascope"
     shutil.copytree(Path(sigmascope.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -66,6 +66,7 @@ def test_an_extraction_of_that_size_gives_what_was_planned(pair: ModelPair) -> N
         assert made.weighted_error == pytest.approx(one.weighted_error, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_best_ranks_are_never_worse_than_one_rank_of_the_same_bytes() -> None:
     half = ExtractOptions(rules=RankRules(FixedRank(4, 4), (), ("up_blocks",)))
     plan = plan_lora(BASE_PATH, TUNED_PATH, half, most_rank=4)
@@ -124,6 +125,7 @@ def test_a_model_and_itself_leave_nothing_to_plan(pair: ModelPair) -> None:
         plan_lora(pair.base, pair.tuned, most_rank=0)
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_json_hold_what_was_planned(pair: ModelPair) -> None:
     plan = plan_lora(pair.base, pair.tuned, most_rank=4)
     drawn = ElementTree.fromstring(plan_svg(plan))

@@ -294,7 +294,12 @@ def about_nothing(result: object) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+_SLOW = ("sdxl", "sd3", "wan", "wan_vace", "qwen_image")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in _SLOW)) for case in CASES]
+)
 def test_what_is_none_has_a_reason_or_means_that_there_is_none(tmp_path: Path, case: str) -> None:
     results = list(CASES[case](tmp_path))
     assert set().union(*map(without_reason, results)) == set()

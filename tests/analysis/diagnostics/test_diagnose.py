@@ -18,7 +18,10 @@ def run_of(*stages: Stage, **facts: object) -> Run:
     return Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=stages, facts=facts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("sd15", "flux"))) for name in FAMILIES],
+)
 def test_a_healthy_generation_of_each_family_warns_of_nothing(family: str) -> None:
     pipe, gpu = make_pipeline(family), SimulatedGpu(scale=2**12)
     gpu.put(*(part for part in pipe.components.values() if isinstance(part, nn.Module)))

@@ -80,6 +80,7 @@ def test_a_pipeline_is_run_on_prompts_with_guidance_and_steps(sigmascope: Run) -
     assert "mid_block.resnets.0.conv1" in load_statistics("s.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_pipeline", [True, False])
 def test_a_run_that_was_killed_goes_on(
     of_pipeline: bool, sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,7 @@ def test_a_run_that_was_killed_goes_on(
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_computed_twice_give_the_same(sigmascope: Run) -> None:
     make_pipeline("sd15").save_pretrained("pipe")
     flags = ["--noise", 1, "--num_inference_steps", 1, "--size", "64x64"]
@@ -128,6 +130,7 @@ def test_blocks_that_are_computed_twice_give_the_same(sigmascope: Run) -> None:
         torch.testing.assert_close(other[key], moments)
 
 
+@pytest.mark.slow
 def test_on_the_cpu_an_lbm_always_computes_blocks_twice_and_gives_the_same(
     sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_model_without_checkpointing_is_told() -> None:
         checkpoint_gradients(nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_run_on_prompts_of_random_words(sigmascope: Run) -> None:
     make_pipeline("sd15").save_pretrained("pipe")
     code, out, err = sigmascope(

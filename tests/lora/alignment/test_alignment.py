@@ -145,6 +145,7 @@ def flux_file(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_a_kohya_lora_of_flux_is_divided_as_diffusers_does(tmp_path: Path) -> None:
     tensors = flux_file(tmp_path / "flux.safetensors")
     with warnings.catch_warnings():

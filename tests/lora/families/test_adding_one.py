@@ -53,6 +53,7 @@ print(family_in({"modelspec.architecture": "Made.Up.2-turbo/lora"}))
 """
 
 
+@pytest.mark.slow
 def test_a_family_is_one_file(tmp_path: Path) -> None:
     package = tmp_path / "sigmascope"
     shutil.copytree(Path(sigmascope.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))

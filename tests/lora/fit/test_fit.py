@@ -134,6 +134,7 @@ def test_outputs_come_nearer_for_inputs_that_it_never_saw(base: Net) -> None:
     assert (fitted.calls, fitted.held_out) == (14, 2)
 
 
+@pytest.mark.slow
 def test_one_layer_reaches_the_best_factors_that_there_are() -> None:
     # Reduced-rank regression: the best change of a rank for these inputs is the truncated SVD of ΔW·C^½.
     torch.manual_seed(1)

@@ -61,6 +61,7 @@ def test_a_loader_of_a_checkout_takes_what_the_table_says(loader: str, format: s
     check_row(loader, format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "format", "family"),
     [

@@ -54,6 +54,7 @@ def test_one_choice_is_undone_exactly(family: str, name: str) -> None:
     assert _there_and_back(family, ALONE[name]) == ([], True)
 
 
+@pytest.mark.slow
 @MOST_FAMILIES_SLOWLY
 def test_all_choices_together_are_undone_exactly(family: str) -> None:
     assert _there_and_back(family, TOGETHER) == ([], True)

@@ -123,6 +123,7 @@ def test_another_error_ends_the_record_too(kl: "Sample") -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tiles_are_halved_until_they_fit(kl: "Sample") -> None:
     """Nothing above 64 pixels fits: half of a picture of 384 is 192, and its half does not fit either."""
 

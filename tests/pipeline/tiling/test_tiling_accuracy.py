@@ -74,6 +74,7 @@ def test_tiles_of_a_vae_without_norms_are_encoded_as_the_whole_away_from_seams()
     check_away_from_seams(encode, noise(1, 3, 32, 1024), tiles, SEEN_BY_TINY, latents=True)
 
 
+@pytest.mark.slow
 def test_tiles_of_a_vae_without_norms_are_decoded_as_the_whole_away_from_seams() -> None:
     tiles = plan(32, 1024, 512, 64, 8)
     decode = functools.partial(pixels_of, tiny())
@@ -88,6 +89,7 @@ def test_what_a_kls_convolutions_make_is_that_of_the_whole_away_from_seams(encod
     check_away_from_seams(function, tensor, plan(32, 1024, 512, 64, 4), SEEN_BY_KL, latents=encodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("encodes", [True, False])
 def test_norms_and_attention_by_tile_are_near_where_the_picture_is_alike(
@@ -129,6 +131,7 @@ def test_a_ramp_over_all_that_tiles_share_is_nearer_to_the_whole(encodes: bool) 
     assert 2.5 * relative_error(tiled, direct) < relative_error(blended, direct)
 
 
+@pytest.mark.slow
 def test_a_causal_video_is_tiled_in_space_alone() -> None:
     torch.manual_seed(0)
     vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1).eval()

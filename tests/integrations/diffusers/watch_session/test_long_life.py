@@ -82,6 +82,7 @@ def garbage_waits() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("garbage_waits")
 def test_what_is_no_more_is_forgotten() -> None:
     pipeline = Pipeline()
