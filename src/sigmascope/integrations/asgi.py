@@ -290,7 +290,7 @@ class Exchange:
             started_at=started_at,
             seconds=(ended_ns - self._started_ns) / 1e9,
             first_byte_seconds=None if first is None else (first - self._started_ns) / 1e9,
-            status=self._status,
+            status=self._status if self._status is not None else self._status_of(error),
             request_bytes=self._request_bytes,
             response_bytes=self._response_bytes,
             in_flight=in_flight,
@@ -298,6 +298,10 @@ class Exchange:
             disconnected=self._disconnected,
             generations=tuple(served.generations),
         )
+
+    def _status_of(self, error: BaseException | None) -> int | None:
+        """What the client gets of an exception before any answer: 500, which the server or the framework sends."""
+        return 500 if isinstance(error, Exception) and not self._disconnected else None
 
     def _with_id(self, headers: Iterable[Any]) -> list[Any]:
         """The response's headers, as they are, with the id; one that the application set itself stays."""

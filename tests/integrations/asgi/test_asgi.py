@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette import routing
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
@@ -147,6 +150,34 @@ def test_a_generation_carries_the_request_that_it_was_made_for() -> None:
     assert [one["run_id"] for one in made] == [run.id for run in monitor.runs]
 
 
+def test_under_a_framework_an_exception_is_counted_as_what_the_client_sees() -> None:
+    def broken(_request: Any) -> None:
+        raise ValueError("no model")
+
+    monitors: list[PerformanceMonitoringMiddleware] = []
+
+    def monitoring(app: Any) -> PerformanceMonitoringMiddleware:
+        monitors.append(PerformanceMonitoringMiddleware(app))
+        return monitors[-1]
+
+    site = Starlette(routes=[routing.Route("/broken", broken)])
+    site.add_middleware(monitoring)
+    with TestClient(site, raise_server_exceptions=False) as client:
+        seen = [client.get(path).status_code for path in ("/broken", "/missing")]
+    assert seen == [500, 404]
+    assert monitors[-1].get_summary()["status_counts"] == {"500": 1, "404": 1}
+
+
+def test_a_cancelled_request_has_no_status() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        raise asyncio.CancelledError
+
+    watched = PerformanceMonitoringMiddleware(app)
+    with suppress(asyncio.CancelledError):
+        call(watched)
+    assert watched.requests()[0].status is None
+
+
 def test_an_exception_passes_and_nothing_of_it_is_kept() -> None:
     class Theirs(Exception):
         pass
@@ -163,7 +194,7 @@ def test_an_exception_passes_and_nothing_of_it_is_kept() -> None:
         call(watched)
     gc.collect()
     (record,) = watched.requests()
-    assert (record.status, record.error, record.failed) == (None, "Theirs: no model", True)
+    assert (record.status, record.error, record.failed) == (500, "Theirs: no model", True)
     assert watched.in_flight == 0
     assert raised[0]() is None
 
@@ -465,7 +496,7 @@ def test_metrics_without_their_package_are_refused_with_what_to_install(
 
     with pytest.raises(ConfigError) as refused:
         PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
-    assert "sigmascope[prometheus]" in str(refused.value.hint)
+    assert "[prometheus]" in str(refused.value.hint)
 
 
 class Route:
