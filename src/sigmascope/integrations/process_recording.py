@@ -21,6 +21,7 @@ from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Run
+from sigmascope.threads import start_thread
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -256,7 +257,7 @@ class PeriodicSaver:
     def start(self) -> None:
         """Begin. Without a thread to be had, nothing is kept before the end."""
         with suppress(RuntimeError):
-            self._thread.start()
+            start_thread(self._thread, self._stop)
 
     def stop(self) -> None:
         """Write no more; at return nothing is being written."""

@@ -349,7 +349,8 @@ def find_config(checkpoint: str | Path) -> Path | None:
 _MOST_YAML_BYTES = 1 << 20
 _MOST_YAML_VALUES = 100_000
 _MOST_YAML_DEPTH = 100
-_MOST_DIGITS = 10_000
+_MOST_DIGITS = 1000
+"""Of any base: what they make can be written in the 4,300 decimal digits that Python writes."""
 
 
 def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:

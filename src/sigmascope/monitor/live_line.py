@@ -22,6 +22,7 @@ from sigmascope.monitor.guard import log_quietly
 from sigmascope.plain_text import in_encoding, printable
 from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.threads import start_thread
 
 _log = logging.getLogger(__name__)
 _HZ: Final = 4.0
@@ -131,7 +132,7 @@ class LiveLine:
                 self._running = threading.Thread(
                     target=self._watch, args=(self._stop,), name="sigmascope-live", daemon=True
                 )
-                self._running.start()
+                start_thread(self._running, self._stop)
             self._open.append(generation)
 
     def remove(self, generation: Shown, error: BaseException | None = None) -> None:

@@ -27,6 +27,7 @@ from sigmascope.records.performance import (
     DeviceUtilization,
     Gauge,
 )
+from sigmascope.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -393,7 +394,7 @@ class Sampler:
     def _start(self) -> None:
         stop = threading.Event()
         thread = threading.Thread(target=self._watch, args=(stop,), name="sigmascope-sampler", daemon=True)
-        thread.start()
+        start_thread(thread, stop)
         self._stop, self._running = stop, thread
 
     def _watch(self, stop: threading.Event) -> None:

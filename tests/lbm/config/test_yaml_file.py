@@ -55,8 +55,19 @@ def test_no_object_of_python_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["2001-13-45", "1" * 5000, '!!int ""', "!!float ''", "!!timestamp soon", "!!bool maybe"]
+    "value", ["2001-13-45", '!!int ""', "!!float ''", "!!timestamp soon", "!!bool maybe"]
 )
 def test_a_value_that_is_not_what_it_looks_like_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml: holds a value that YAML reads as something else"):
         read_yaml(written(tmp_path, f"rank: {value}\n"))
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "0x" + "f" * 5000, "0b" + "1" * 5000, "1." + "0" * 5000])
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: is not valid YAML \(a number has 5,00\d digits"):
+        read_yaml(written(tmp_path, f"rank: {value}\n"))
+
+
+@pytest.mark.parametrize("value", ["0x" + "f" * 998, "9" * 1000, "0o" + "7" * 998, "59" + ":59" * 332])
+def test_the_largest_number_that_is_read_can_be_said(tmp_path: Path, value: str) -> None:
+    assert str(read_yaml(written(tmp_path, f"rank: {value}\n"))["rank"])
