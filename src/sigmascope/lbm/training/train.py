@@ -11,9 +11,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal
@@ -151,7 +152,7 @@ def train(
         OtherProcessError: Another process failed or ended. The last checkpoint is intact.
         SigmascopeError: Whatever else is wrong with the files named by the settings.
     """
-    check_tracker(settings.tracker)
+    _check_packages(settings)
     resume = settings.resume_from_checkpoint if resume is None else resume
     folder = CheckpointFolder(settings.save_ckpt_path, settings.keep_checkpoints)
     watch = TrainingRecord()
@@ -521,6 +522,26 @@ class DryRun:
     resumes: Path | None
 
 
+def _check_packages(settings: TrainSettings) -> None:
+    """Refuse what the settings need and is not installed, all of it at once.
+
+    Raises:
+        ConfigError: Names each package, and how to install it.
+    """
+    lacking: list[ConfigError] = []
+    checks: list[Callable[[], object]] = [partial(check_tracker, settings.tracker)]
+    if settings.pixel_loss_weight > 0 and settings.pixel_loss_type == "lpips":
+        checks.append(lpips_package)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            lacking.append(error)
+    if lacking:
+        hints = " ".join(f"{error.hint}" for error in lacking)
+        raise ConfigError(" ".join(error.message for error in lacking), hint=hints)
+
+
 def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     """Check everything that can go wrong before the first step, and tell what would be trained.
 
@@ -531,7 +552,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     Raises:
         SigmascopeError: What `train` would raise before its first step, where loading weights is not needed to see it.
     """
-    check_tracker(settings.tracker)
+    _check_packages(settings)
     resume = settings.resume_from_checkpoint if resume is None else resume
     model = build_lbm(settings.lbm, device="meta")
     with open_checkpoint(settings.base_model_path) as checkpoint:
@@ -543,8 +564,6 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     validation = expand_shards(patterns, allow_pipe=settings.allow_pipe) if patterns else ()
     steps = planned_steps(settings, data.shards, 1)
     make_schedule(settings, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), steps)
-    if settings.pixel_loss_weight > 0 and settings.pixel_loss_type == "lpips":
-        lpips_package()
     # Whether checkpoints can be written there, without making the folder.
     path = settings.save_ckpt_path
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from sigmascope.lbm.training.lora_layers import inject_lora
 from sigmascope.lbm.training.metrics import Listeners, TimeSpent, time_findings
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.session import open_data
-from sigmascope.lbm.training.train import train
+from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.train import dry_run, train
 from sigmascope.lora.reader import load_lora
 
 SGD: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None, "shuffle_buffer": 1}
@@ -208,6 +211,25 @@ def test_a_tracker_whose_package_is_missing_is_an_error_at_once(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"wandb needs the package wandb.*pip install .*wandb"):
         train(small_run.settings(report_to=None, wandb_project="mine"))
+    assert not small_run.out.exists()
+
+
+@pytest.mark.parametrize("begin", [train, dry_run])
+def test_all_packages_that_are_missing_are_told_at_once(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, begin: Callable[[TrainSettings], object]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    wanted: dict[str, Any] = {
+        "report_to": None,
+        "wandb_project": "mine",
+        "pixel_loss_weight": 1.0,
+        "pixel_loss_type": "lpips",
+    }
+    with pytest.raises(
+        ConfigError, match=r"package wandb.*pixel_loss_type: lpips.*install .*wandb.*install .*lpips"
+    ):
+        begin(small_run.settings(**wanted, base_model_path="missing.safetensors"))
     assert not small_run.out.exists()
 
 
