@@ -10,7 +10,7 @@ from PIL import Image
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import bridge_sigmas
 from sigmascope.lbm.config import parse_config
-from sigmascope.lbm.images import image_to_tensor
+from sigmascope.lbm.images import image_to_tensor, psnr
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.monitor.recorder import Recorder
@@ -110,6 +110,26 @@ def test_tiles_are_used_and_recorded(tiny_model: LbmModel) -> None:
     assert run.stages[0].facts["strategy"] == "Tiled VAE Encoding"
     assert run.stages[2].facts["strategy"] == "Tiled VAE Decoding"
     assert tiled.size == (96, 32)
+
+
+def test_a_picture_may_be_decoded_in_tiles_and_encoded_whole(
+    tiny_model: LbmModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles: dict[str, object] = {}
+    for name in ("encode", "decode"):
+        work = getattr(tiny_model.vae, name)
+
+        def noted(values: Any, *, tile_size: int | None = None, name: str = name, work: Any = work) -> Any:
+            tiles[name] = tile_size
+            return work(values, tile_size=tile_size)
+
+        monkeypatch.setattr(tiny_model.vae, name, noted)
+    whole = translate_image(tiny_model, noise(96, 32), size="keep", seed=1)
+    tiled = translate_image(tiny_model, noise(96, 32), size="keep", seed=1, decode_tiles=16)
+    assert tiles == {"encode": None, "decode": 16 * tiny_model.vae.factor}
+    assert psnr(whole, tiled) > 30
+    with pytest.raises(ConfigError, match="decode_tiles: expected at least 4 latent elements, got 3"):
+        translate_image(tiny_model, noise(16, 16), decode_tiles=3)
 
 
 @pytest.mark.parametrize("tile_size", [0, -8, 7])

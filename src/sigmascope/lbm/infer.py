@@ -49,6 +49,7 @@ def translate_image(
     size: str | Size = "bucket",
     resolution: int | None = None,
     tile_size: int | None = None,
+    decode_tiles: int | None = None,
     noise_scale: float | None = None,
     conditioning: Mapping[str, Image.Image] | None = None,
     on_latent: Callable[[Tensor], object] | None = None,
@@ -67,6 +68,7 @@ def translate_image(
             what the model needs), (width, height) resizes to that.
         resolution: Side of the square bucket; None is the config's. Of use with "bucket" only.
         tile_size: Encode and decode in overlapping tiles of this many pixels; None at once.
+        decode_tiles: Decode in tiles of this many latent elements, whatever `tile_size` says; None: as that says.
         noise_scale: 0 or more; None is the config's `bridge_noise_sigma`.
         conditioning: A picture for each of the config's conditioning image and mask keys.
         on_latent: Given the result's latent (1, channels, height, width), float32, before it is decoded.
@@ -76,6 +78,8 @@ def translate_image(
         ConfigError: An option is out of range or of no use, a picture is empty, or conditioning is missing.
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
+    decoded_tile = tile_size if decode_tiles is None else decode_tiles * model.vae.factor
+    check_tile_size(decoded_tile, model, "tile_size" if decode_tiles is None else "decode_tiles")
     with torch.inference_mode():
         z_target, frame = translated_latent(
             model,
@@ -91,7 +95,7 @@ def translate_image(
         )
         if on_latent is not None:
             on_latent(z_target)
-        return _decode(model, z_target, frame, tile_size)
+        return _decode(model, z_target, frame, decoded_tile)
 
 
 def translated_latent(
@@ -224,18 +228,20 @@ def checked_rgb(image: Image.Image, what: str) -> Image.Image:
     return to_rgb(image)
 
 
-def check_tile_size(tile_size: int | None, model: LbmModel) -> None:
-    """Refuse tiles that are mostly overlap.
+def check_tile_size(tile_size: int | None, model: LbmModel, option: str = "tile_size") -> None:
+    """Refuse tiles that are mostly overlap; `decode_tiles` is told in latent elements.
 
     Raises:
         ConfigError: `tile_size` is too small for the model's VAE.
     """
     smallest = MINIMUM_TILE * model.vae.factor
-    if tile_size is not None and tile_size < smallest:
-        raise ConfigError(
-            f"tile_size: expected at least {smallest} pixels for this VAE, got {tile_size}.",
-            hint="Use 512, or leave it out.",
-        )
+    if tile_size is None or tile_size >= smallest:
+        return
+    if option == "decode_tiles":
+        least, given, hint = f"{MINIMUM_TILE} latent elements", tile_size // model.vae.factor, "Use 128"
+    else:
+        least, given, hint = f"{smallest} pixels for this VAE", tile_size, "Use 512"
+    raise ConfigError(f"{option}: expected at least {least}, got {given}.", hint=f"{hint}, or leave it out.")
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,14 @@ class InferOptions:
         ),
     ] = None
     tile_size: Annotated[int | None, options.tile_size(MODEL)] = None
+    decode_tiles: Annotated[
+        int | None,
+        options.flag(
+            "--decode_tiles",
+            "Decode in tiles of this many latent elements, such as 128. Saves memory.",
+            MODEL,
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         options.flag(
@@ -158,6 +166,7 @@ def infer(options: InferOptions) -> None:
                     size=parse_size(options.size),
                     resolution=options.resolution,
                     tile_size=options.tile_size,
+                    decode_tiles=options.decode_tiles,
                     conditioning=conditioning,
                     progress=progress,
                 )
