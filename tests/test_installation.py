@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -83,8 +85,23 @@ def test_without_an_origin_the_packages_themselves_are_named(damaged: str, insta
 
 
 def test_an_environment_without_pip_is_told_uvs_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
     assert install_packages("lpips").startswith("uv pip install --python ")
+
+
+def test_to_name_a_command_changes_no_import_of_the_hosts() -> None:
+    """Setuptools' finder gives its own distutils until somebody looks for pip."""
+    script = (
+        "import importlib.util, sigmascope.installation\n"
+        "before = importlib.util.find_spec('distutils')\n"
+        "sigmascope.installation.install_packages('lpips')\n"
+        "after = importlib.util.find_spec('distutils')\n"
+        "assert type(before and before.loader) is type(after and after.loader), (before, after)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_folder_below_home_names_no_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

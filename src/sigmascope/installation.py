@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -53,8 +53,19 @@ def _installer() -> str:
     found = shutil.which("python")
     is_first = found is not None and Path(found) == Path(sys.executable)
     python = "python" if is_first else _quoted(sys.executable)
-    # `uv venv` makes environments without pip.
-    return f"{python} -m pip install" if util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"{python} -m pip install" if _has_pip() else f"uv pip install --python {python}"
+
+
+def _has_pip() -> bool:
+    """Whether it is here; `uv venv` makes environments without it.
+
+    Its metadata say so. To look for the module makes setuptools believe that pip runs, and take off its distutils.
+    """
+    try:
+        metadata.version("pip")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _quoted(text: str) -> str:
