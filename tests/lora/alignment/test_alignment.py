@@ -161,7 +161,9 @@ def test_a_kohya_lora_of_flux_is_divided_as_diffusers_does(tmp_path: Path) -> No
             factors = aligned.lora.modules[layer]
             x = torch.randn(factors.weight_shape[1])
             through = expected[f"{name}.lora_B.weight"] @ (expected[f"{name}.lora_A.weight"] @ x)
-            assert torch.dist(factors.delta() @ x, through) < 1e-5 * through.norm()
+            delta = factors.delta()
+            # ‖ΔW‖ is what ‖ΔW·x‖ is in the mean: an x that the layer nearly drops leaves little but rounding
+            assert torch.dist(delta @ x, through) < 1e-5 * delta.norm()
 
 
 def test_projections_of_a_text_encoder_are_joined_for_open_clips_own_keys() -> None:
