@@ -1,5 +1,7 @@
 """Tiles that VAEs cut themselves, and ours beside them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,38 @@ def test_a_vae_that_can_only_work_in_its_own_tiles_keeps_them() -> None:
     pixels = torch.rand(1, 3, 24, 32, 32) * 2 - 1
     latent, _ = encode_latents(vae, pixels, strategies="direct", predict=False)
     assert torch.equal(latent, vae.encode(pixels).latent_dist.mode())
+
+
+def _minimax_h3() -> Any:
+    """diffusers ships it with tiling on; its tiles are made small here, as its layers are."""
+    import diffusers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = diffusers.AutoencoderKLMiniMaxH3(
+            latent_channels=4, block_out_channels=(8, 8, 8), layers_per_block=1,
+            spatial_downsample_factors=(2, 2, 2), temporal_downsample_factors=(1, 2, 2), norm_num_groups=4,
+            decoder_num_layers=1, decoder_num_attention_heads=2, decoder_attention_head_dim=16,
+            decoder_num_register_tokens=1,
+            latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4,
+        ).eval().requires_grad_(False)  # fmt: skip
+    assert vae.use_tiling
+    vae.tile_sample_min_height = vae.tile_sample_min_width = 32
+    vae.tile_sample_min_overlap_height = vae.tile_sample_min_overlap_width = 8
+    return vae
+
+
+def test_minimax_h3_s_own_tiles_are_what_directly_means() -> None:
+    """deepbeepmeep/Wan2GP#2367: 36.4 dB in its tiles of 256 pixels, 21.5 dB without."""
+    vae = _minimax_h3()
+    pixels = torch.rand(1, 3, 22, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    theirs = vae.encode(pixels).latent_dist.mode()
+    latent, _ = encode_latents(vae, pixels, strategies="direct")
+    assert torch.equal(latent, theirs)
+    frames, _ = decode_latents(vae, latent, strategies="direct")
+    assert torch.equal(frames, vae.decode(theirs).sample)
+    vae.disable_tiling()
+    assert not torch.equal(latent, vae.encode(pixels).latent_dist.mode())
 
 
 def _photograph(side: int) -> Tensor:

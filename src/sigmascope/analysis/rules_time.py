@@ -21,6 +21,7 @@ from sigmascope.analysis.run_figures import (
     theil_sen,
     timed_on_device,
 )
+from sigmascope.records.latents import NEEDS_TILES
 from sigmascope.records.performance import DeviceUtilization, utilization_of
 from sigmascope.records.run import Run, Stage, stage_seconds
 
@@ -100,13 +101,14 @@ def vae_takes_long(case: Case) -> Iterator[Seen]:
     spent = seconds_of(case.named("latent_encoding", "latent_decoding"))
     if case.seconds <= 0 or not case.denoises or spent < _LEAST_VAE_SHARE * case.seconds:
         return
-    tiled = any(part.tiling for part in case.components("vae").values())
+    tiled = [part for part in case.components("vae").values() if part.tiling]
+    needs_tiles = any(part.class_name in NEEDS_TILES for part in tiled)
     yield Seen(
         message=f"The VAE took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} of "
         f"{units.seconds(case.seconds)}.",
-        evidence={"vae_seconds": spent, "seconds": case.seconds, "share": spent / case.seconds, "tiling": tiled},
+        evidence={"vae_seconds": spent, "seconds": case.seconds, "share": spent / case.seconds, "tiling": bool(tiled)},
         advice="Tiling costs time: if the whole image fits, switch it off (vae.disable_tiling())."
-        if tiled
+        if tiled and not needs_tiles
         else "Run the VAE in half precision, compile it, decode only the images you keep, or preview with a tiny "
         "autoencoder (AutoencoderTiny).",
     )  # fmt: skip

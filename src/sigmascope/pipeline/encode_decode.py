@@ -120,8 +120,8 @@ def encode_latents(
 ) -> tuple[Tensor, EncodingRecord]:
     """Encode with the first strategy that does not run out of memory, to a latent that is finite.
 
-    The latent is the VAE's own, neither scaled nor shifted: what `vae.encode(x).latent_dist.mode()` gives. The
-    VAE is as before when this returns or raises: placement, dtype, modes, tiling and slicing, buffers.
+    The latent is the VAE's own, neither scaled nor shifted: what `vae.encode(x).latent_dist.mode()` gives, with the
+    VAE's own tiling and slicing as they are set. The VAE is as before when this returns or raises: placement, dtype, modes, tiling and slicing, buffers.
 
     Args:
         vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `encode`.

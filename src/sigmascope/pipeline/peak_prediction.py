@@ -31,6 +31,7 @@ from sigmascope.pipeline.tile_plan import TilePlan
 from sigmascope.pipeline.vae_adapters import decoded, encoded
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.latents import (
+    NEEDS_TILES,
     RECORD_FACT,
     Basis,
     Direction,
@@ -173,7 +174,8 @@ def _predicted_from_layers(vae: object, wanted: Planned) -> Prediction:
         reason = f"a shape of {len(wanted.shape)} axes has no batch, channels, height and width"
         return Prediction(None, None, None, weights, dict.fromkeys(("bytes", "tensor_bytes"), reason))
     try:
-        run = dry_run(vae, wanted.part, wanted.direction, wanted.dtype)
+        own_tiles = wanted.tile is None
+        run = dry_run(vae, wanted.part, wanted.direction, wanted.dtype, own_tiles=own_tiles)
     except NoTwinError as error:
         own = _own_estimate(vae, wanted)
         gaps = dict.fromkeys(("bytes", "tensor_bytes") if own is None else ("tensor_bytes",), str(error))
@@ -284,7 +286,12 @@ def _free_on(device: str, memory: MemorySnapshot) -> int | None:
 
 
 def dry_run(
-    vae: object, shape: tuple[int, ...], direction: Direction, dtype: torch.dtype | None = None
+    vae: object,
+    shape: tuple[int, ...],
+    direction: Direction,
+    dtype: torch.dtype | None = None,
+    *,
+    own_tiles: bool = True,
 ) -> DryRun:
     """Encode or decode with a twin of the VAE, and count the bytes.
 
@@ -293,6 +300,7 @@ def dry_run(
         shape: Of what goes in.
         direction: Whether to encode or to decode.
         dtype: Of the weights and of what goes in; None: the VAE's own.
+        own_tiles: Whether the VAE cuts tiles of its own, if it is set to; False for a tile that was cut already.
 
     Raises:
         NoTwinError: It cannot be rebuilt, or its twin cannot be run.
@@ -301,8 +309,8 @@ def dry_run(
     wanted = dtype or _dtype_of(module)
     try:
         if hasattr(type(module), "from_config"):
-            return _dry_run_of_recipe(_recipe_of(module), shape, direction, wanted)
-        return _run_twin(_cast(_copy_without_weights(module), wanted), shape, direction, wanted)
+            return _dry_run_of_recipe(_recipe_of(module, own_tiles), shape, direction, wanted)
+        return _run_twin(_cast(_copy_without_weights(module, own_tiles), wanted), shape, direction, wanted)
     except Exception as error:  # the caller's model may raise anything
         raise NoTwinError(f"its layers could not be run without weights: {describe(error)}") from error
 
@@ -345,8 +353,6 @@ def _run_twin(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: to
         few, more = (_run_twin(twin, (*shape[:2], count, *shape[3:]), direction, dtype) for count in frames)
         return _continued(few, more, (shape[2] - frames[0]) // (frames[1] - frames[0]))
     twin.eval()
-    if getattr(twin, "use_tiling", False):
-        twin.use_tiling = False  # tiles are cut by `pipeline.tiling`
     source = torch.empty(shape, dtype=dtype, device=_META)
     if direction == "encoding":
         counted_run = counted(lambda: twin.encode(source))
@@ -398,19 +404,27 @@ def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
     return apply(lambda tensor: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype))
 
 
-def _recipe_of(module: Any) -> _Recipe:
+def _keeps_tiling(module: object, own_tiles: bool) -> bool:
+    return own_tiles or type(module).__name__ in NEEDS_TILES
+
+
+def _recipe_of(module: Any, own_tiles: bool) -> _Recipe:
     """With its switches: slicing and the like, which are attributes and not in the config."""
     config: dict[str, Any] = dict(module.config)
-    own = ((name, value) for name, value in vars(module).items() if name != "training")
-    switches = tuple((name, value) for name, value in own if isinstance(value, bool | int | float))
+    own = {name: value for name, value in vars(module).items() if name != "training"}
+    if "use_tiling" in own and not _keeps_tiling(module, own_tiles):
+        own["use_tiling"] = False
+    switches = tuple((name, value) for name, value in own.items() if isinstance(value, bool | int | float))
     return _Recipe(type(module), repr(config), switches, config)
 
 
-def _copy_without_weights(module: nn.Module) -> nn.Module:
+def _copy_without_weights(module: nn.Module, own_tiles: bool) -> nn.Module:
     """Its layers without weights and hooks: whoever put hooks on must not hear of this run."""
     tensors = (one for part in module.modules() for one in tensors_on(part))
     memo: dict[int, Any] = {id(one): _without_content(one) for one in tensors}
-    twin = copy.deepcopy(module, memo)
+    twin: nn.Module = copy.deepcopy(module, memo)
+    if getattr(twin, "use_tiling", False) and not _keeps_tiling(module, own_tiles):
+        vars(twin)["use_tiling"] = False
     for part in twin.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()

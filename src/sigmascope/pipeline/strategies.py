@@ -173,7 +173,7 @@ def _check_count(work: Work, made: Tensor, what: str, of: str) -> None:
 
 
 def direct(work: Work) -> Outcome:
-    """All at once, where the VAE computes."""
+    """All at once, where the VAE computes, and as its host has set it: its own tiles are part of that."""
     with _undisturbed(work):
         result = _finite(work, work.finish(work.part(work.source, work.vae.device)))
     return Outcome(copy_back(result, work.output_device or work.vae.home))
@@ -207,9 +207,9 @@ def not_finite(tensor: Tensor) -> str | None:
 
 
 @contextmanager
-def _undisturbed(work: Work) -> Iterator[None]:
+def _undisturbed(work: Work, **switches: object) -> Iterator[None]:
     vae = work.vae
-    with as_before(*vae.kept), for_inference(vae.vae, **vae.switches):
+    with as_before(*vae.kept), for_inference(vae.vae, **switches):
         yield
 
 
@@ -220,7 +220,7 @@ def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
 
 def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
     """Picture by picture, in tiles."""
-    with _undisturbed(work):
+    with _undisturbed(work, **work.vae.switches_in_tiles):
         raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
         result = _finite(work, work.finish(raw))
     return Outcome(copy_back(result, work.output_device or work.vae.home), facts)
@@ -338,7 +338,10 @@ def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) 
     """
     vae = work.vae
     own_dtype = vae.latent_dtype
-    switches = {**vae.switches, **(vae.float32_switches if in_float32 else {})}
+    switches = {
+        **({} if tiles is None else vae.switches_in_tiles),
+        **(vae.float32_switches if in_float32 else {}),
+    }
     with (
         as_before(vae.vae, *vae.modules, also_on_success=True),
         for_inference(vae.vae, **switches),

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.image_preprocessing import Values, rescaled
 from sigmascope.pipeline.model_state import execution_device, has_diffusers_hooks, modules_in, tensors_of
-from sigmascope.records.latents import VaeFacts
+from sigmascope.records.latents import NEEDS_TILES, VaeFacts
 from sigmascope.stages.latent_facts import inner_vae, is_comfyui_vae, vae_facts
 
 _OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 """VAEs that have an axis for frames and make pictures: several are a batch, and no video."""
-_TILES_ONLY = ("AutoencoderKLAllegro",)
-"""VAEs that cannot do without their own tiles."""
 _WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
 """Decoders that mix the pictures of a batch, and must be told how many belong together."""
 _ENCODED = ("latent_dist", "latents", "latent", "sample", "samples")
@@ -67,7 +65,8 @@ class ModuleVae:
         default_values: What the numbers of a floating-point picture mean, whatever its layout; None: the layout decides.
         modules: Its weights.
         kept: What is put back as it was when an attempt fails.
-        switches: Attributes to set on it while it works, so that it cuts no tiles of its own.
+        switches_in_tiles: Attributes to set on it while it works on one of our tiles, so that it cuts none of its own.
+            What is put through it whole it cuts as its host has set it.
         float32_switches: Attributes to set on it, beside its weights, for it to compute in float32.
         one_each: Whether several pictures are as many pictures, though it has an axis for frames.
         halvings: How far tiles are cut smaller than asked for: 1, not at all.
@@ -83,9 +82,8 @@ class ModuleVae:
         self.facts = facts
         self.modules = modules_in(vae)
         self.kept: tuple[object, ...] = (vae, *(module for module in self.modules if module is not vae))
-        # What keeps it from cutting tiles of its own.
-        cuts = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
-        self.switches: dict[str, object] = {"use_tiling": False} if cuts else {}
+        cuts = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in NEEDS_TILES
+        self.switches_in_tiles: dict[str, object] = {"use_tiling": False} if cuts else {}
         self.float32_switches: dict[str, object] = {}
         self.one_each = type(vae).__name__ in _OF_PICTURES
         self.decodes_batch_together = _takes_frame_count(vae)
@@ -244,7 +242,7 @@ class ComfyuiVae:
         self.kept: tuple[object, ...] = (vae,)  # its weights are ComfyUI's own to move
         self.halvings = 1 if getattr(vae, "latent_dim", 2) == 3 else 2
         self.one_each = bool(getattr(vae, "not_video", False))
-        self.switches: dict[str, object] = {}
+        self.switches_in_tiles: dict[str, object] = {}
         self.float32_switches: dict[str, object] = {"vae_dtype": torch.float32}
 
     @property

@@ -10,7 +10,7 @@ number of bytes over 2²⁰ is exact in a float, so that bytes come back as they
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from sigmascope.records.memory import MIB, PeakMemory, mib
 from sigmascope.records.run import Finding, Stage, TensorFacts
@@ -64,6 +64,11 @@ _TILES_DIFFER, _TILES_DIFFER_MUCH = 0.01, 0.1
 _OFF_BY = 2.0
 _WORTH_TELLING_MB = 512.0
 """Below this, what a library loads when it is first used is as much."""
+
+
+NEEDS_TILES: Final = ("AutoencoderKLAllegro", "AutoencoderKLMiniMaxH3")
+"""VAEs that compute rightly in their own tiles alone: Allegro's raises without, and MiniMax-H3's, which diffusers ships
+with tiling on, was trained on tiles of 256 pixels, by whose size its decoder measures positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tests.analysis.faulty_runs import component, pipeline, stage, steps, weights
@@ -39,6 +40,15 @@ def test_tiling_that_costs_time_is_advised_against(found: Found) -> None:
     pipe = pipeline(unet=component("denoiser"), vae=component("vae", tiling=True))
     findings = found(stage("denoising", 5.0), stage("latent_decoding", 5.0), pipe=pipe)
     assert "disable_tiling" in (findings["time.vae_share"].advice or "")
+
+
+@pytest.mark.parametrize("class_name", ["AutoencoderKLMiniMaxH3", "AutoencoderKLAllegro"])
+def test_tiling_that_a_model_needs_is_not_advised_against(found: Found, class_name: str) -> None:
+    pipe = pipeline(
+        unet=component("denoiser"), vae=replace(component("vae", tiling=True), class_name=class_name)
+    )
+    findings = found(stage("denoising", 5.0), stage("latent_decoding", 5.0), pipe=pipe)
+    assert "iling" not in (findings["time.vae_share"].advice or "")
 
 
 def test_text_encoding_on_the_cpu_is_named(found: Found) -> None:

@@ -117,11 +117,13 @@ def test_slicing_makes_a_batch_no_more_than_its_outputs() -> None:
     assert one < sliced < one + 8 * 3 * 32 * 32 * 4
 
 
-def test_the_vaes_own_tiling_is_left_out() -> None:
+def test_the_vaes_own_tiling_counts_for_the_whole_and_not_for_a_tile_of_ours() -> None:
     vae = small_kl()
     plain = dry_run(vae, (1, 3, 64, 64), "encoding")
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 16
     vae.enable_tiling()
-    assert dry_run(vae, (1, 3, 64, 64), "encoding") == plain
+    assert dry_run(vae, (1, 3, 64, 64), "encoding", own_tiles=False) == plain
+    assert dry_run(vae, (1, 3, 64, 64), "encoding").peak_bytes < plain.peak_bytes
 
 
 def test_a_decoder_that_mixes_frames_is_told_how_many_there_are() -> None:
