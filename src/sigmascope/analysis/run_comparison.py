@@ -38,6 +38,8 @@ CONFIDENCE: Final = 0.95
 _FEWEST_RUNS_FOR_INTERVAL: Final = 3
 _MOST_COUNTED_AS_0: Final = 1e-12
 """A shorter time is below any clock's resolution, and dividing by it may give infinity."""
+_LEAST_CHANGE: Final = 0.01
+_LEAST_CHANGE_OF_FEW_RUNS: Final = 0.1
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03
@@ -73,6 +75,16 @@ class FigureComparison:
     least_p: float
     runs: tuple[int, int]
     unavailable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `compare` shows the figure: it differs by more than noise, as far as so few runs can tell."""
+        if self.ratio is None:
+            return self.baseline != self.new
+        change = abs(self.ratio - 1)
+        if self.lower is not None and self.upper is not None:
+            return not self.lower <= 1 <= self.upper and change > _LEAST_CHANGE
+        return change > (_LEAST_CHANGE_OF_FEW_RUNS if self.unit == "seconds" else _LEAST_CHANGE)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""

@@ -35,8 +35,6 @@ sigmascope compare after --baseline before --by-step
 """
 
 
-_LEAST_NOTABLE_CHANGE: Final = 0.01
-_LEAST_NOTABLE_CHANGE_OF_FEW_RUNS: Final = 0.1
 _LEAST_CHANGE_SHOWN: Final = 0.0005
 
 
@@ -148,10 +146,10 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         before, now = comparison.runs
         groups[f"Steps of {before} and {now} runs, pooled"] = comparison.pooled_steps
     for heading, figures in groups.items():
-        shown = [figure for figure in figures if full or _changed(figure)]
+        shown = [figure for figure in figures if full or figure.has_changed]
         if shown:
             console.print(_figures(heading, shown))
-    same = 0 if full else sum(not _changed(figure) for figures in groups.values() for figure in figures)
+    same = 0 if full else sum(not figure.has_changed for figures in groups.values() for figure in figures)
     if same:
         console.print(
             Text(
@@ -173,17 +171,6 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
         console.print(Text(earlier.format(*comparison.folded), style="dim"))
     before, now = comparison.runs
     console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))
-
-
-def _changed(figure: "FigureComparison") -> bool:
-    """Whether a figure differs by more than noise, as far as so few runs can tell."""
-    if figure.ratio is None:
-        return figure.baseline != figure.new
-    if figure.lower is not None and figure.upper is not None:
-        return not figure.lower <= 1 <= figure.upper and abs(figure.ratio - 1) > _LEAST_NOTABLE_CHANGE
-    return abs(figure.ratio - 1) > (
-        _LEAST_NOTABLE_CHANGE_OF_FEW_RUNS if figure.unit == "seconds" else _LEAST_NOTABLE_CHANGE
-    )
 
 
 def _differences(differences: "Mapping[str, tuple[str, str]]") -> Table:

@@ -386,8 +386,13 @@ class LoraWriter:
         for module, rank in self._ranks.items():
             if common_rank is not None and rank != common_rank:
                 self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / common_rank))
-            self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(common_rank or rank)))
+            self._file.write(f"{module}.{keys.alpha}", _alpha(common_rank or rank))
         return common_rank
+
+
+def _alpha(value: float) -> Tensor:
+    """An alpha as every format stores it."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def writer_of_aligned(
@@ -547,7 +552,7 @@ def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     tensors = {name: part.detach() for name, part in change.parts.items()}
     rank = change.rank
     if rank is not None:
-        tensors["alpha"] = torch.tensor(change.scale * rank, dtype=torch.float32)
+        tensors["alpha"] = _alpha(change.scale * rank)
     elif change.scale != 1.0 and isinstance(change, LokrChange):
         # Two whole factors have no rank, and readers ignore an alpha beside them.
         tensors["lokr_w1"] = tensors["lokr_w1"].float().mul(change.scale)

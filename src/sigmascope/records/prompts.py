@@ -1,5 +1,8 @@
 """Prompts are private: what is kept of one is its text, its hash or nothing, as configured.
 
+Records on this machine keep the text by default: `watch`, `WorkflowMonitor`, the ASGI middleware. What is made to be sent
+on has the hash: HTML, Markdown, traces, tensor dumps.
+
 Texts that are kept beside a prompt may quote it, in part or in another spelling: `quoting` tells which do.
 `without_prompts` and `without_words` take the prompts of a run, and what it raised, out of what leaves for other tools.
 """
