@@ -386,7 +386,7 @@ class LoraWriter:
         for module, rank in self._ranks.items():
             if common_rank is not None and rank != common_rank:
                 self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / common_rank))
-            self._file.write(f"{module}.{keys.alpha}", _alpha(common_rank or rank))
+            self._file.write(f"{module}.{keys.alpha}", _alpha(float(common_rank or rank)))
         return common_rank
 
 
