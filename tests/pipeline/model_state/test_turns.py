@@ -49,7 +49,7 @@ def test_threads_on_one_vae_take_turns() -> None:
     for one in threads:
         one.join()
     assert vae.most == 1
-    assert vae.found == {(False, False)}
+    assert vae.found == {(False, True)}  # in evaluation, with the tiling that its host has set
     assert (vae.training, vae.use_tiling) == (True, True)
 
 
