@@ -41,6 +41,7 @@ def _minimax_h3() -> Any:
     return vae
 
 
+@pytest.mark.slow
 def test_minimax_h3_s_own_tiles_are_what_directly_means() -> None:
     """deepbeepmeep/Wan2GP#2367: 36.4 dB in its tiles of 256 pixels, 21.5 dB without."""
     vae = _minimax_h3()

@@ -33,6 +33,7 @@ def test_a_healthy_pipeline_says_nothing_of_memory(healthy: Run) -> None:
     assert [name for name in found(healthy) if "memory" in name] == []
 
 
+@pytest.mark.slow
 def test_images_that_grow_leave_gaps_that_none_of_the_next_fits_into(pipe: Any) -> None:
     sizes = [{"height": size, "width": size, **IMAGE} for size in (32, 40, 48, 56, 64)]
     growing = watched(pipe, SimulatedGpu(scale=SCALE // 2), *sizes)
@@ -61,6 +62,7 @@ def test_hidden_states_that_a_hook_keeps(pipe: Any) -> None:
     assert number(finding, "kept_mb") == pytest.approx(kept_mb, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_keeps_what_it_made() -> None:
     kept: list[Any] = []
     pipe = make_pipeline("sd15")

@@ -63,6 +63,7 @@ def test_a_lora_that_does_nothing_ends_with_1(sigmascope: Run, folder: Path) -> 
     assert "nothing changes" in out
 
 
+@pytest.mark.slow
 def test_an_lbm_translates_pictures_in_place_of_prompts(sigmascope: Run, tmp_path: Path) -> None:
     from sigmascope import extract_lora
     from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH

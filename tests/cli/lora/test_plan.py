@@ -19,6 +19,7 @@ def plan(sigmascope: Run) -> Run:
     return partial(sigmascope, "lora", "plan")
 
 
+@pytest.mark.slow
 def test_the_table_ends_with_a_command_that_makes_what_was_planned(
     plan: Run, sigmascope: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_lora_of_a_pipeline_is_fitted(sigmascope: Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run, tiny: Path) -> None:
     models = [
         "--base_model_path",

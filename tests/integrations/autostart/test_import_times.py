@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_package_has_its_own_time_and_the_rows_sum_to_the_whole(folder: Path) -> None:
     done = watched(["script.py"], folder, Settings(output="run.json", quiet="1", launched="1", stacks="1"))
     assert done.code == 0, done.err

@@ -187,6 +187,7 @@ def truth() -> list[tuple[Image.Image, Image.Image]]:
     return [(scene, translate_image(tuned, scene, seed=3)) for scene in scenes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (4, 8, 16))])
 def test_a_budget_is_no_worse_than_the_fixed_rank_of_its_bytes(
     rank: int, large: Path, truth: list[tuple[Image.Image, Image.Image]], tmp_path: Path

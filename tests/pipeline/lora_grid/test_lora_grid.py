@@ -109,6 +109,7 @@ def test_a_lora_that_does_nothing_is_named_with_the_reason(
     assert json.loads(json.dumps(made.as_dict())) == made.as_dict()
 
 
+@pytest.mark.slow
 def test_cells_are_painted_once_and_again_only_for_what_changed(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path, painted: list[str]
 ) -> None:

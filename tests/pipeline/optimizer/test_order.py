@@ -25,6 +25,7 @@ def by_backend() -> Iterator[None]:
         backend.fp32_precision = precision
 
 
+@pytest.mark.slow
 def test_what_another_applied_over_it_is_named_and_nothing_is_undone() -> None:
     pipeline = make_pipeline("flux")
     lower, upper = optimizer(vae_tiling=True, layerwise_casting=True), optimizer(dtype="bfloat16")
@@ -48,6 +49,7 @@ def test_taken_off_from_above_all_is_as_it_was() -> None:
     assert differences(before, deep_snapshot(pipeline)) == []
 
 
+@pytest.mark.slow
 def test_choices_on_other_models_do_not_stand_in_the_way() -> None:
     pipeline = make_pipeline("flux")
     before = deep_snapshot(pipeline)

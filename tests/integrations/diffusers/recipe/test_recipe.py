@@ -51,6 +51,7 @@ def test_a_lora_is_known_by_its_files_hash_also_in_a_later_watch(tmp_path: Path)
     assert len(lora["content"]) == 16
 
 
+@pytest.mark.slow
 def test_another_file_of_the_same_name_is_named(tmp_path: Path) -> None:
     before, now = (watched(loaded(lora_file(tmp_path / str(seed), seed))) for seed in (1, 2))
     changed = what_changed([now], [before])
@@ -59,6 +60,7 @@ def test_another_file_of_the_same_name_is_named(tmp_path: Path) -> None:
     assert changed.output == "denoising: latent"
 
 
+@pytest.mark.slow
 def test_loras_of_no_known_file_are_told_apart_by_content(tmp_path: Path) -> None:
     runs = []
     for seed in (1, 2):
@@ -69,6 +71,7 @@ def test_loras_of_no_known_file_are_told_apart_by_content(tmp_path: Path) -> Non
     assert "LoRA unet.style content " in what_changed([runs[1]], [runs[0]]).headline
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_file_under_another_name_is_no_other_content(tmp_path: Path) -> None:
     first = lora_file(tmp_path, seed=1)
     second = Path(shutil.copy(first, tmp_path / "renamed.safetensors"))
@@ -76,6 +79,7 @@ def test_a_copy_of_the_file_under_another_name_is_no_other_content(tmp_path: Pat
     assert set(recipe) - {"processor used by others"} == {"LoRA unet.style file"}
 
 
+@pytest.mark.slow
 def test_another_file_under_the_same_adapters_name_takes_its_place(tmp_path: Path) -> None:
     first, second = (lora_file(tmp_path / str(seed), seed) for seed in (1, 2))
     pipeline = loaded(first)
@@ -85,6 +89,7 @@ def test_another_file_under_the_same_adapters_name_takes_its_place(tmp_path: Pat
     assert lora["sha256"] == hashlib.sha256(second.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_what_is_loaded_from_memory_has_no_file(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
