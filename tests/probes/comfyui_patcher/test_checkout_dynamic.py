@@ -14,11 +14,12 @@ from sigmascope.probes.comfyui_patcher import original_weight, read_patches
 pytestmark = pytest.mark.comfyui
 
 META = torch.device("meta")
+OUT, IN = 96, 64  # more than the 16 KiB below which ComfyUI 0.33 merges at once
 Change = dict[str, Any]
 
 
 class Stage:
-    """Takes the place of the memory that weights are staged in, which needs a GPU."""
+    """Takes the place of the memory that weights are staged in, on the device or pinned, which needs a GPU."""
 
     def __init__(self, *_sizes: object) -> None:
         pass
@@ -35,15 +36,17 @@ class Stage:
 
 @pytest.fixture
 def load_dynamically(comfy: Checkout, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Any]:
-    """Load a patcher of a casting layer `matrix` and a plain layer `plain`, both 8×6, with changes."""
+    """Load a patcher of a casting layer `matrix` and a plain layer `plain`, with changes."""
     patchers = comfy.model_patcher
     if not hasattr(patchers, "ModelPatcherDynamic"):
         pytest.skip("this version does not load dynamically")
     monkeypatch.setattr(patchers.comfy_aimdo.model_vbar, "ModelVBAR", Stage)
+    if hasattr(patchers.comfy_aimdo, "host_buffer"):  # since ComfyUI 0.33
+        monkeypatch.setattr(patchers.comfy_aimdo.host_buffer, "HostBuffer", Stage)
 
     def load(changes: Change) -> Any:
         model = nn.Module()
-        model.matrix, model.plain = comfy.ops.manual_cast.Linear(6, 8), nn.Linear(6, 8)
+        model.matrix, model.plain = comfy.ops.manual_cast.Linear(IN, OUT), nn.Linear(IN, OUT)
         for parameter in model.parameters():
             parameter.data = random(*parameter.shape)
             parameter.requires_grad_(False)
@@ -56,7 +59,7 @@ def load_dynamically(comfy: Checkout, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def lora(layer: str) -> dict[str, torch.Tensor]:
-    return {f"{layer}.lora_up.weight": random(8, 2), f"{layer}.lora_down.weight": random(2, 6)}
+    return {f"{layer}.lora_up.weight": random(OUT, 2), f"{layer}.lora_down.weight": random(2, IN)}
 
 
 def loaded(comfy: Checkout, layer: str) -> Change:
@@ -90,4 +93,4 @@ def test_the_original_of_a_moved_weight_is_where_it_was(
 ) -> None:
     original = original_weight(load_dynamically(loaded(comfy, "plain")), "plain.weight")
     assert original is not None
-    assert torch.equal(original, random(8, 6))
+    assert torch.equal(original, random(OUT, IN))
