@@ -20,6 +20,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from sigmascope.probes.matmul_precision import full_float32
+
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -89,17 +91,15 @@ class _Gate:
 def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that compute on one core each, in full float32; the caller's settings are restored afterwards."""
     before = torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # the host may have chosen speed over precision
     pool = ThreadPoolExecutor(
         workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
     )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(before)  # later threads inherit the process's last setting
+    with full_float32():
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(before)  # later threads inherit the process's last setting
 
 
 def run_layers_in_order(

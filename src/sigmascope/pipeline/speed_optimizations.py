@@ -9,7 +9,6 @@ read them. Results of earlier steps are used again by diffusers' hooks: FirstBlo
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from sigmascope.pipeline.optimization_plan import (
     model_of,
     outcome,
 )
+from sigmascope.probes.matmul_precision import MatmulPrecision, matmul_precision
 from sigmascope.probes.models import channels_last, is_compiled, layerwise_casting
 from sigmascope.probes.reading import attempt
 
@@ -244,10 +244,6 @@ COMPILE_KIND: Final = Kind(COMPILE, consider_each(COMPILE, "denoiser", consider_
 FAST_MATMUL: Final = "fast_matmul"
 _TF32: Final = (8, 0)
 """The compute capability from which NVIDIA's devices have TensorFloat-32."""
-_MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
-    torch.backends.cuda.matmul,
-    getattr(torch.backends.mkldnn, "matmul", None),
-)
 
 
 def consider_fast_matmul(context: PlanningContext) -> Choice | str:
@@ -291,21 +287,13 @@ def apply_fast_matmul(pipeline: Any, choice: Choice) -> Undo:
     return undo
 
 
-def _read_flags() -> Mapping[str, Any]:
-    """The flags. The precision has an old name for all and newer ones by backend, which may say what the old cannot."""
-    return {
-        "precision": attempt(torch.get_float32_matmul_precision).value or "highest",
-        "by_backend": [getattr(backend, "fp32_precision", None) for backend in _MATMUL_BACKENDS],
-        "benchmark": torch.backends.cudnn.benchmark,
-    }
+def _read_flags() -> tuple[MatmulPrecision, bool]:
+    return matmul_precision(), torch.backends.cudnn.benchmark
 
 
-def _write_flags(before: Mapping[str, Any]) -> None:
-    torch.set_float32_matmul_precision(before["precision"])
-    for backend, precision in zip(_MATMUL_BACKENDS, before["by_backend"], strict=True):
-        if precision is not None:
-            backend.fp32_precision = precision
-    torch.backends.cudnn.benchmark = before["benchmark"]
+def _write_flags(before: tuple[MatmulPrecision, bool]) -> None:
+    precision, torch.backends.cudnn.benchmark = before
+    precision.restore()
 
 
 _PROCESS_FLAGS: Final = ProcessSetting(_read_flags, _write_flags)

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from sigmascope.files import without_home
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.host import heap_in_use, host_facts, process_rss, system_memory
+from sigmascope.probes.matmul_precision import matmul_precision
 from sigmascope.probes.nvml import read_nvml
 from sigmascope.probes.reading import attempt
 from sigmascope.records.memory import AcceleratorMemory
@@ -150,7 +151,7 @@ def _torch_facts() -> dict[str, str | int | bool | None]:
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": attempt(torch.get_float32_matmul_precision).value,
+        "float32_matmul_precision": str(matmul_precision()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allocator": attempt(torch.cuda.get_allocator_backend).value if torch.version.cuda else None,
     }

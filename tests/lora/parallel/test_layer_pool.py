@@ -1,5 +1,6 @@
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +109,21 @@ def test_a_host_that_traded_digits_for_speed_gets_its_setting_back() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch before 2.9")
+@pytest.mark.parametrize("name", ["cuda", "mkldnn"])
+def test_a_host_that_set_one_backend_gets_the_bits_of_others_and_its_setting_back(name: str) -> None:
+    backend: Any = getattr(torch.backends, name).matmul
+    factors = torch.randn(96, 64), torch.randn(64, 96)
+    expected = factors[0] @ factors[1]
+    before = backend.fp32_precision
+    backend.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="without a specific backend"):
+            torch.get_float32_matmul_precision()
+        ((_, product),) = run_layers({"a": 1}, lambda _: factors[0] @ factors[1])
+        assert torch.equal(product, expected)
+        assert backend.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = before

@@ -1,0 +1,64 @@
+"""How exactly PyTorch multiplies float32 matrices: a setting of the process, with an old name and newer ones by backend.
+
+`torch.set_float32_matmul_precision` sets all backends. Since PyTorch 2.9, `fp32_precision` sets each one of them, and the
+old name cannot be read once they differ: PyTorch raises then.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from sigmascope.probes.reading import attempt
+
+_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.mkldnn, "matmul", None),
+)
+_DEFAULT: Final = "highest"
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulPrecision:
+    """The setting at one moment.
+
+    Attributes:
+        by_name: "highest", "high" or "medium"; None: the backends differ, and have no name in common.
+        by_backend: Of CUDA and of oneDNN ("none", "ieee", "tf32", "bf16"); None where this PyTorch has no such setting.
+    """
+
+    by_name: str | None
+    by_backend: tuple[str | None, ...]
+
+    def restore(self) -> None:
+        """Set all backends as they were."""
+        torch.set_float32_matmul_precision(self.by_name or _DEFAULT)
+        for backend, precision in zip(_BACKENDS, self.by_backend, strict=True):
+            if precision is not None:
+                backend.fp32_precision = precision
+
+    def __str__(self) -> str:
+        """As `sigmascope doctor` says it."""
+        cuda, mkldnn = self.by_backend
+        return self.by_name or f"{cuda} on CUDA, {mkldnn} on the CPU"
+
+
+def matmul_precision() -> MatmulPrecision:
+    """The setting now; it never raises."""
+    return MatmulPrecision(
+        attempt(torch.get_float32_matmul_precision).value,
+        tuple(getattr(backend, "fp32_precision", None) for backend in _BACKENDS),
+    )
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply in full float32 on all backends, whatever the host has chosen, and give it its choice back."""
+    before = matmul_precision()
+    torch.set_float32_matmul_precision(_DEFAULT)
+    try:
+        yield
+    finally:
+        before.restore()
