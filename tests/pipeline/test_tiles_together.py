@@ -208,7 +208,7 @@ def test_a_vae_that_writes_into_itself_is_not_used_for_two_tiles_in_turn() -> No
     tiled, facts = cut(vae)
     assert (facts.norm_statistics, facts.norm_reason) == (
         "estimated",
-        "it keeps what it saw from one layer to the next",
+        "it keeps state from one layer to the next",
     )
     assert tiled.shape == (1, 4, 24, 32)
 
@@ -218,7 +218,7 @@ def test_norms_of_another_kind_see_their_tile_and_the_record_says_so() -> None:
     vae.norm = nn.Identity()  # type: ignore[assignment]
     facts = cut(vae)[1]
     assert facts.norm_statistics == "per_tile"
-    assert facts.norm_reason == "it has no GroupNorm, and other norms see their tile alone"
+    assert facts.norm_reason == "it has no GroupNorm, and other norms see only their own tile"
     assert facts.overlap_difference is not None
     assert facts.overlap_difference > 0.05
 
@@ -452,7 +452,7 @@ def test_attention_by_tile_shows_in_the_difference(monkeypatch: pytest.MonkeyPat
         modules=(vae,),
         compared=lambda part: part,
     )
-    assert facts.norm_reason == "attention sees its tile alone, as the whole has too many places"
+    assert facts.norm_reason == "attention sees only its tile: the whole picture has too many positions"
     assert facts.overlap_difference is not None
     assert facts.overlap_difference > 0.02
 
@@ -465,7 +465,7 @@ def test_attention_by_other_means_than_pytorchs_function_is_told() -> None:
     run = functools.partial(parameters, vae)
     _, facts = in_tiles(run, like_a_photograph(128, 160), plan(128, 160, 64, None, 4), modules=(vae,))
     assert facts.norm_statistics == "whole"
-    assert facts.norm_reason == "attention sees its tile alone, as it is not by scaled_dot_product_attention"
+    assert facts.norm_reason == "attention sees only its tile: it does not use scaled_dot_product_attention"
 
 
 def test_attention_under_a_mask_that_is_not_of_whole_frames_is_told() -> None:
@@ -478,4 +478,4 @@ def test_attention_under_a_mask_that_is_not_of_whole_frames_is_told() -> None:
 
     facts = cut(Small(looks_back))[1]
     assert facts.norm_statistics == "whole"
-    assert facts.norm_reason == "attention sees its tile alone, under a mask"
+    assert facts.norm_reason == "attention sees only its tile: its mask differs between positions"

@@ -70,7 +70,7 @@ def test_a_run_is_itself_and_several_are_several() -> None:
 
 @pytest.mark.parametrize("given", ["run.json", 3, None, Path("run.json"), TinyPipeline()])
 def test_what_has_none_is_refused_with_the_next_step(given: Any) -> None:
-    with pytest.raises(ConfigError, match="is no run") as caught:
+    with pytest.raises(ConfigError, match="is not a run") as caught:
         runs_of(given)
     assert "load_run" in str(caught.value)
 

@@ -210,7 +210,7 @@ def test_tiles_that_the_vae_cut_have_no_figure_and_the_finding_says_so() -> None
     tiled = StrategyAttempt("tiled", "succeeded", 2.0, tile=tile)
     found = record_findings(tiled, strategy="tiled")["vae_tiles_differ"]
     assert (found.severity, found.evidence["overlap_difference"]) == ("info", None)
-    assert "what they cost was not seen" in found.message
+    assert "their error was not measured" in found.message
 
 
 def test_a_decoding_has_its_own_words() -> None:

@@ -28,13 +28,13 @@ def validation(cond: Any, negative: Any = None, clip: Any = None, **limits: Any)
     [
         (torch.ones(1, 77, 16), {}, "tensor_dimensions", "the conditionings are of different widths: 8, 16"),
         (torch.ones(1, 77, 8).half(), {"expected_dtype": "float32"}, "tensor_dimensions", "dtype float16"),
-        (torch.ones(1, 154, 8), {"expected_tokens": 77}, "tensor_dimensions", "154 tokens, expected are 77"),
+        (torch.ones(1, 154, 8), {"expected_tokens": 77}, "tensor_dimensions", "154 tokens, expected 77"),
         (torch.ones(1, 77, 8, device="meta"), {}, "device_placement", "on different devices: cpu, meta"),
         (
             torch.ones(1, 77, 8, device="meta"),
             {"expected_device": "cpu"},
             "device_placement",
-            "on meta, expected is cpu",
+            "on meta, expected cpu",
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_later_region_is_held_to_the_limits(
 
 def test_the_largest_value_of_all_regions_counts() -> None:
     found = validation([[FIRST, {}], [FIRST * 50, {}]], max_absolute_value=10.0)["output"]
-    assert found["messages"] == ["positive: the largest element is 50, allowed is 10"]
+    assert found["messages"] == ["positive: the largest element is 50, above the limit of 10"]
 
 
 def test_a_mask_on_another_device_is_no_problem() -> None:

@@ -97,7 +97,7 @@ def kept_after_a_stage(case: Case) -> Iterator[Seen]:
                         "peak_growth_mb": mib(peak - baseline),
                     },
                     advice="Look for outputs, hidden states or graphs that are kept. Use torch.no_grad() and del, and "
-                    "collect no latents in lists.",
+                    "do not collect latents in lists.",
                     stage=stage.name,
                 )
 

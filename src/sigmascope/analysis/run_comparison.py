@@ -185,7 +185,7 @@ def _compare_figures(new: Figure, baseline: Figure, seed: int) -> FigureComparis
     ]
     if not left_out:
         return comparison
-    reason = f"{' and '.join(left_out)} left out: the accelerator's clock did not time it there"
+    reason = f"{' and '.join(left_out)} left out, because the accelerator did not time them"
     return replace(comparison, unavailable={**comparison.unavailable, "runs": reason})
 
 
@@ -432,7 +432,7 @@ def require_pairs(
     """
     pairs, missing = pairs_by_work(new, baseline)
     if not pairs:
-        reasons = "; ".join(f"{work or 'runs of no benchmark'}: {why}" for work, why in missing.items())
+        reasons = "; ".join(f"{work or 'runs outside a benchmark'}: {why}" for work, why in missing.items())
         raise RecordError(
             named,
             f"has nothing in common with the baseline ({reasons}).",

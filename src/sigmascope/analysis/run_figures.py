@@ -320,7 +320,7 @@ def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
         yield f"{names} of {count} repeats {'are' if len(slowest) > 1 else 'is'} the slowest of them."
     if latency.spread is not None and latency.spread > _NOISY:
         yield (
-            f"The repeats vary by {_percent(latency.spread)}: a change below that takes many of them to show, or a "
+            f"The repeats vary by {_percent(latency.spread)}: to see a smaller change, take many more of them or a "
             "quieter machine."
         )
     drift = _drift(seconds)
@@ -361,8 +361,8 @@ def _note_on_steps(runs: Sequence[Run]) -> Iterator[str]:
     missing = sum(column.count(None) for column in columns)
     if missing:
         yield (
-            f"{missing} of {sum(map(len, columns))} steps are not among those of the table: the accelerator was not "
-            "seen to finish them."
+            f"{missing} of {sum(map(len, columns))} steps are missing from the table: the accelerator was not seen to "
+            "finish them."
         )
 
 

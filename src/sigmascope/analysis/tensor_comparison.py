@@ -562,7 +562,7 @@ def _non_finite(errors: TensorErrors, tolerance: Tolerance) -> str:
         if count
     )
     places = errors.non_finite_mismatch
-    words = f"{places:,} {'place is' if places == 1 else 'places are'} NaN or Inf in one alone ({counts})."
+    words = f"{places:,} {'place is' if places == 1 else 'places are'} NaN or Inf in only one of the two ({counts})."
     if tolerance.narrower == "float16" and (errors.inf_a > 0) != (errors.inf_b > 0):
         words += f" float16 ends at {_FLOAT16_LARGEST}: larger values become Inf."
     return words
@@ -573,7 +573,7 @@ def _why_rounding(errors: TensorErrors, tolerance: Tolerance) -> str | None:
     if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
         return None
     if not errors.beyond_storage:
-        return f"Every value is the same but for being rounded to {tolerance.narrower}."
+        return f"Every value is equal once rounded to {tolerance.narrower}."
     if _is_like_rounding(errors, tolerance.computed, tolerance.scale):
         return (
             f"Relative error {_percent(errors.relative_l2)}: computing in {tolerance.narrower} leaves up to "
@@ -633,10 +633,10 @@ def _difference_words(errors: TensorErrors, tolerance: Tolerance) -> str:
     if token is not None and errors.tokens is not None:
         return f"{error}, {_token_words(errors.tokens, token)}."
     if _only_scaled(errors, tolerance):
-        return f"{error}: B is A times {errors.scale:.5g}, and rounding changes no scale."
+        return f"{error}: B is A times {errors.scale:.5g}, and rounding does not change the scale."
     first = _equal_tokens(errors)
     if first:
-        return f"{error}: the first {first} tokens are equal, from token {first} on they differ."
+        return f"{error}: the first {first} tokens are equal; from token {first} on, they differ."
     if errors.relative_l2 > tolerance.computed:
         return f"{error}: computing in {tolerance.narrower} explains up to {_percent(tolerance.computed)}."
     return f"{error}, with the scale changed by {errors.scale or 0.0:.5g}, which rounding does not do."
@@ -712,11 +712,11 @@ def as_tensor(value: TensorLike, side: str) -> Tensor:
         try:
             return torch.from_numpy(value if value.flags.writeable else value.copy())
         except (TypeError, ValueError) as error:
-            message = f"{side} is an array of {value.dtype} that PyTorch cannot take over ({error})."
+            message = f"{side} is an array of {value.dtype} that PyTorch cannot convert ({error})."
             raise ConfigError(message, hint="Give it as a tensor.") from error
     if not isinstance(value, Tensor):
         raise ConfigError(
-            f"{side} is a {type(value).__name__} and no tensor.",
+            f"{side} is a {type(value).__name__}, not a tensor.",
             hint="Give tensors, arrays, or what sigmascope.load_tensors gives.",
         )
     if value.is_meta or value.layout != torch.strided or value.is_quantized or value.is_nested:

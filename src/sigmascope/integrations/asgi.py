@@ -97,7 +97,7 @@ class PerformanceMonitoringMiddleware:
         self._metrics = RequestMetrics() if metrics_path is not None else None
         if inspect.iscoroutinefunction(on_request):
             raise ConfigError(
-                "on_request is a coroutine function, and nobody waits for it.",
+                "on_request is a coroutine function, which nothing would await.",
                 hint="Give a plain function; it may start a task.",
             )
         self._on_request = on_request

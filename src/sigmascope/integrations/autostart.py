@@ -100,7 +100,7 @@ class WatchedProcess:
         FINDER.time_no_more()
         if self._end_recording is None:
             if self.settings.launched and not self._has_begun:
-                say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")
+                say("there was nothing to watch: neither diffusers nor a stage of sigmascope was used.")
             return
         try:
             end_recording, self._end_recording = self._end_recording, None

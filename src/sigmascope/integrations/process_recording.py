@@ -124,7 +124,7 @@ class Recording:
             if self._trace_path is not None:
                 self._write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
-            self._say("nothing was there to watch: no pipeline was called and no stage was opened.")
+            self._say("there was nothing to watch: no pipeline was called and no stage was opened.")
 
     def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
         try:

@@ -296,7 +296,7 @@ class MethodHook:
             return staticmethod(_with_listeners(attribute.__func__, self, is_static=True))
         if inspect.isfunction(attribute):
             return _with_listeners(attribute, self)
-        raise TypeError(f"{self._name} is a {type(attribute).__name__} and no function")
+        raise TypeError(f"{self._name} is a {type(attribute).__name__}, not a function")
 
 
 def _inherited(kind: Any, name: str) -> object:

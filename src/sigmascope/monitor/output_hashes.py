@@ -37,7 +37,7 @@ CHANGED: Final = "the host wrote to it before the call was over"
 COUNTS_NOTHING: Final = "an inference tensor does not tell whether it was written to before the call was over"
 FAILED: Final = "the call did not return"
 OUTSIDE: Final = (
-    "it is on an accelerator and was made outside of a pipeline's call, where nobody says when to wait"
+    "it is on an accelerator and was made outside a pipeline's call, where there is no moment to wait for it"
 )
 CAPTURED: Final = "a graph was being captured"
 ON_ITS_WAY: Final = "its bytes were still on their way from the accelerator"
@@ -101,7 +101,7 @@ class HeldOutputs:
             return OUTSIDE
         most = HELD_BYTES if tensor.device.type == "cpu" else HELD_ON_DEVICE
         if tensor.nbytes > most or self._bytes + tensor.nbytes > HELD_BYTES:
-            return f"{format_size(tensor.nbytes)} are too many to be held until the call is over"
+            return f"{format_size(tensor.nbytes)} are too much to hold until the call is over"
         return COUNTS_NOTHING if tensor.is_inference() else None
 
     def hand_on(self, outer: "HeldOutputs") -> None:

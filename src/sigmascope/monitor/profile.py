@@ -33,7 +33,7 @@ from sigmascope.records.performance import PROFILES, BlockProfile, OperatorProfi
 # Why steps or blocks were not seen.
 OTHER_PROFILER: Final = "another profiler was running"
 CAPTURED: Final = (
-    "a graph was being captured, which the profiler's waiting for the device would end with an error"
+    "a graph was being captured; the profiler waits for the device, which would break the capture"
 )
 COMPILED: Final = "the denoiser is compiled as a whole: its parts run as one"
 
@@ -209,8 +209,8 @@ def profile_steps(
     denoiser = denoiser_of(module)
     if module is None and denoiser_of(watching) is not None:
         raise ConfigError(
-            "The model comes second, after what records.",
-            hint="Write profile_steps(None, pipe), or profile_steps(recorder, pipe) with a recorder of yours.",
+            "The model is the second argument; the recorder is the first.",
+            hint="Write profile_steps(None, pipe), or profile_steps(recorder, pipe) with your recorder.",
         )
     if denoiser is None:
         raise ConfigError(

@@ -158,8 +158,8 @@ class AppliedChoice:
         others = sorted(since.difference(GROUP_HOOKS if moves_layers else ()))
         if others:
             raise OptimizationError(
-                f"{self.choice.name} cannot be undone: hooks were put on since ({', '.join(others)}).",
-                hint="Take these off first, for example by disable_cache() or remove_hook.",
+                f"{self.choice.name} cannot be undone: hooks were added since ({', '.join(others)}).",
+                hint="Remove them first, for example with disable_cache() or remove_hook.",
             )
 
 
@@ -173,7 +173,7 @@ def kind_of(choice: Choice) -> Kind:
     if kind is None:
         raise OptimizationError(
             f"There is no kind of choice called {choice.kind!r}.",
-            hint=f"Known are {', '.join(_KIND_BY_NAME)}.",
+            hint=f"Choose one of {', '.join(_KIND_BY_NAME)}.",
         )
     return kind
 
@@ -183,9 +183,9 @@ def _require_ram(choice: Choice) -> None:
     needed = int(choice.ram_mb * MIB)
     if available is not None and needed > available:
         raise OptimizationError(
-            f"{choice.name} loses values, and keeping the originals for undo takes {units.mib(needed)} MB of RAM, "
-            f"of which {units.mib(available)} MB are free.",
-            hint="Pass OptimizationConfig(keep_originals=False): then it cannot be undone.",
+            f"{choice.name} loses values. Keeping the originals for undo takes {units.mib(needed)} MB of RAM, and only "
+            f"{units.mib(available)} MB are free.",
+            hint="Free RAM, or pass OptimizationConfig(keep_originals=False): then it cannot be undone.",
         )
 
 

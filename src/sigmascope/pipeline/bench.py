@@ -196,7 +196,7 @@ def run_benchmark(
         raise ConfigError("There is no case to measure.", hint="Give at least one.")
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"The case {label} is there twice.", hint="Name each once.")
+            raise ConfigError(f"The case {label} is given twice.", hint="Give each case once.")
     for case in cases:
         subject.check(case)
     files = None if output is None else RunFiles(output)
@@ -398,15 +398,15 @@ def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> N
         flag, value = said.get(name, ("", None))
         if value is not None:
             raise ConfigError(
-                f"--call {name}: the case {case.label} has {value} of it already.",
-                hint=f"Give {flag} alone.",
+                f"--call {name}: the case {case.label} already sets it to {value}.",
+                hint=f"Give only {flag}.",
             )
     flags = {name: "--image" if name == "image" else f"--call {name}" for name in given}
     flags |= {name: flag for name, (flag, value) in sizes.items() if value is not None}
     for name, flag in flags.items():
         if name not in takes:
             raise ConfigError(
-                f"{flag}: {type(pipeline).__name__} takes no {name}.",
+                f"{flag}: {type(pipeline).__name__} does not take {name}.",
                 hint=f"It takes {', '.join(sorted(takes))}.",
             )
     if case.batch > 1 and not takes.intersection((*_PER_PROMPT, "prompt")):
@@ -608,7 +608,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
         The pipeline, without its progress bar.
 
     Raises:
-        CheckpointError: It is not there, is no pipeline, or cannot be loaded; says why.
+        CheckpointError: It is missing, is not a pipeline, or cannot be loaded; the message says why.
     """
     from diffusers import DiffusionPipeline
     from diffusers.pipelines import pipeline_utils
@@ -643,7 +643,7 @@ def _check_source(source: str) -> None:
     if path.is_dir():
         reason = None if (path / "model_index.json").is_file() else "holds no model_index.json."
     elif path.exists():
-        reason = "is no folder of a pipeline."
+        reason = "is not a pipeline folder."
     else:
         hint = "Name a folder, owner/name, or pocket."
         reason = None if _HUB_NAME.fullmatch(source) else "is neither a folder nor a name on the hub."

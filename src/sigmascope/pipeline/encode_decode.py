@@ -246,8 +246,8 @@ def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
     facts = vae.facts
     if latents.ndim not in (4, 5) or latents.numel() == 0:
         raise ConfigError(
-            f"latents: a tensor of shape {tuple(latents.shape)} is neither (batch, channels, height, width) nor a "
-            "video of such.",
+            f"latents: a tensor of shape {tuple(latents.shape)} is neither (batch, channels, height, width) nor "
+            "(batch, channels, frames, height, width).",
             hint="Unpack packed latents first, as the pipeline does before it decodes.",
         )
     if latents.ndim == 5 and latents.shape[1] != facts.latent_channels == latents.shape[2]:
@@ -626,7 +626,7 @@ def _why_not_finite(tried: _Planned, work: Work, strategies: Iterable[str]) -> _
     broken = attempt(lambda: not_finite(work.source)).value
     if broken:
         return _Diagnosis(
-            f"the {what} that went in hold {broken}", f"Repair the {what}: no strategy can make up for them."
+            f"the {what} given to it hold {broken}", f"Repair the {what}: no strategy can work around that."
         )
     weights = attempt(lambda: _broken_weights(work)).value
     if weights:
@@ -636,8 +636,8 @@ def _why_not_finite(tried: _Planned, work: Work, strategies: Iterable[str]) -> _
     dtype = work.vae.dtype
     if tried.in_float32 or dtype not in HALVES:
         return _Diagnosis(
-            f"the VAE makes them of finite {what} with finite weights"
-            + (", in float32 too" if tried.in_float32 else ""),
+            f"the {what} and the VAE's weights are finite, so the VAE makes them"
+            + (", even in float32" if tried.in_float32 else ""),
             f"Check that the {what} are in the range that this VAE was trained on.",
         )
     name = str(dtype).removeprefix("torch.")

@@ -30,7 +30,7 @@ _SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
 """Where each range of values begins, and how wide it is."""
 _MOST_ELEMENTS = 1 << 24
 """Of larger tensors `sample_facts` computes the range and no other statistics."""
-_TOO_MANY = "not computed: they are too many for it to go unnoticed"
+_TOO_MANY = "not computed: for so many pictures it would take noticeable time"
 _ALPHA_DROPPED = Finding(
     "alpha_dropped",
     "info",
@@ -118,15 +118,15 @@ def _axes(tensor: Tensor, facts: VaeFacts, *, host_has_masks: bool) -> Layout:
         axes = _CHANNELS_FIRST.get(tensor.ndim)
     if axes == "CHW" and host_has_masks:
         raise ConfigError(
-            f"frames: {tuple(tensor.shape)} is a mask (batch, height, width), which is no picture.",
+            f"frames: {tuple(tensor.shape)} is a mask (batch, height, width), not a picture.",
             hint="Give the image, or layout='CHW' if it is one with its channels first.",
         )
     if axes is None:
         raise ConfigError(
             f"frames: no axis of {tuple(tensor.shape)} holds the {facts.image_channels or 3} channels that the "
             "VAE takes.",
-            hint="Give pictures as BCHW or BHWC, videos as BCFHW or BFHWC, and say which with layout=. A mask is no "
-            "picture.",
+            hint="Give pictures as BCHW or BHWC, videos as BCFHW or BFHWC, and say which with layout=. A mask is not "
+            "a picture.",
         )
     return axes
 
@@ -186,19 +186,19 @@ def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
     tensor, form = _one_picture(frames, channels)
     if tensor.numel() == 0:
         raise ConfigError(
-            f"frames: a {form} of shape {tuple(tensor.shape)} holds no picture.", hint="Give one at least."
+            f"frames: a {form} of shape {tuple(tensor.shape)} holds no picture.", hint="Give at least one."
         )
     return tensor, form
 
 
 def _stacked(frames: Sequence[object], channels: int) -> tuple[Tensor, str]:
     if not frames:
-        raise ConfigError("frames: the list is empty.", hint="Give one picture at least.")
+        raise ConfigError("frames: the list is empty.", hint="Give at least one picture.")
     parts = [_one_picture(frame, channels) for frame in frames]
     form = f"list of {parts[0][1]}s"
     _check_alike([part for part, _ in parts])
     if parts[0][0].numel() == 0:
-        raise ConfigError(f"frames: a {form} of no pixels.", hint="Give one picture at least.")
+        raise ConfigError(f"frames: a {form} without pixels.", hint="Give at least one picture.")
     return torch.stack([part for part, _ in parts]), form
 
 
@@ -242,7 +242,7 @@ def _check_alike(parts: list[Tensor]) -> None:
         if part.shape != first.shape:
             raise ConfigError(
                 f"frames: picture {index} is {_size(part)}, picture 0 is {_size(first)}.",
-                hint="Give pictures of one size, or encode those of each size by themselves.",
+                hint="Give pictures of one size, or encode each size separately.",
             )
         if (part.dtype, part.device) != (first.dtype, first.device):
             raise ConfigError(
@@ -285,7 +285,9 @@ def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") ->
     """Shape, axes and range of a tensor. An accelerator's tensor is not read: that would wait for it."""
     facts = _tensor_facts(tensor)
     if layout is None or len(layout) != tensor.ndim:
-        return SampleFacts(facts, form=form, unavailable={"layout": "nothing tells its axes apart"})
+        return SampleFacts(
+            facts, form=form, unavailable={"layout": "which axis is which cannot be told from its shape"}
+        )
     sizes = sizes_of(tensor.shape, layout)
     batch = 1 if sizes.batch is None else sizes.batch
     return SampleFacts(facts, layout, batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form)

@@ -198,9 +198,9 @@ def _lines(found: Measurement) -> Iterator[str]:
         sign = "+" if result.kept else "-"
         yield f"{sign} {result.choice.name}: {_figures(result.after)}, image {result.image}. {result.verdict}"
     factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
-    yield f"With what paid: {_figures(found.last)}{factor}, image {found.image}"
+    yield f"With the choices that paid: {_figures(found.last)}{factor}, image {found.image}"
     if found.repeatable is False:
-        yield "The pipeline as found did not give the same image twice: give the call a seed."
+        yield "The unchanged pipeline did not give the same image twice: pass a seed or a generator in the call."
 
 
 def _figures(set_up: SetUp) -> str:
@@ -218,7 +218,7 @@ class Demands:
         min_psnr: Against the pipeline as it was found, in dB; None: any finite image that is not blank will do.
 
     Raises:
-        ConfigError: A gain that is no share, or no number at all.
+        ConfigError: A gain that is not a share, or not a number at all.
     """
 
     least_gain: float = 0.02
@@ -497,7 +497,7 @@ def judge(
     if broken is not None:
         return (False, broken)
     if before.error is not None:
-        return (True, "With it the pipeline runs.")
+        return (True, "The pipeline runs only with it.")
     faster, saved = _faster(time, before, after, least_gain), _saved(before, after)
     if faster:
         return (True, _time_words(time))
@@ -508,7 +508,7 @@ def judge(
     ):
         return (True, f"{_memory_words(before, after)} {_time_words(time)}")
     if choice.necessary:
-        return (True, f"It is needed for the pipeline to fit. {_time_words(time)}")
+        return (True, f"The pipeline does not fit without it. {_time_words(time)}")
     return (False, f"It did not pay. {_time_words(time)} {_memory_words(before, after)}")
 
 
@@ -520,9 +520,9 @@ def _why_broken(image: ImageChange, min_psnr: float | None) -> str | None:
     if min_psnr is None or image.identical:
         return None
     if image.psnr_db is None:
-        return f"Whether the image is {min_psnr:g} dB from the first is not known: it is {image}."
+        return f"Whether the image still has {min_psnr:g} dB to the first is unknown: it is {image}."
     if image.psnr_db < min_psnr:
-        return f"The image is {image.psnr_db:.1f} dB from the first, and {min_psnr:g} are asked for."
+        return f"The image has a PSNR of {image.psnr_db:.1f} dB to the first, less than the {min_psnr:g} dB asked for."
     return None
 
 
@@ -537,7 +537,7 @@ def _faster(time: FigureComparison | None, before: SetUp, after: SetUp, least_ga
 def _saved(before: SetUp, after: SetUp) -> float | None:
     """Share of the peak that was saved; None where the two are not of the same thing.
 
-    A process's own peak is no measure: it covers more than the pipeline, and never falls.
+    A process's own peak does not count: it covers more than the pipeline, and never falls.
     """
     if not before.peak_bytes or after.peak_bytes is None or before.peak_of != after.peak_of:
         return None
@@ -548,7 +548,7 @@ def _time_words(time: FigureComparison | None) -> str:
     if time is None or time.ratio is None:
         return "Times could not be compared."
     between = "" if time.lower is None or time.upper is None else f" ({time.lower:.3f} to {time.upper:.3f})"
-    return f"{units.seconds(time.new)} instead of {units.seconds(time.baseline)}, {time.ratio:.3f} of it{between}."
+    return f"{units.seconds(time.new)} instead of {units.seconds(time.baseline)}, {time.ratio:.3f} times as long{between}."
 
 
 def _memory_words(before: SetUp, after: SetUp) -> str:

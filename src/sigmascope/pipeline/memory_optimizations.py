@@ -215,7 +215,9 @@ def consider_precision(context: PlanningContext) -> Considered:
         refusal = "switched off"
     elif asked == "auto":
         if not hardware.is_accelerator and not hardware.multiplies_bfloat16():
-            refusal = f"{context.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)"
+            refusal = (
+                f"{context.no_accelerator}; and this CPU has no instructions for bfloat16 (AMX, AVX512-BF16)"
+            )
         refusal = refusal or context.too_much("precision")
         dtype = "bfloat16" if hardware.multiplies_bfloat16() and hardware.kind != "mps" else "float16"
     if refusal is not None:
@@ -234,7 +236,7 @@ def consider_precision(context: PlanningContext) -> Considered:
         return
     reason = f"nothing in it is wider than {dtype}"
     if not hardware.multiplies_bfloat16() and torch.bfloat16 in context.dtypes.values():
-        reason += "; bfloat16 is slow on this device, and float16's range may be too small: compare images before loading in it"
+        reason += "; bfloat16 is slow on this device, and float16's range may be too small: compare images before you load in float16"
     yield NotTaken(PRECISION, PIPELINE, reason)
 
 
@@ -249,11 +251,11 @@ def _half_precision(context: PlanningContext, dtype: str, names: list[str]) -> C
     kept = sum(_nbytes_of(context.parts.models[name]) for name in names)
     after = context.total_bytes
     if context.hardware.multiplies_bfloat16():
-        speed = "products that the device multiplies faster than float32's"
+        speed = "faster matrix products than in float32"
     elif context.hardware.is_accelerator:
         speed = "half the traffic"
     else:
-        speed = "no faster products: this device is not made for it"
+        speed = "no faster products: this device has no instructions for it"
     return Choice(
         PRECISION,
         PIPELINE,
@@ -319,7 +321,7 @@ def consider_quantisation(context: PlanningContext, name: str, model: nn.Module)
         if refusal is not None:
             return refusal
         if room is None or before + context.work_bytes <= room:
-            return "it fits by itself, as far as is known"
+            return "it fits as it is, as far as is known"
     config = "Float8WeightOnlyConfig" if asked == "float8" else "Int8WeightOnlyConfig"
     gain = "memory; widening the weights costs time"
     if asked == "float8" and context.hardware.multiplies_float8():
@@ -378,7 +380,7 @@ def consider_layerwise_casting(context: PlanningContext, name: str, model: nn.Mo
     if asked is False:
         return "switched off"
     if not hasattr(model, "enable_layerwise_casting"):
-        return f"{type(model).__name__} does not offer it"
+        return f"{type(model).__name__} does not support it"
     if layerwise_casting(model):
         return "it is on already"
     if context.has(QUANTISATION):
@@ -412,9 +414,7 @@ def _casting_not_needed(context: PlanningContext, before: int, after: int) -> st
         return f"how much memory {context.hardware.device} has is not known"
     at_work = f"{units.mib(context.work_bytes)} MB at work"
     if before + context.work_bytes <= room:
-        return (
-            f"it fits by itself: {units.mib(before)} MB of weights and {at_work} are in {units.mib(room)} MB"
-        )
+        return f"it fits as it is: {units.mib(before)} MB of weights and {at_work}, in {units.mib(room)} MB"
     if after + context.work_bytes > room:
         return f"it would not fit even so: {units.mib(after)} MB of weights and {at_work}, in {units.mib(room)} MB"
     return None
@@ -488,7 +488,7 @@ def consider_placement(context: PlanningContext) -> Choice | str:
     if asked is None:
         return f"offloading is switched off. {all_of_it}"
     if nbytes + context.work_bytes <= context.room_bytes and has_models:
-        return _model_offload(context, f"All weights do not fit: {all_of_it}", necessary=True)
+        return _model_offload(context, f"The weights do not fit all at once: {all_of_it}", necessary=True)
     reason = f"{largest} alone does not fit: {_sum_in_words(context, nbytes)}"
     if has_groups:
         return _group_offload(context, reason, necessary=True)
@@ -500,7 +500,7 @@ def _why_no_groups(context: PlanningContext) -> str | None:
     diffusers = attempt(lambda: metadata.version("diffusers")).value
     if diffusers is None or context.hardware.is_accelerator or Version(diffusers) >= _GROUPS_ON_CPU:
         return None
-    return f"diffusers {diffusers} offloads groups only to an accelerator; from {_GROUPS_ON_CPU} on it does without"
+    return f"group offloading in diffusers {diffusers} needs an accelerator; from {_GROUPS_ON_CPU} on it does not"
 
 
 def _sum_in_words(context: PlanningContext, nbytes: int) -> str:
@@ -565,7 +565,7 @@ def _group_offload(context: PlanningContext, reason: str, *, necessary: bool) ->
         PIPELINE,
         f'pipe.enable_group_offload(onload_device=torch.device("{device}"){arguments})',
         reason,
-        "a few layers on the device at a time; copying hides behind computing as far as there is enough of it",
+        "only a few layers on the device at a time; copying overlaps with computing as far as possible",
         "memory",
         "none",
         {"device": device, "how": "group", **options},
@@ -636,7 +636,7 @@ def _settled(vae: nn.Module, switch: str, asked: object) -> str | None:
     if asked is False:
         return "switched off"
     if not hasattr(vae, switch) or not hasattr(vae, switch.replace("use", "enable", 1)):
-        return f"{type(vae).__name__} does not offer it"
+        return f"{type(vae).__name__} does not support it"
     return "it is on already" if getattr(vae, switch) is True else None
 
 
@@ -644,10 +644,10 @@ def _decoding_fits(context: PlanningContext, name: str, peak: int | None) -> tup
     """Whether it does as far as is known, and the numbers behind it."""
     if peak is None:
         reason = context.unavailable.get("vae_mb", "no reason is known")
-        return True, f"What decoding takes is not known: {reason}."
+        return True, f"How much memory decoding takes is unknown: {reason}."
     room = context.available_bytes
     if room is None:
-        return True, f"Decoding takes about {units.mib(peak)} MB, and how much there is could not be read."
+        return True, f"Decoding takes about {units.mib(peak)} MB; how much is free could not be read."
     resident = 0  # weights that are on the device while the VAE works
     if context.hardware.is_accelerator:
         offloaded = any(choice.options.get("how") in ("model", "group") for choice in context.chosen)

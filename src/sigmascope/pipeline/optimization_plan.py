@@ -533,7 +533,7 @@ class PlanningContext:
         """Why that much may not happen to the image; None: it may."""
         if IMAGE_EFFECTS.index(effect) <= IMAGE_EFFECTS.index(self.config.image):
             return None
-        return f'it changes the image by {effect}, and the configuration allows "{self.config.image}"'
+        return f'it changes the image by {effect}, but the configuration allows only "{self.config.image}"'
 
     @property
     def total_bytes(self) -> int:

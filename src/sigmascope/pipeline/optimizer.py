@@ -271,12 +271,12 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
     """Consider every kind of choice for a pipeline. Nothing is changed, and nothing runs.
 
     Raises:
-        ConfigError: It is no pipeline and no module; what places and casts its models by itself, as ComfyUI does,
+        ConfigError: It is neither a pipeline nor a module; what places and casts its models by itself, as ComfyUI does,
             is left alone.
     """
     if not isinstance(pipeline, nn.Module) and not components_of(pipeline):
         raise ConfigError(
-            f"{type(pipeline).__name__} is no diffusers pipeline: it has no components.",
+            f"{type(pipeline).__name__} is not a diffusers pipeline: it has no components.",
             hint="Give the pipeline, or its denoiser.",
         )
     context = context_of(parts_of(pipeline), hardware, config)
@@ -327,14 +327,14 @@ _BY_ARCHITECTURE: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "MMDiT": {
         "num_inference_steps": (
             28,
-            "What diffusers' SD3 and FLUX pipelines take by default, and SD3.5's card names.",
+            "The default of diffusers' SD3 and FLUX pipelines, and SD3.5's model card.",
         ),
-        "guidance_scale": (3.5, "What FLUX.1-dev and SD3.5 are recommended with."),
+        "guidance_scale": (3.5, "Recommended for FLUX.1-dev and SD3.5."),
         "height": (1024, "SD3, FLUX and Qwen-Image are trained at about a megapixel."),
         "width": (1024, "SD3, FLUX and Qwen-Image are trained at about a megapixel."),
     },
     "DiT": {
-        "num_inference_steps": (30, "Between PixArt's 20 and WAN's 50, from where on little changes."),
+        "num_inference_steps": (30, "Between PixArt's 20 and WAN's 50; further steps change little."),
         "guidance_scale": (5.0, "WAN's default; PixArt's is 4.5."),
     },
     "UNet": {
@@ -406,7 +406,7 @@ def _of_pipeline(parts: PipelineParts) -> GenerationSettings:
             settings.put(
                 argument,
                 side,
-                f"{side // spatial_factor(parts)} latent elements, which the model is made for.",
+                f"{side // spatial_factor(parts)} latent elements, the size that the model is made for.",
             )
     return settings
 
@@ -430,7 +430,9 @@ def _shorten(parts: PipelineParts, settings: GenerationSettings) -> None:
         _without_guidance(parts, settings)
     elif solver in _FAST_SOLVERS and steps > _FAST_SOLVER_STEPS:
         settings.put(
-            "num_inference_steps", _FAST_SOLVER_STEPS, f"{solver} is of a higher order: 20 to 25 steps do."
+            "num_inference_steps",
+            _FAST_SOLVER_STEPS,
+            f"{solver} is of a higher order: 20 to 25 steps are enough.",
         )
 
 
@@ -442,7 +444,9 @@ def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> Non
     for argument in _GUIDANCE:
         if argument in settings:
             off = 1.0 if argument == "true_cfg_scale" else 0.0
-            settings.put(argument, off, "It is distilled to do without; guidance would double the work.")
+            settings.put(
+                argument, off, "It is distilled to work without guidance, which would double the work."
+            )
 
 
 def shrink_to_fit(

@@ -171,7 +171,7 @@ def predict_peak(vae: object, wanted: Planned, experience: Experience | None = N
 def _predicted_from_layers(vae: object, wanted: Planned) -> Prediction:
     weights = wanted.moved_weights_bytes
     if len(wanted.shape) < _FEWEST_AXES:
-        reason = f"a shape of {len(wanted.shape)} axes has no batch, channels, height and width"
+        reason = f"a shape of {len(wanted.shape)} axes does not have batch, channels, height and width"
         return Prediction(None, None, None, weights, dict.fromkeys(("bytes", "tensor_bytes"), reason))
     try:
         own_tiles = wanted.tile is None
@@ -268,11 +268,14 @@ def fits(prediction: Prediction, memory: MemorySnapshot, device: str | None = No
     else:
         where, free, margin = str(device), _free_on(str(device), memory), MARGIN_ON_ACCELERATOR
     if free is None:
-        return True, f"How much of {where} is free could not be read."
+        return (
+            True,
+            f"How much {where if where == 'RAM' else f'memory of {where}'} is free could not be read.",
+        )
     needed = int(prediction.bytes * (1 + margin))
     room = needed <= free
-    said = f"{prediction.bytes / MIB:,.0f} MB are expected at the peak ({prediction.basis})"
-    return room, f"{said}, {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."
+    said = f"A peak of {prediction.bytes / MIB:,.0f} MB is expected ({prediction.basis})"
+    return room, f"{said}; {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."
 
 
 def _free_on(device: str, memory: MemorySnapshot) -> int | None:
@@ -319,7 +322,7 @@ def _module_of(vae: object) -> nn.Module:
     inner = inner_vae(vae)
     module = inner if isinstance(inner, nn.Module) else getattr(inner, "first_stage_model", None)
     if not isinstance(module, nn.Module):
-        raise NoTwinError(f"{type(vae).__name__} is no module whose layers could be counted")
+        raise NoTwinError(f"{type(vae).__name__} is not a module, so its layers cannot be counted")
     return module
 
 

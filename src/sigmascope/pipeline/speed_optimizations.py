@@ -37,7 +37,7 @@ from sigmascope.probes.reading import attempt
 
 ATTENTION: Final = "attention"
 _EAGER_PROCESSORS: Final = ("AttnProcessor", "SlicedAttnProcessor")
-"""They build the whole matrix of tokens by tokens."""
+"""They build the whole matrix of tokens × tokens."""
 _FUSED_PROCESSOR: Final = "AttnProcessor2_0"
 _CUDNN_IS_BEST: Final = (9, 0)
 """From Hopper on, cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
@@ -65,7 +65,7 @@ def _fused_attention_of(context: PlanningContext, name: str, count: int) -> Choi
         ATTENTION,
         name,
         f"pipe.{name}.set_attn_processor({_FUSED_PROCESSOR}())",
-        f"{count} attention modules build the whole matrix of tokens by tokens.",
+        f"{count} attention modules build the whole matrix of tokens × tokens.",
         "less memory, and faster from a few hundred tokens on",
         "speed",
         "rounding",
@@ -80,7 +80,7 @@ def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice
     processors = (getattr(part, "processor", None) for part in model.modules())
     has_switch = any(hasattr(processor, "_attention_backend") for processor in processors)
     if not has_switch or not hasattr(model, "set_attention_backend"):
-        return "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
+        return "its processors always call PyTorch's scaled_dot_product_attention: there is no other backend to choose"
     backend, reason = asked, "Asked for."
     if asked == "auto":
         backend = "_native_cudnn"
@@ -141,24 +141,24 @@ def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) ->
     if asked is False:
         return "switched off"
     if not _can_fuse(model):
-        return f"{type(model).__name__} does not offer it"
+        return f"{type(model).__name__} does not support it"
     if any(getattr(part, "fused_projections", False) is True for part in parts):
         return "they are fused already"
     if any(hasattr(part, "lora_A") for part in parts):
         return "a LoRA is loaded, which fused layers would leave out"
     if context.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
-        return "the weights are not of one kind that could be put together"
+        return "the weights are quantised or cast, and cannot be joined"
     if asked == "auto":
         return (
-            "it gains little, and LoRAs that are loaded later would change layers that no longer work; "
-            "ask for it by fuse_qkv=True"
+            "it gains little, and LoRAs loaded later would change layers that are no longer used; "
+            "fuse_qkv=True asks for it"
         )
     return Choice(
         FUSED_QKV,
         name,
         f"pipe.{name}.fuse_qkv_projections()",
-        "Asked for. Load no LoRA afterwards: it would change layers that no longer work.",
-        "one product where there are three, for a copy of these weights",
+        "Asked for. Do not load a LoRA afterwards: it would change layers that are no longer used.",
+        "one product instead of three, at the cost of a copy of these weights",
         "speed",
         "rounding",
     )
@@ -221,13 +221,13 @@ def _compiling_gains_nothing(
     context: PlanningContext, name: str, model: nn.Module, backend: str
 ) -> str | None:
     if context.config.generations < _FEWEST_GENERATIONS:
-        return f"compiling takes longer than {context.config.generations} generations gain"
+        return f"compiling takes longer than {context.config.generations} generations would save"
     part = context.parts.facts.components.get(name)
     is_moved = part is not None and part.offload in ("group", "sequential")
     if is_moved or any(choice.options.get("how") == "group" for choice in context.chosen):
-        return "layers move in and out, and waiting for them is what takes the time"
+        return "layers move in and out, and most of the time goes into waiting for them"
     if context.has("layerwise_casting") or layerwise_casting(model):
-        return "the hooks that widen each layer make torch.compile compile again and again, up to its limit"
+        return "the hooks that widen each layer make torch.compile recompile until it reaches its limit"
     if backend == "inductor" and torch.version.cuda is not None and find_spec("triton") is None:
         return "Inductor needs Triton, which is not installed"
     return None
@@ -270,7 +270,7 @@ def consider_fast_matmul(context: PlanningContext) -> Choice | str:
         "Some weights are in float32."
         if wide
         else "Its convolutions are of the same few sizes in every step.",
-        "faster products where inputs of ten bits are enough; it holds for the whole process",
+        "faster products with ten bits of mantissa; it applies to the whole process",
         "speed",
         "precision" if wide else "rounding",
         {"matmul": wide or not is_unet, "benchmark": is_unet},
@@ -317,17 +317,17 @@ def _channels_last_of(context: PlanningContext, name: str, model: nn.Module) -> 
     if asked is False:
         return "switched off"
     if channels_last(model):
-        return "they lie so already"
+        return "they are channels-last already"
     if any(parameter.dim() == 5 for parameter in model.parameters()):
-        return "it also has convolutions over time, which have no such format"
+        return "it also has convolutions over time, for which there is no such format"
     if asked == "auto":
         refusal = context.why_not("rounding")
         if refusal is not None:
             return refusal
         if context.hardware.kind != "cuda":
-            return "what it gains on this device is not known"
+            return "what it gains on this device is unknown"
         if context.dtypes.get(name) not in (torch.float16, torch.bfloat16):
-            return "it gains in half precision, and this is not"
+            return "it gains only in half precision, which this model is not in"
     return Choice(
         CHANNELS_LAST,
         name,
@@ -358,7 +358,7 @@ _BY_BRANCH: Final = ("first_block", "taylorseer")
 _REASONS: Final = {
     "first_block": "Steps whose first block changes little skip the other blocks (FirstBlockCache).",
     "pyramid": "Attention is computed in every other step (Pyramid Attention Broadcast, arXiv 2408.12588).",
-    "faster": "Attention of two steps stands in for a third's (FasterCache, arXiv 2410.19355, without its guidance).",
+    "faster": "Attention of some steps is estimated from two earlier ones (FasterCache, arXiv 2410.19355, without its guidance).",
     "taylorseer": "Attention is extrapolated between full steps (TaylorSeer, arXiv 2503.06923).",
 }
 _CALLS: Final = {
@@ -385,7 +385,7 @@ def consider_cache(context: PlanningContext, name: str, model: nn.Module) -> Cho
         name,
         f"pipe.{name}.enable_cache({_CALLS[cache]})",
         _REASONS[cache],
-        "time, the more the more steps there are; look at the images",
+        "time, more with more steps; check the images",
         "speed",
         "approximation",
         {"cache": cache},
@@ -395,21 +395,21 @@ def consider_cache(context: PlanningContext, name: str, model: nn.Module) -> Cho
 def _why_unsupported(parts: PipelineParts, model: nn.Module, cache: str) -> str | None:
     pipeline_class, model_class = type(parts.pipeline), type(model).__name__
     if not hasattr(model, "enable_cache"):
-        return f"{model_class} does not offer it"
+        return f"{model_class} does not support it"
     if getattr(model, "is_cache_enabled", False) is True:
         return "a cache is on already"
     if cache in _BY_BRANCH:
         if not tells_branches(parts.pipeline):
-            return f"{pipeline_class.__name__} does not say to the cache which branch of guidance it computes"
+            return f"{pipeline_class.__name__} does not tell the cache which branch of guidance it computes"
     elif not hasattr(pipeline_class, "current_timestep"):
-        return f"{pipeline_class.__name__} does not say its timestep"
+        return f"{pipeline_class.__name__} does not tell the cache its timestep"
     elif tells_branches(parts.pipeline) and guidance_by_default(parts, "true_cfg_scale", "guidance_scale"):
         return (
             f"{pipeline_class.__name__} computes the branches of guidance in turn, and this cache would give one of "
             "them the other's attention"
         )
     if cache == "first_block" and not _blocks_are_known(model):
-        return f"the blocks of {model_class} are not among those that FirstBlockCache knows"
+        return f"FirstBlockCache does not know the blocks of {model_class}"
     if not any(re.fullmatch(_ATTENTION, path) for path, _ in model.named_modules()):
         return f"{model_class} has no attention where the cache looks for it"
     return None

@@ -105,7 +105,7 @@ class Encoding:
     def _note(self, encoded: Encoded) -> Tensor:
         if self.sample and encoded.posterior is None:
             raise ConfigError(
-                "sample: this VAE gives no distribution whose parameters could be drawn from.",
+                "sample: this VAE gives no distribution to draw from.",
                 hint="Leave sample=False.",
             )
         self._posterior = encoded.posterior
@@ -168,7 +168,7 @@ def _check_count(work: Work, made: Tensor, what: str, of: str) -> None:
     if work.vae.facts.is_video is False and made.shape[:1] != (given,):
         raise ModelMismatchError(
             f"The VAE gave {what} of shape {tuple(made.shape)} for {given} {of}.",
-            hint=f"Its results should have as many on the first axis as there are {of}.",
+            hint=f"The first axis of its result should have one entry for each of the {of}.",
         )
 
 
@@ -298,7 +298,7 @@ def _measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     if factor < 1 or factor != int(factor):
         raise ModelMismatchError(
             f"The VAE made {tuple(made.shape)} of {tuple(corner.shape)}: "
-            "that is no whole factor, so it cannot be cut into tiles.",
+            "the factor between the two is not a whole number, so they cannot be cut into tiles.",
             hint="Leave tiles out of strategies=.",
         )
     return int(factor)
@@ -416,9 +416,9 @@ def checked(
     if unknown or not wanted or len(set(wanted)) < len(wanted):
         raise ConfigError(
             f"strategies: {wanted!r} "
-            + (f"holds {unknown[0]!r}" if unknown else "is empty or repeats itself")
+            + (f"holds {unknown[0]!r}" if unknown else "is empty or names a strategy twice")
             + ".",
-            hint=f"Take some of {', '.join(known)}, each once, or 'auto'.",
+            hint=f"Choose from {', '.join(known)}, each at most once, or give 'auto'.",
         )
     return Choices(tuple(wanted), auto, tile, overlap)
 
@@ -446,11 +446,11 @@ def _check_halves(tiles: Tiles, halvings: int, factor: int) -> None:
     half = tiles.side // halvings
     if tiles.side % (halvings * factor):
         raise ConfigError(
-            f"tile: ComfyUI halves tiles, and half of {tiles.side} is no multiple of the VAE's factor {factor}.",
+            f"tile: ComfyUI halves tiles, and half of {tiles.side} is not a multiple of the VAE's factor {factor}.",
             hint=f"Take a multiple of {halvings * factor}.",
         )
     if tiles.overlap is not None and tiles.overlap >= half:
         raise ConfigError(
-            f"overlap: ComfyUI halves tiles, and {tiles.overlap} pixels are all of a half of {tiles.side}.",
+            f"overlap: ComfyUI halves tiles, and {tiles.overlap} pixels would cover the whole half of a tile of {tiles.side}.",
             hint=f"Take {half - factor} at most.",
         )

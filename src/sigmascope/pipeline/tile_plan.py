@@ -242,7 +242,7 @@ def plan(
         overlap: What neighbours share, in pixels: a multiple of `downscale` from 0 to less than a tile. None
             is a quarter of the tile.
         downscale: The VAE's spatial factor: pixels along one latent element.
-        rounding: What the VAE makes of a side that is no multiple of `downscale`: AutoencoderKL and WAN drop
+        rounding: What the VAE does with a side that `downscale` does not divide: AutoencoderKL and WAN drop
             what is left over ("down"), AutoencoderTiny gives one more latent element ("up").
 
     Raises:
@@ -264,7 +264,7 @@ def _axis(
 ) -> TileAxis:
     if factor < 1:
         raise ConfigError(
-            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
+            f"downscale: {factor} is not a factor.", hint="Give the VAE's spatial factor, such as 8."
         )
     if tile < factor or tile % factor:
         raise ConfigError(
@@ -276,14 +276,14 @@ def _axis(
         overlap = min(max(latent_tile // 4, 1), latent_tile - 1) * factor
     if overlap < 0 or overlap % factor or overlap > highest:
         raise ConfigError(
-            f"overlap: {overlap} pixels do not work with tiles of {tile}: it takes a multiple of the "
-            f"VAE's factor {factor} from 0 to {highest}.",
+            f"overlap: {overlap} pixels do not work with tiles of {tile}: the overlap must be a multiple of "
+            f"the VAE's factor {factor}, from 0 to {highest}.",
             hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
         )
     length = pixels // factor if rounding == "down" else -(-pixels // factor)
     if length < 1:
         raise ConfigError(
-            f"{side}: {pixels} pixels are less than one latent element, which is {factor}.",
+            f"{side}: {pixels} pixels are less than one latent element ({factor} pixels).",
             hint=f"Give at least {factor} pixels.",
         )
     shared = overlap // factor

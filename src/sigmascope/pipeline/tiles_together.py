@@ -61,14 +61,14 @@ def why_apart(modules: Sequence[nn.Module]) -> str | None:
     """Why norms should see a tile at a time, or None."""
     parts = [part for module in modules for part in module.modules()]
     if not any(isinstance(part, nn.GroupNorm) for part in parts):
-        return "it has no GroupNorm, and other norms see their tile alone"
+        return "it has no GroupNorm, and other norms see only their own tile"
     inner = (part for part in parts if not any(part is module for module in modules))
     if has_diffusers_hooks(modules) or any("_hf_hook" in vars(part) for part in inner):
         return "hooks move or cast its weights layer by layer"
     if _is_compiled(parts):
         return "it is compiled"
     if any(is_traceable_wrapper_subclass(one) for one in tensors_of(modules)):
-        return "its weights are tensors of a kind of their own"
+        return "its weights are of a tensor subclass of their own"
     return None
 
 
@@ -155,7 +155,7 @@ class _Meeting:
         return rows.features(place.row, height, high), columns.features(place.column, width, wide)
 
     def whole_sides(self, plan: TilePlan) -> Iterator[int]:
-        """Height and width of the whole's features, or a little more where a side is no multiple of the factor."""
+        """Height and width of the whole's features, or a little more where the factor does not divide a side."""
         for axis, scale in zip((plan.rows, plan.columns), self._scales, strict=True):
             yield math.ceil((axis.length + (axis.length * axis.factor < axis.pixels)) * scale)
 
@@ -352,7 +352,7 @@ class _Layers(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func in _SOFTMAX and args and self._tile.place.sides_of(args[0].shape[-1]):
             self._tile.attends_alone = (
-                "attention sees its tile alone, as it is not by scaled_dot_product_attention"
+                "attention sees only its tile: it does not use scaled_dot_product_attention"
             )
         return func(*args, **kwargs)
 
@@ -378,15 +378,15 @@ class _Layers(TorchFunctionMode):
         sides = place.sides_of(places)
         between = None if attn_mask is None or sides is None else _mask_between_frames(attn_mask, sides)
         why_alone = (
-            "under a mask"
+            "its mask differs between positions"
             if is_causal or (attn_mask is not None and between is None)
-            else "as the whole has too many places"
+            else "the whole picture has too many positions"
             if place.of_whole(places) > _MOST_PLACES
             else None
         )
         if sides is None or key.shape[-2] != places or why_alone:
             if sides is not None:
-                self._tile.attends_alone = f"attention sees its tile alone, {why_alone}"
+                self._tile.attends_alone = f"attention sees only its tile: {why_alone or 'it has other keys'}"
             return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
         keys, values = self._ask(_AtAttention(key, value, sides))
         at_once = max(places * places // keys.shape[-2], 1)  # no more pairs than the tile has by itself
@@ -674,7 +674,7 @@ def go_through(
                     # It has come from one meeting to the next, and the others to the one before.
                     before, last = _attributes(modules), before
                     if last and list(map(id, last)) != list(map(id, before)):
-                        raise ApartError("it keeps what it saw from one layer to the next")
+                        raise ApartError("it keeps state from one layer to the next")
             if 0 < len(waiting) < len(coming):
                 raise ApartError("its tiles do not go through the same layers")
             if isinstance(meeting, _Norm) and (difference := meeting.difference()) is not None:

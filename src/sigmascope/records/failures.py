@@ -124,7 +124,7 @@ _FAILURES: Final = (
      "strength {0} leaves {1} steps"),
     (r"`num_inference_steps`: <n> cannot be larger than `self\.config\.train_timesteps`: <n>",
      "{0} steps are more than the {1} that the model was trained with"),
-    (r"does not support custom (?:timestep|sigmas) schedules", "the scheduler takes no timesteps or sigmas of one's own"),
+    (r"does not support custom (?:timestep|sigmas) schedules", "the scheduler takes no custom timesteps or sigmas"),
     (r"Cannot duplicate `image` of batch size <n> to <n> text prompts", "{0} pictures cannot be shared out to {1} prompts"),
     (r"expects <n> but received `num_channels_latents`: <n> .{0,200}?= <n>",
      "the denoiser expects {0} channels and gets {2}"),

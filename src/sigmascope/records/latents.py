@@ -454,8 +454,8 @@ def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) ->
 
 
 _UNSEEN_COST = (
-    "The VAE cut its own tiles, so what they cost was not seen; where norms see each tile by itself, tiles often "
-    "differ from the whole by 10 % and more."
+    "The VAE cut its own tiles, so their error was not measured. If norms see only their own tile, tiles often "
+    "differ from the whole by 10 % or more."
 )
 
 

@@ -159,7 +159,7 @@ def named_prompts(prompts: Prompts) -> dict[str, str]:
     for name, text in named.items():
         if not isinstance(text, str):
             raise ConfigError(
-                f"The prompt {name!r} is a {type(text).__name__} and not text.", hint="Give prompts as str."
+                f"The prompt {name!r} is a {type(text).__name__}, not text.", hint="Give prompts as str."
             )
     return named
 

@@ -52,7 +52,7 @@ def run_of(recorded: object) -> Run:
         if isinstance(run, Run):
             return run
     raise ConfigError(
-        f"A {type(recorded).__name__} is no run and has none.",
+        f"A {type(recorded).__name__} is not a run and holds none.",
         hint="Give a Run, a Watch or a Recorder; load_run(path) reads a file.",
     )
 

@@ -401,7 +401,9 @@ def vace_findings(vace: Mapping[str, Any], latent: LatentAnalysis, vae: VaeFacts
         shape = facts["shape"]
         expected = [wanted[name], *grid]
         if None not in expected and shape[1:] != expected:
-            message = f"{name} is {shape[1:]} where the latent asks for {expected} (channels, frames, height, width)."
+            message = (
+                f"{name} is {shape[1:]} but the latent needs {expected} (channels, frames, height, width)."
+            )
             evidence = {"found": "x".join(map(str, shape)), "expected": "x".join(map(str, expected))}
             yield Finding("vace_shape_unexpected", "error", message, evidence)
         broken = {
@@ -460,7 +462,7 @@ def _with_weights(
         "device": most_common(module.devices),
         "nbytes": module.nbytes,
     }
-    reasons = dict.fromkeys(_FACTS, why or f"neither {source} nor layers tell")
+    reasons = dict.fromkeys(_FACTS, why or f"neither {source} nor its layers say")
     reasons |= dict.fromkeys(weights, module.unavailable.get("nbytes", NO_WEIGHTS))
     known = {**facts, **weights}
     missing = {name: reason for name, reason in reasons.items() if known.get(name) is None}

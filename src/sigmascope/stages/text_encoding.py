@@ -358,7 +358,7 @@ def efficiency(
 
 def _gpu_utilization(device: str | None) -> Reading[float]:
     if device is None or not device.startswith("cuda"):
-        return Reading(None, "the conditioning is on no NVIDIA device")
+        return Reading(None, "the conditioning is not on an NVIDIA device")
     facts = read_nvml(device)
     return Reading(facts.utilization_percent, facts.unavailable.get("utilization_percent"))
 

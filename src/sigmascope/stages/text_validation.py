@@ -136,12 +136,12 @@ def _conditioning_problems(conditionings: Conditionings, limits: TextEncodingThr
             yield f"{which}: every element is 0"
         allowed = limits.max_absolute_value
         if largest is not None and allowed is not None and largest > allowed:
-            yield f"{which}: the largest element is {largest:.4g}, allowed is {allowed:.4g}"
+            yield f"{which}: the largest element is {largest:.4g}, above the limit of {allowed:.4g}"
 
 
 def _time_problems(seconds: float | None, limits: TextEncodingThresholds) -> Iterator[str]:
     if seconds is not None and limits.max_seconds is not None and seconds > limits.max_seconds:
-        yield f"it took {seconds:.3f} s, allowed are {limits.max_seconds:.3f} s"
+        yield f"it took {seconds:.3f} s, more than the limit of {limits.max_seconds:.3f} s"
 
 
 def _check_clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
@@ -165,7 +165,7 @@ def _check_placement(
         expected = limits.expected_device
         for which, device in ((which, device) for which, used in devices.items() for device in used):
             if expected is not None and device != expected and device.partition(":")[0] != expected:
-                yield f"{which}: on {device}, expected is {expected}"
+                yield f"{which}: on {device}, expected {expected}"
         for which, used in devices.items():
             if len(used) > 1:
                 yield f"{which}: its tensors are on different devices: {', '.join(used)}"
@@ -226,11 +226,11 @@ def _unexpected(tensor: TensorDict, limits: TextEncodingThresholds) -> Iterator[
     shape = tensor["shape"]
     width, tokens = (shape or [0])[-1], shape[-2] if len(shape) >= 2 else None
     if limits.expected_width is not None and width != limits.expected_width:
-        yield f"width {width}, expected is {limits.expected_width}"
+        yield f"width {width}, expected {limits.expected_width}"
     if limits.expected_tokens is not None and tokens != limits.expected_tokens:
-        yield f"{tokens} tokens, expected are {limits.expected_tokens}"
+        yield f"{tokens} tokens, expected {limits.expected_tokens}"
     if limits.expected_dtype is not None and tensor["dtype"] != limits.expected_dtype:
-        yield f"dtype {tensor['dtype']}, expected is {limits.expected_dtype}"
+        yield f"dtype {tensor['dtype']}, expected {limits.expected_dtype}"
 
 
 def _possible_widths(encoders: Sequence[EncoderFacts]) -> set[int]:
@@ -298,7 +298,7 @@ def _memory_problems(memory: MemoryImpact | None, limits: TextEncodingThresholds
     )
     for what, amount, allowed, unit in figures:
         if amount is not None and allowed is not None and amount > allowed:
-            yield f"{what}: {amount:.1f} {unit}, allowed are {allowed:.1f} {unit}"
+            yield f"{what}: {amount:.1f} {unit}, more than the limit of {allowed:.1f} {unit}"
 
 
 def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:

@@ -261,7 +261,7 @@ def _total_effect(effects: Collection[Effect]) -> Effect:
         first = unknown[0].unavailable.get("delta_norm", "unknown")
         unavailable["delta_norm"] = f"of {len(unknown)} of {len(effects)} weights: {first}"
     if below == 0.0:
-        reason = "the norm of no changed weight is known" if effects else "no weight changed"
+        reason = "no changed weight has a known norm" if effects else "no weight changed"
         unavailable["relative_change"] = reason
     delta = root_sum_square(deltas) if deltas or not effects else None
     return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)

@@ -276,7 +276,7 @@ def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
             f"--port: {port} is taken on {host}.", hint="Choose another, or 0 for any that is free."
         )
     if code == errno.EACCES:
-        return ConfigError(f"--port: {port} is not yours to take.", hint="Choose one above 1023.")
+        return ConfigError(f"--port: you may not use {port}.", hint="Choose one above 1023.")
     reason = getattr(error, "strerror", None) or str(error)
     return ConfigError(f"--host: cannot bind to {host} ({reason}).", hint="Use 127.0.0.1.")
 
@@ -390,7 +390,7 @@ class Page:
     def _made(self, request: Request) -> Made:
         made = self.results.get(request.path_params["result"])
         if made is None:
-            raise Refusal(404, "This result is not kept any more.", "Ask for it again.")
+            raise Refusal(404, "This result is no longer kept.", "Ask for it again.")
         return made
 
     def _about(self) -> dict[str, object]:
@@ -489,7 +489,7 @@ class JobLine:
             Refusal: There is none, or it is forgotten (404).
         """
         if job_id not in self._jobs:
-            raise Refusal(404, "There is no such request any more.", "Ask again.")
+            raise Refusal(404, "This request no longer exists.", "Ask again.")
         return self._jobs[job_id]
 
     async def wait_for_change(self, job: Job, after: int, seconds: float) -> None:

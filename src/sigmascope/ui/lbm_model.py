@@ -488,7 +488,7 @@ class Pictures:
         """
         picture = self._kept.get(picture_id)
         if picture is None:
-            raise Refusal(404, "This picture is not kept any more.", "Choose it again.")
+            raise Refusal(404, "This picture is no longer kept.", "Choose it again.")
         return picture
 
     def _keep(self, picture_id: str, image: Image.Image) -> Picture:
@@ -514,7 +514,7 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(limits) from error
     except UnidentifiedImageError as error:
-        raise Refusal(415, "This is no picture that can be read.", f"Choose one in {NAMED}.") from error
+        raise Refusal(415, "This is not a readable picture.", f"Choose one in {NAMED}.") from error
     except DECODER_ERRORS as error:
         raise Refusal(
             415, "The picture is damaged and cannot be decoded.", "Save or fetch it again."

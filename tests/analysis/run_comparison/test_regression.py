@@ -89,7 +89,7 @@ def test_a_slowdown_of_the_device_is_found_also_where_a_run_lacks_its_clock(lack
     found = check_regression(new, baseline)
     (step,) = (one for one in found.figures if one.comparison.name == "denoising step")
     assert step.verdict == "regressed"
-    said = "1 of 6 new runs left out: the accelerator's clock did not time it there" if lacking else None
+    said = "1 of 6 new runs left out, because the accelerator did not time them" if lacking else None
     assert step.comparison.unavailable.get("runs") == said
 
 

@@ -108,4 +108,4 @@ def test_steps_that_the_device_was_not_seen_to_finish_are_counted_in_a_note() ->
     assert found.step is not None
     assert found.step.count == 3
     assert found.step.mean == pytest.approx(0.4)
-    assert found.notes[-1].startswith("1 of 6 steps are not among those of the table")
+    assert found.notes[-1].startswith("1 of 6 steps are missing from the table")

@@ -40,7 +40,7 @@ def test_a_rounded_copy_is_rounding(dtype: torch.dtype, seed: int, power: int) -
 
 def test_the_reason_names_the_dtype() -> None:
     found = compare_tensors(COND, COND.bfloat16())
-    assert found.reason == "Every value is the same but for being rounded to bfloat16."
+    assert found.reason == "Every value is equal once rounded to bfloat16."
 
 
 def test_values_below_the_normal_range_are_rounding_too() -> None:

@@ -90,5 +90,5 @@ def test_nothing_heavy_is_loaded_before_the_script(tmp_path: Path) -> None:
 
 def test_a_script_without_anything_to_watch_is_told_so(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "print('done')")
-    assert "nothing was there to watch" in watched(["script.py"], tmp_path).told
+    assert "there was nothing to watch" in watched(["script.py"], tmp_path).told
     assert list(tmp_path.glob("*.json")) == []

@@ -110,7 +110,7 @@ def test_what_is_too_large_is_not_held(stage: LiveStage, monkeypatch: pytest.Mon
     HeldOutputs(in_call=True).take(stage, "latent", torch.from_numpy(array).as_subclass(OnDevice))
     del array
     assert memory() is None
-    assert "too many to be held" in reason(stage)
+    assert "too much to hold" in reason(stage)
 
 
 def test_all_outputs_of_a_call_share_one_allowance(stage: LiveStage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no folder of a pipeline"):
+    with pytest.raises(CheckpointError, match="not a pipeline folder"):
         load_pipeline(str(tmp_path / "model.safetensors"), dtype=torch.float32, device=CPU)
 
 

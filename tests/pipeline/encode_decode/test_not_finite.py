@@ -118,7 +118,7 @@ def test_a_broken_weight_of_the_other_half_is_no_failure(kl: "Sample") -> None:
 def test_one_pixel_that_is_nan_is_named_and_nothing_else_is_tried(kl: "Sample", dtype: torch.dtype) -> None:
     pixels = kl.pixels.clone()
     pixels[0, 1, 5, 7] = torch.nan
-    with pytest.raises(NonFiniteError, match="the pictures that went in hold 1 NaN") as raised:
+    with pytest.raises(NonFiniteError, match="the pictures given to it hold 1 NaN") as raised:
         encode_latents(copy.deepcopy(kl.vae).to(dtype), pixels)
     assert ends(raised.value.record) == [("direct", "failed")]
 
@@ -126,7 +126,7 @@ def test_one_pixel_that_is_nan_is_named_and_nothing_else_is_tried(kl: "Sample", 
 def test_a_latent_that_is_infinite_is_named(kl: "Sample") -> None:
     latents = kl.latent.clone()
     latents[0, 0, 0, :2] = torch.inf
-    with pytest.raises(NonFiniteError, match="the latents that went in hold 2 Inf"):
+    with pytest.raises(NonFiniteError, match="the latents given to it hold 2 Inf"):
         decode_latents(kl.vae, latents)
 
 

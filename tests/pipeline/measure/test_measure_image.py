@@ -26,7 +26,7 @@ def test_an_image_that_moved_too_far_is_dropped_however_fast(clock: Clock, sd15:
         sd15, generated(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0, repeats=1, warmup=0
     )
     assert found.plan.choices == ()
-    assert "90 are asked for" in found.results[0].verdict
+    assert "less than the 90 dB asked for" in found.results[0].verdict
 
 
 def test_an_image_of_nan_is_dropped_however_fast(clock: Clock, sd15: Any) -> None:
@@ -73,7 +73,7 @@ def test_an_image_that_cannot_be_compared_does_not_pass_for_near(clock: Clock, s
 
     found = measure(sd15, call, dtype="bfloat16", min_psnr=30.0)
     assert found.results[0].verdict == (
-        "Whether the image is 30 dB from the first is not known: "
+        "Whether the image still has 30 dB to the first is unknown: "
         "it is not compared (the output holds no known kind of image)."
     )
     assert "image not compared (the output holds no known kind of image)" in str(found)

@@ -75,7 +75,7 @@ def test_products_are_in_float8_where_the_device_has_them(hardware: Any, config:
 @pytest.mark.usefixtures("stand_in")
 def test_by_itself_it_is_taken_only_where_the_denoiser_does_not_fit() -> None:
     plan = automatic(RTX_4090, quantisation="auto").plan(warm_pipeline("flux"))
-    assert reason(plan, "quantisation") == "it fits by itself, as far as is known"
+    assert reason(plan, "quantisation") == "it fits as it is, as far as is known"
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -79,4 +79,4 @@ def test_auto_passes_over_what_does_not_fit(kl: "Sample", monkeypatch: pytest.Mo
         ("direct", "skipped"),
         ("tiled", "succeeded"),
     ]
-    assert "are expected at the peak" in (record.attempts[0].reason or "")
+    assert "A peak of " in (record.attempts[0].reason or "")

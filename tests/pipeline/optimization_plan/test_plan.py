@@ -135,7 +135,7 @@ def test_a_denoiser_alone_is_applied_to_and_undone() -> None:
 
 @pytest.mark.parametrize("thing", ["a name", object(), None])
 def test_what_is_no_pipeline_is_refused(thing: object) -> None:
-    with pytest.raises(ConfigError, match="is no diffusers pipeline"):
+    with pytest.raises(ConfigError, match="is not a diffusers pipeline"):
         automatic(H100).plan(thing)
 
 

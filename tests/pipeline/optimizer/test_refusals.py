@@ -129,7 +129,7 @@ def test_hooks_of_others_are_named_before_anything_is_undone(flux: Any) -> None:
     tool = optimizer(layerwise_casting=True)
     tool.apply(flux)
     flux.transformer.enable_cache(FirstBlockCacheConfig())
-    with pytest.raises(OptimizationError, match=r"hooks were put on since \(fbc_"):
+    with pytest.raises(OptimizationError, match=r"hooks were added since \(fbc_"):
         tool.undo()
     flux.transformer.disable_cache()
     assert tool.undo() == []

@@ -95,7 +95,7 @@ def test_weights_that_move_are_added(vae: Any) -> None:
 def test_what_is_no_module_is_unknown_with_the_reason() -> None:
     found = predict_peak(object(), PICTURE)
     assert found.bytes is None
-    assert "no module" in found.unavailable["bytes"]
+    assert "not a module" in found.unavailable["bytes"]
 
 
 def test_comfyuis_own_estimate_serves_where_layers_cannot_be_run() -> None:
@@ -127,7 +127,7 @@ def test_a_peak_fits_with_a_quarter_to_spare_in_ram() -> None:
     assert fits(expected, MemorySnapshot(ram_available_bytes=125 * MIB))[0]
     assert fits(expected, MemorySnapshot(ram_available_bytes=124 * MIB)) == (
         False,
-        "100 MB are expected at the peak (config), only 124 MB of RAM are free.",
+        "A peak of 100 MB is expected (config); only 124 MB of RAM are free.",
     )
 
 
@@ -146,7 +146,7 @@ def test_a_device_without_a_number_is_the_current_one() -> None:
 
 def test_a_shape_without_all_axes_is_unknown_with_the_reason(vae: Any) -> None:
     found = predict_peak(vae, Planned((256, 256)), Experience())
-    assert found.unavailable["bytes"] == "a shape of 2 axes has no batch, channels, height and width"
+    assert found.unavailable["bytes"] == "a shape of 2 axes does not have batch, channels, height and width"
 
 
 def test_what_is_unknown_is_no_reason_to_skip() -> None:

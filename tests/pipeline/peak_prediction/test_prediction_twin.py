@@ -182,7 +182,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("vae", "reason"), [(object(), "object is no module"), (Broken(), "KeyError: 'no such")]
+    ("vae", "reason"), [(object(), "object is not a module"), (Broken(), "KeyError: 'no such")]
 )
 def test_what_cannot_be_run_gives_the_reason(vae: object, reason: str) -> None:
     with pytest.raises(NoTwinError, match=reason):

@@ -41,7 +41,7 @@ def test_a_port_that_only_the_system_may_take_is_named(monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    with pytest.raises(ConfigError, match="--port: 80 is not yours"):
+    with pytest.raises(ConfigError, match="--port: you may not use 80"):
         bind("127.0.0.1", 80)
 
 

@@ -62,8 +62,8 @@ def test_an_upload_is_read_as_the_command_line_reads_the_file(data: bytes, tmp_p
     ("data", "status", "message"),
     [
         (b"", 415, "empty"),
-        (b"no picture at all", 415, "no picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", 415, "no picture"),
+        (b"no picture at all", 415, "not a readable picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", 415, "not a readable picture"),
         (turned()[:200], 415, "damaged"),
         (png_claiming(60_000, 60_000), 413, "megapixels"),
         (png_claiming(10_000, 5_001), 413, "10000×5001"),
@@ -91,5 +91,5 @@ def test_the_longest_unused_picture_is_forgotten_and_says_so() -> None:
     )
     assert pictures.get(second.id).image.getpixel((0, 0)) == (0, 0, 255)
     assert pictures.get(third.id) is third
-    with pytest.raises(Refusal, match="not kept any more"):
+    with pytest.raises(Refusal, match="no longer kept"):
         pictures.get(first.id)

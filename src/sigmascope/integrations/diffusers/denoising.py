@@ -19,8 +19,8 @@ from sigmascope.monitor.scope import Mark
 from sigmascope.records.run import SCHEDULER_SECONDS
 
 NO_SCHEDULER = (
-    "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
-    "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
+    "no scheduler step was seen, so calls at the same timestep count as one step. Where timesteps are on an "
+    "accelerator, each call is a step; if the pipeline has a scheduler, all calls are one step"
 )
 
 

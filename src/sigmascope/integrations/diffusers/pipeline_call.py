@@ -44,10 +44,8 @@ from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
-RUNS_LATER = (
-    "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
-)
-INSIDE: Final = "the call lies in another one, whose recipe has it"
+RUNS_LATER = "the call returned a generator or coroutine at once: the stages of its work are beside this one, not in it"
+INSIDE: Final = "the call is inside another one, and its recipe is there"
 
 
 class CallObserver(Observer):

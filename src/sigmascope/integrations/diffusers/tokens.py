@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from sigmascope.stages.prompt_facts import TokenCount
 
-WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
-NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
-FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
+WORDS_UNKNOWN: Final = "the tokenizer was only watched, and not asked which words did not fit"
+NOT_SEEN: Final = "no tokenizer was seen reading this prompt as it is; some pipelines put it into a template"
+FULL: Final = "the prompt reaches the tokenizer's limit, and was never read without a limit"
 _NO_LIMIT: Final = 1_000_000
 """A tokenizer's limit from here on says that it has none."""
 

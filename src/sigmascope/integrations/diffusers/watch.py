@@ -218,7 +218,7 @@ def watch(
         A context manager and decorator that gives the run's attributes.
 
     Raises:
-        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or what was given is no pipeline,
+        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or what was given is not a pipeline,
             such as a function, a list or a name.
     """
     privacy_of(prompts)
@@ -231,11 +231,11 @@ def watch(
 
 
 _NO_PIPELINES: Final = (
-    (FunctionType, "is a function", "Write @sigmascope.watch() with parentheses."),
-    ((list, tuple, set, frozenset), "holds pipelines", "Give them one by one: sigmascope.watch(pipe, other)."),
-    (type, "is a class", "Load it first, and give what was loaded: sigmascope.watch(pipe)."),
-    ((str, PurePath), "is a text", "Load it with from_pretrained, and give what was loaded. A name for the record is name=…."),
-    ((bool, int, float, bytes, Mapping, Tensor), "is no pipeline", "Give what from_pretrained loaded: sigmascope.watch(pipe)."),
+    (FunctionType, "is a function, not a pipeline", "Write @sigmascope.watch() with parentheses."),
+    ((list, tuple, set, frozenset), "is a collection, not a pipeline", "Give the pipelines one by one: sigmascope.watch(pipe, other)."),
+    (type, "is a class, not a pipeline", "Load it first, and give what was loaded: sigmascope.watch(pipe)."),
+    ((str, PurePath), "is a text, not a pipeline", "Load it with from_pretrained, and give what was loaded. To name the record, use name=."),
+    ((bool, int, float, bytes, Mapping, Tensor), "is not a pipeline", "Give what from_pretrained loaded: sigmascope.watch(pipe)."),
 )  # fmt: skip
 """What people give in place of a pipeline: its kinds, what it is, and what to give."""
 
@@ -244,9 +244,7 @@ def _require_pipeline(given: object) -> None:
     for kinds, what, hint in _NO_PIPELINES:
         if isinstance(given, kinds):
             name = given.__name__ if isinstance(given, FunctionType | type) else short_repr(given)
-            raise ConfigError(
-                f"{name} {what} and no pipeline.".replace("is no pipeline and ", "is "), hint=hint
-            )
+            raise ConfigError(f"{name} {what}.", hint=hint)
 
 
 class PipelineClassObserver(Observer):

@@ -38,7 +38,7 @@ def test_a_prompt_that_is_cut_is_told_with_how_much(pipeline: Any) -> None:
         generate(pipeline, "sd15", num_inference_steps=1, prompt=LONG)
     found = text_of(run, "positive")
     assert (found["token_count"], found["truncated_tokens"]) == (total, total - 75)
-    assert found["unavailable"]["truncated_words"].startswith("the tokenizer was watched")
+    assert found["unavailable"]["truncated_words"].startswith("the tokenizer was only watched")
     (finding,) = (one for one in run.findings if one.id == "text.prompt_is_cut")
     assert finding.evidence == {
         "prompt": "positive",
@@ -105,7 +105,7 @@ def test_a_full_sequence_that_was_never_seen_whole_is_not_called_uncut() -> None
     full = readings_of("t5", Tokenizer(), (["a b"],), asked, {"attention_mask": torch.ones(1, 8)})
     (count,), _ = counts_seen(full, ["a b"])
     assert count.truncated is None
-    assert "limit is reached" in count.unavailable["truncated_tokens"]
+    assert "reaches the tokenizer's limit" in count.unavailable["truncated_tokens"]
     short = readings_of("t5", Tokenizer(), ("a b",), asked, {"attention_mask": [1, 1, 1, 0, 0, 0, 0, 0]})
     (count,), _ = counts_seen(short, ["a b"])
     assert (count.tokens, count.truncated, count.limit) == (2, 0, 7)

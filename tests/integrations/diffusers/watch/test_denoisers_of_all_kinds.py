@@ -90,7 +90,7 @@ def test_a_denoiser_that_cannot_be_heard_says_so() -> None:
         assert torch.equal(pipeline(), expected)
     assert steps_of(run) == []
     assert dict(run.unavailable) == {
-        "watch.denoiser of partial": "TypeError: __call__ is a wrapper_descriptor and no function"
+        "watch.denoiser of partial": "TypeError: __call__ is a wrapper_descriptor, not a function"
     }
 
 

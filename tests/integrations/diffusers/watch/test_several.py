@@ -149,7 +149,7 @@ def test_a_class_whose_call_is_no_function_is_left_alone_and_the_others_are_hear
     assert names(run) == ["model_sampling", "denoising", "generation"]
     assert [len(stage.steps) for stage in (run.stages[1], run.stage("generation").children[-1])] == [2, 2]
     assert run.unavailable == {
-        "watch.calls of FewSteps": "TypeError: __call__ is a partialmethod and no function"
+        "watch.calls of FewSteps": "TypeError: __call__ is a partialmethod, not a function"
     }
     assert isinstance(vars(FewSteps)["__call__"], partialmethod)
     assert left_behind() == []

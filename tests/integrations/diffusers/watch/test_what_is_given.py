@@ -1,4 +1,4 @@
-"""What is no pipeline is refused with what to write; a watch that nobody enters says so, once."""
+"""What is not a pipeline is refused with what to write; a watch that nobody enters says so, once."""
 
 import gc
 import subprocess
@@ -23,9 +23,9 @@ from sigmascope.errors import ConfigError
         ("a name", "name="),
         (TinyPipeline, "is a class"),
         (lambda: None, "with parentheses"),
-        ({"unet": nn.Linear(1, 1)}, "is no pipeline"),
-        (torch.ones(1), "is no pipeline"),
-        (7, "is no pipeline"),
+        ({"unet": nn.Linear(1, 1)}, "is not a pipeline"),
+        (torch.ones(1), "is not a pipeline"),
+        (7, "is not a pipeline"),
     ],
 )
 def test_what_is_no_pipeline_is_refused(given: Any, words: str) -> None:

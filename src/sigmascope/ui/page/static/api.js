@@ -19,7 +19,7 @@ async function ask(path, options) {
     response = await fetch(path, options);
   } catch {
     throw Object.assign(new Error("The server does not answer."), {
-      hint: "Look whether it still runs, and try again.", status: 0,
+      hint: "Check that it is still running, and try again.", status: 0,
     });
   }
   return answer(response);
