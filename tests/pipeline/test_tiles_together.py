@@ -443,7 +443,7 @@ def test_the_difference_of_neighbours_is_relative_to_what_they_gave() -> None:
 
 
 def test_attention_by_tile_shows_in_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles_together, "_MOST_PLACES", 0)
+    monkeypatch.setattr(tiles_together, "_MOST_PLACES_FOR_ATTENTION", 0)
     vae = three_level_vae()
     _, facts = in_tiles(
         functools.partial(parameters, vae),

@@ -23,7 +23,7 @@ Where = tuple[EllipsisType, slice, slice]
 
 
 class ApartError(Exception):
-    """Why tiles cannot go through their norms together."""
+    """Tiles cannot meet; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Span:
     """A tile's features along one axis.
 
     Attributes:
-        place: In those of the whole.
-        own: The part of them that no other tile stands for.
-        own_place: That, in those of the whole.
+        place: Where they are among the whole picture's features.
+        own: The tile's own positions, counted within the tile. Each position of the picture belongs to one tile.
+        own_place: The tile's own positions, counted within the whole picture.
     """
 
     place: slice
@@ -50,7 +50,7 @@ class TileAxis:
         length: Length in latent elements.
         factor: Pixels along one latent element.
         tile: Length of a tile.
-        overlap: What neighbours have in common, at least.
+        overlap: The least overlap of neighbours.
         starts: First positions.
     """
 
@@ -62,7 +62,7 @@ class TileAxis:
     starts: tuple[int, ...]
 
     def span(self, index: int, *, latents: bool) -> slice:
-        """The latent elements or the pixels of a tile. The last one's go to the end, whatever the factor."""
+        """The latent elements or pixels of a tile. The last tile reaches to the end, even if the factor does not divide it."""
         start = self.starts[index]
         stop = min(start + self.tile, self.length)
         if latents:
@@ -70,24 +70,24 @@ class TileAxis:
         return slice(start * self.factor, self.pixels if stop == self.length else stop * self.factor)
 
     def spans(self, *, latents: bool) -> list[slice]:
-        """Of all tiles."""
+        """`span` of all tiles."""
         return [self.span(index, latents=latents) for index in range(len(self.starts))]
 
     @property
     def least_shared_pixels(self) -> int:
-        """What every tile has in common with the next, in pixels; 0 where there is but one."""
+        """The least overlap of a tile with the next, in pixels; 0 for a single tile."""
         return min(self.shared(latents=False)[1:-1], default=0)
 
     def shared(self, *, latents: bool) -> list[int]:
-        """What the first tile has in common with none before it, each tile with the next, and the last one with none."""
+        """The overlap before each tile and after the last one; the first and last entries are 0."""
         pairs = itertools.pairwise(self.spans(latents=latents))
         return [0, *(span.stop - after.start for span, after in pairs), 0]
 
     def features(self, index: int, length: int, scale: Fraction) -> Span:
-        """Where features of a tile are.
+        """Where a tile's features are in the whole, and which of them are its own.
 
         Raises:
-            ApartError: They do not lie on a grid that all tiles share.
+            ApartError: The features of this length do not lie on a grid that all tiles share.
         """
         last = len(self.starts) - 1
         start = self.starts[index] * scale
@@ -106,14 +106,14 @@ class TileAxis:
         return self.length if latents else self.pixels
 
     def weights(self, *, latents: bool, inner: bool = False) -> list[Tensor]:
-        """The share of each tile in each of its places: at every place the shares add up to 1.
+        """The weight of each tile at each of its positions. At every position of the picture the weights add up to 1.
 
-        A tile's share rises and falls linearly over all that it has in common with the tile before and the tile
-        after it, which may be more than was asked for. Elsewhere, the picture's borders included, it is exactly 1.
+        A weight rises and falls linearly over the overlap with the tile before and the tile after, which may be larger
+        than asked for. Elsewhere, the picture's borders included, it is exactly 1.
 
         Args:
-            latents: Whether places are latent elements.
-            inner: Let it rise and fall over the inner half of that alone, so that a tile's edges do not count.
+            latents: Whether positions are latent elements.
+            inner: Use only the inner half of each overlap, so that the tiles' edges have no weight.
         """
         spans = self.spans(latents=latents)
         shared = self.shared(latents=latents)
@@ -138,7 +138,7 @@ def _rise(length: int, before: int, after: int, *, inner: bool) -> Tensor:
 
 
 def outer_places(shared: int) -> int:
-    """At both ends of what two tiles share: the places that are not of its inner half."""
+    """How many positions at each end of an overlap are outside its inner half."""
     return shared // 4
 
 
@@ -151,12 +151,12 @@ class TilePlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tiles along the height and along the width."""
+        """Number of tiles along the height and along the width."""
         return len(self.rows.starts), len(self.columns.starts)
 
     @property
     def count(self) -> int:
-        """Tiles in all."""
+        """Number of tiles."""
         return math.prod(self.shape)
 
     @property
@@ -179,7 +179,7 @@ class TilePlan:
         return self.rows.size(latents=latents), self.columns.size(latents=latents)
 
     def facts(self) -> TileFacts:
-        """What a record keeps of it, in pixels."""
+        """What a record keeps of the plan, in pixels."""
         rows, columns = self.rows, self.columns
         return TileFacts(
             *self.tile_pixels, rows.least_shared_pixels, columns.least_shared_pixels, count=self.count
@@ -188,7 +188,7 @@ class TilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which tile of a plan, and how many frames go in, of videos."""
+    """One tile of a plan; `frames` is the number of frames that go in, None for pictures."""
 
     plan: TilePlan
     row: int
@@ -196,14 +196,14 @@ class Place:
     frames: int | None = None
 
     def where(self, *, latents: bool) -> Where:
-        """Its latent elements or its pixels."""
+        """The index of the tile's latent elements, or of its pixels, in the whole tensor."""
         rows, columns = self.plan.rows, self.plan.columns
         return ..., rows.span(self.row, latents=latents), columns.span(self.column, latents=latents)
 
     def sides_of(self, places: int) -> tuple[int, ...] | None:
-        """Height and width, after frames of videos, of features whose places are all on one axis.
+        """Height and width, after the frames of a video, of features whose positions are flattened into one axis.
 
-        They are as large as the latent, or of pictures so many times two. None of features without such places.
+        The sides are the latent's, or for pictures those times a power of two. None if `places` fits none of these.
         """
         _, *spans = self.where(latents=True)
         height, width = (span.stop - span.start for span in spans)
@@ -215,7 +215,7 @@ class Place:
         return (height, width) if height * width == places else None
 
     def of_whole(self, places: int) -> int:
-        """How many places the whole has where this tile has so many."""
+        """How many positions the whole picture has at a layer where this tile has `places`."""
         rows, columns = self.plan.rows, self.plan.columns
         tile = min(rows.tile, rows.length) * min(columns.tile, columns.length)
         return places * rows.length * columns.length // tile
@@ -232,18 +232,18 @@ def plan(
 ) -> TilePlan:
     """Cut a picture of height × width pixels into tiles that suit a VAE.
 
-    Tiles are spread evenly, so that neighbours share at least `overlap`; none is smaller than `tile` unless the
+    Tiles are spread evenly, and neighbours overlap by at least `overlap`. No tile is smaller than `tile` unless the
     picture is.
 
     Args:
         height: Of the picture, in pixels. For decoding, latent height times `downscale`.
         width: The same.
         tile: Side of a tile in pixels, or (height, width): a multiple of `downscale`.
-        overlap: What neighbours share, in pixels: a multiple of `downscale` from 0 to less than a tile. None
+        overlap: Overlap of neighbours in pixels: a multiple of `downscale`, at least 0 and less than a tile. None
             is a quarter of the tile.
         downscale: The VAE's spatial factor: pixels along one latent element.
         rounding: What the VAE does with a side that `downscale` does not divide: AutoencoderKL and WAN drop
-            what is left over ("down"), AutoencoderTiny gives one more latent element ("up").
+            the remainder ("down"), AutoencoderTiny adds a latent element ("up").
 
     Raises:
         ConfigError: A size that cannot work; the hint names sizes that can.
@@ -300,9 +300,9 @@ def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
 
 
 def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
-    """First positions of tiles that cover `length`, evenly apart, the last one flush with the end.
+    """First positions of tiles that cover `length`, evenly spaced; the last tile ends at the end.
 
-    Neighbours have at least `overlap` in common.
+    Neighbours overlap by at least `overlap`.
     """
     if length <= tile:
         return (0,)

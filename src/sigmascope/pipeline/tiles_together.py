@@ -1,15 +1,16 @@
-"""Tiles of one picture that go through a VAE side by side, and meet where its layers see the whole picture.
+"""Tiles of one picture that go through a VAE side by side, and meet at layers that see the whole picture.
 
-At a group norm every tile lays down what it alone stands for; the statistics are of all of that, each place counted
-once, and each tile goes on with the whole's values up to its edges. So nothing that convolutions lose at a tile's
-edge gets any farther than to the next norm. At attention, keys and values are gathered in the same way.
+Every position of the picture belongs to one tile, although tiles overlap. At a group norm each tile copies the
+features of its own positions into a common buffer. Statistics are taken over that buffer, and each tile goes on with
+normalised features from it, also in its overlaps. So an error that convolutions make at a tile's edge lasts only until
+the next norm. At attention, keys and values are gathered in the same way.
 
-A tile runs in a thread of its own, since only a thread can stop in the middle of a stranger's forward pass. One
-goes on at a time, and all that it does to tensors is done by the caller's thread: `_Thread` hands each operation
-over. So there are one stream, one set of handles and one pool of cores, whatever the number of tiles. No
-module is changed. On an accelerator, what a waiting tile holds is in RAM.
+Each tile runs in its own thread, because only a thread can pause in the middle of another library's forward pass. One
+tile runs at a time, and `_Thread` hands each tensor operation to the caller's thread. So any number of tiles share one
+stream, one set of handles and one pool of cores. No module is changed. While a tile on an accelerator waits, its
+tensors are in RAM.
 
-Where they cannot wait for each other, `SmallCopy` estimates what the norms would see.
+If tiles cannot wait for each other, `SmallCopy` estimates the statistics of the whole picture.
 """
 
 import itertools
@@ -39,26 +40,26 @@ _as_below: Any = torch._C._ExcludeDispatchKeyGuard
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 _RAM = "cpu"
-_MOST_PLACES = 1 << 18
+_MOST_PLACES_FOR_ATTENTION = 1 << 18
 """Latent elements up to which attention sees the whole: beyond, it would take longer than all the rest."""
-_EPS = 1e-6
+_NORM_EPS = 1e-6
 """What a VAE's norms add to variances."""
-_RAM_MARGIN = 0.25
+_FREE_RAM_MARGIN = 0.25
 """Share of what the tiles take in RAM that must be free on top of it."""
 
 
 def why_no_ram(error: BaseException) -> str | None:
-    """The reason, if an error says that RAM ran out, which tiles by themselves take less of; None of any other."""
+    """The reason if an error says that RAM ran out, None for other errors. Tiles that do not meet need less RAM."""
     is_ram = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     return f"RAM ran out while its tiles waited for each other: {describe(error)}" if is_ram else None
 
 
 class _StoppedError(BaseException):
-    """Ends a tile's thread. No `Exception`, which a VAE may catch and go on."""
+    """Ends a tile's thread. It is not an `Exception`, because a VAE may catch those and go on."""
 
 
 def why_apart(modules: Sequence[nn.Module]) -> str | None:
-    """Why norms should see a tile at a time, or None."""
+    """Why the tiles of these modules cannot meet, or None if they can."""
     parts = [part for module in modules for part in module.modules()]
     if not any(isinstance(part, nn.GroupNorm) for part in parts):
         return "it has no GroupNorm, and other norms see only their own tile"
@@ -73,7 +74,7 @@ def why_apart(modules: Sequence[nn.Module]) -> str | None:
 
 
 def can_estimate(modules: Sequence[nn.Module]) -> bool:
-    """Whether group norms can be given statistics where tiles cannot meet."""
+    """Whether group norms can use estimated statistics if tiles cannot meet."""
     parts = [part for module in modules for part in module.modules()]
     return any(isinstance(part, nn.GroupNorm) for part in parts) and not _is_compiled(parts)
 
@@ -93,10 +94,10 @@ class _AtNorm:
     eps: float = 1e-5
 
     def area(self, place: Place) -> Tensor:
-        """The features, with height and width on axes of their own.
+        """The features with separate axes for height and width.
 
         Raises:
-            ApartError: They have none.
+            ApartError: They have no height and width.
         """
         if self.features.ndim > 3:
             return self.features
@@ -106,32 +107,33 @@ class _AtNorm:
         return torch.unflatten(self.features, -1, sides)
 
     def only_storage(self) -> torch.UntypedStorage | None:
-        """That of the features, where nothing else is in it."""
+        """The storage of the features, if it holds nothing else."""
         storage = self.features.untyped_storage()
         return storage if storage.nbytes() == self.features.nbytes else None
 
     def normalised(self, features: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """With these statistics of each group, in one kernel, as features of as many channels as all samples have."""
+        """Normalise features with these statistics of each group. One kernel does it, with the batch folded into channels."""
         batch, channels = self.features.shape[:2]
         mean, variance = (
-            one.repeat_interleave(channels // self.groups, 1).flatten() for one in (mean, variance)
+            of_groups.repeat_interleave(channels // self.groups, 1).flatten()
+            for of_groups in (mean, variance)
         )
         weight, bias = (
-            None if one is None else one.to(mean).repeat(batch) for one in (self.weight, self.bias)
+            None if affine is None else affine.to(mean).repeat(batch) for affine in (self.weight, self.bias)
         )
-        as_one = features.reshape(1, batch * channels, *features.shape[2:])
-        made = functional.batch_norm(as_one, mean, variance, weight, bias, False, 0.0, self.eps)
+        one_sample = features.reshape(1, batch * channels, *features.shape[2:])
+        made = functional.batch_norm(one_sample, mean, variance, weight, bias, False, 0.0, self.eps)
         return made.reshape(self.features.shape)
 
 
 @dataclass(slots=True)
 class _AtAttention:
-    """A tile that waits for the keys and values of all places.
+    """A tile that waits at attention for the keys and values of the whole picture.
 
     Attributes:
-        key: Its own: (…, places, channels).
-        value: The same.
-        sides: Of its places: height and width, after frames.
+        key: The tile's own keys: (…, places, channels).
+        value: Its values, in the same shape.
+        sides: Height and width of the tile's places, after the frames of a video.
     """
 
     key: Tensor
@@ -149,7 +151,7 @@ class _Meeting:
         ]
 
     def spans(self, place: Place, sides: Sequence[int]) -> tuple[Span, Span]:
-        """Of a tile, along height and width."""
+        """Where a tile's features are, along height and width."""
         (high, wide), (height, width) = self._scales, sides
         rows, columns = place.plan.rows, place.plan.columns
         return rows.features(place.row, height, high), columns.features(place.column, width, wide)
@@ -161,7 +163,7 @@ class _Meeting:
 
 
 class _Norm(_Meeting):
-    """A group norm over the whole picture, of which every tile sees the part where it is."""
+    """A group norm over the whole picture; each tile gets its part of the result."""
 
     def __init__(self, first: Place, asked: _AtNorm) -> None:
         area = asked.area(first)
@@ -175,7 +177,7 @@ class _Norm(_Meeting):
         self._differences: list[Tensor] = []
 
     def take(self, place: Place, asked: _AtNorm) -> None:
-        """Lay down what a tile alone stands for."""
+        """Copy a tile's own positions into the common buffer."""
         area = asked.area(place)
         if (*area.shape[:-2], asked.groups) != (*self._whole.shape[:-2], self._groups):
             raise ApartError("its tiles do not go through the same norms")
@@ -188,7 +190,13 @@ class _Norm(_Meeting):
         self._seen.append((grouped.shape[2], mean, variance))
 
     def answer(self, place: Place, asked: _AtNorm, *, put_back: bool) -> Tensor:
-        """A tile's features, normalised."""
+        """A tile's part of the buffer, normalised.
+
+        Args:
+            place: Which tile.
+            asked: What it waits with.
+            put_back: Whether its storage was emptied while it waited, and can take its features again.
+        """
         area = asked.area(place)
         rows, columns = self.spans(place, area.shape[-2:])
         there = self._whole[..., rows.place, columns.place]
@@ -198,7 +206,7 @@ class _Norm(_Meeting):
         return asked.normalised(there, *self._statistics)
 
     def _compare(self, area: Tensor, rows: Span, columns: Span) -> None:
-        """With what the tiles above and to the left have laid down, next to what the tile itself stands for."""
+        """Compare a tile with the tiles above and to the left, just outside its own positions."""
         for above, left in (
             (_next_to(rows), (columns.own, columns.own_place)),
             ((rows.own, rows.own_place), _next_to(columns)),
@@ -209,14 +217,14 @@ class _Norm(_Meeting):
                 self._differences.append(torch.stack([one.square().sum() for one in (here - there, there)]))
 
     def difference(self) -> Tensor | None:
-        """Relative L2 of neighbours from each other before they met; None where they share nothing."""
+        """Relative L2 difference of neighbours before they met; None if no tiles overlap."""
         if not self._differences:
             return None
         sums = torch.stack(self._differences).sum(0)
         return torch.sqrt(sums[0] / sums[1])
 
     def _of_all(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each group, over all places."""
+        """Mean and variance of each group over all tiles' own positions."""
         counts = [count for count, _, _ in self._seen]
         shares = torch.tensor(counts, device=self._seen[0][1].device)[:, None, None] / sum(counts)
         means = torch.stack([mean for _, mean, _ in self._seen])
@@ -226,15 +234,15 @@ class _Norm(_Meeting):
 
 
 def _grouped(features: Tensor, groups: int) -> Tensor:
-    """(batch, groups, values of a group), in float32 at least."""
+    """The features as (batch, groups, values of a group), in float32 or wider."""
     wide = features.float() if features.itemsize < 4 else features
     return torch.unflatten(wide, 1, (groups, -1)).flatten(2)
 
 
 def _next_to(span: Span) -> tuple[slice, slice]:
-    """The inner quarter of what lies before a tile's own part, at least one place: in the tile, and in the whole.
+    """The quarter of a tile's overlap that is next to its own positions, at least one: in the tile, and in the whole.
 
-    What a tile's edge has lost since the last meeting has not come so far.
+    Errors from the tile's edge have not come so far since the last meeting.
     """
     before, shift = span.own.start, span.place.start
     begin = before - min(max(before // 4, 1), before)
@@ -242,7 +250,7 @@ def _next_to(span: Span) -> tuple[slice, slice]:
 
 
 def _check_room(nbytes: int) -> None:
-    reason = why_not_enough(int(nbytes * (1 + _RAM_MARGIN)), free_ram())
+    reason = why_not_enough(int(nbytes * (1 + _FREE_RAM_MARGIN)), free_ram())
     if reason is not None:
         raise ApartError(f"its tiles cannot wait for each other in RAM: {reason}")
 
@@ -255,7 +263,7 @@ class _Attention(_Meeting):
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def take(self, place: Place, asked: _AtAttention) -> None:
-        """Note the keys and values that a tile alone stands for."""
+        """Keep the keys and values of a tile's own positions."""
         rows, columns = self.spans(place, asked.sides[-2:])
         key, value = (
             torch.unflatten(one, -2, asked.sides)[..., rows.own, columns.own, :].flatten(-3, -2)
@@ -264,7 +272,7 @@ class _Attention(_Meeting):
         self._pairs.append((key, value))
 
     def answer(self, place: Place, asked: _AtAttention, *, put_back: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of all places, a frame's together. Arguments as of `_Norm.answer`."""
+        """Keys and values of the whole picture, frame by frame. Arguments are those of `_Norm.answer`."""
         if len(self._pairs) > 1:
             keys, values = zip(*self._pairs, strict=True)
             self._pairs = [(torch.cat(keys, -2), torch.cat(values, -2))]
@@ -274,7 +282,7 @@ class _Attention(_Meeting):
 
 
 class _Thread:
-    """Code that goes on only while it is waited for, and asks for all that it is not to do itself."""
+    """Runs code in a thread that pauses at each question until the caller's thread answers."""
 
     def __init__(self, code: Callable[[], object]) -> None:
         self._questions: SimpleQueue[Any] = SimpleQueue()
@@ -293,7 +301,7 @@ class _Thread:
             self._questions.put(error)
 
     def ask(self, question: object) -> Any:
-        """Wait, in this thread, for the answer, which may be an error to raise."""
+        """Ask from the code's thread, and wait for the answer; an error as the answer is raised here."""
         if self._is_stopped:
             raise _StoppedError
         self._questions.put(question)
@@ -303,7 +311,7 @@ class _Thread:
         raise error
 
     def next_question(self) -> Any:
-        """Wait, in the caller's thread, for the next question, for what the code returned, or for what it raised."""
+        """Wait in the caller's thread for the next question, for the code's result, or for the error that it raised."""
         if self._thread.ident is None:
             try:
                 self._thread.start()
@@ -312,22 +320,22 @@ class _Thread:
         return self._questions.get()
 
     def answer(self, answer: Any, error: BaseException | None = None) -> None:
-        """Let it go on."""
+        """Answer the question, so that the code goes on."""
         self._answers.put((answer, error))
 
     def stop(self) -> None:
-        """Let it end at its next question."""
+        """End the code at its next question."""
         self._is_stopped = True
         self.answer(None, _StoppedError())
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         if self._thread.ident is not None:
             self._thread.join()
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has operations done by the thread that waits."""
+    """Hands tensor operations to the caller's thread."""
 
     def __init__(self, ask: Callable[[object], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -338,7 +346,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Layers(TorchFunctionMode):
-    """Stops at group norms and at attention between places."""
+    """Pauses a tile at group norms, and at attention between the places of a picture."""
 
     def __init__(self, tile: "Tile", ask: Callable[[object], Any]) -> None:
         super().__init__()
@@ -381,7 +389,7 @@ class _Layers(TorchFunctionMode):
             "its mask differs between positions"
             if is_causal or (attn_mask is not None and between is None)
             else "the whole picture has too many positions"
-            if place.of_whole(places) > _MOST_PLACES
+            if place.of_whole(places) > _MOST_PLACES_FOR_ATTENTION
             else None
         )
         if sides is None or key.shape[-2] != places or why_alone:
@@ -400,7 +408,7 @@ class _Layers(TorchFunctionMode):
 
 
 def _mask_between_frames(mask: Tensor, sides: tuple[int, ...]) -> Tensor | None:
-    """The mask as (…, frames, frames), where it is the same for all places of a frame, as a causal one is."""
+    """The mask as (…, frames, frames) if it is the same for all places of a frame, as a causal mask is; else None."""
     places = math.prod(sides)
     if len(sides) != 3 or mask.shape[-2:] != (places, places):
         return None
@@ -411,14 +419,14 @@ def _mask_between_frames(mask: Tensor, sides: tuple[int, ...]) -> Tensor | None:
 
 
 def _mask_of_places(between: Tensor, places: int, of_whole: int, begin: int, count: int) -> Tensor:
-    """Between so many places of a tile, from one on, and all of the whole; both have a frame's places together."""
+    """The mask between `count` places of a tile, from `begin` on, and all places of the whole, each frame by frame."""
     frames = between.shape[-1]
     rows = torch.arange(begin, begin + count, device=between.device) // (places // frames)
     return between.index_select(-2, rows).repeat_interleave(of_whole // frames, -1)
 
 
 class _Held:
-    """The storages that a tile's own work made. While it waits, they are in RAM, whatever its device."""
+    """The storages that a tile's operations made. While the tile waits, they are in RAM."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -426,7 +434,7 @@ class _Held:
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
 
     def note(self, given: object, made: object) -> None:
-        """Tell what an operation made from what it was given."""
+        """Note which storages an operation was given and which it made."""
         for values, is_own in ((given, False), (made, True)):
             for value in tree_iter(values):
                 if isinstance(value, Tensor):
@@ -439,10 +447,13 @@ class _Held:
             self._known[key] = reference, is_own
 
     def leave(self, laid_down: torch.UntypedStorage | None) -> bool:
-        """Take all to RAM that is not there yet.
+        """Move the tile's storages to RAM.
+
+        Args:
+            laid_down: The storage whose content is in a meeting's buffer already, and need not be copied.
 
         Returns:
-            Whether it was.
+            Whether `laid_down` is one of the tile's storages, and was emptied.
         """
         weights = {id(one.untyped_storage()) for one in tensors_of(self._modules)}
         own = [find() for find, is_own in list(self._known.values()) if is_own]
@@ -461,7 +472,7 @@ class _Held:
         return any(storage is laid_down for storage, _, _ in self._away)
 
     def come_back(self) -> None:
-        """Fill them again."""
+        """Bring the storages back to their device."""
         while self._away:
             storage, nbytes, copy = self._away.pop()
             storage.resize_(nbytes)
@@ -470,12 +481,12 @@ class _Held:
 
 
 class Tile:
-    """One tile on its way.
+    """One tile on its way through a VAE.
 
     Attributes:
-        place: Which of the tiles.
-        thread: That it runs in.
-        attends_alone: Why attention does not see the whole, where it does not.
+        place: Where the tile is in the picture.
+        thread: The thread that it runs in.
+        attends_alone: Why attention sees only this tile; None if it sees the whole picture.
     """
 
     def __init__(
@@ -508,10 +519,13 @@ class Tile:
             return function(part)
 
     def go_on(self, meeting: "_Norm | _Attention | None") -> Tensor | None:
-        """Let it go on until it is through or waits for the others, and do what it asks for meanwhile.
+        """Run the tile until it is finished or waits for the others, and do its tensor operations meanwhile.
+
+        Args:
+            meeting: The meeting that all tiles have come to; None at the beginning.
 
         Returns:
-            What came out, if it is through.
+            The tile's result if it is finished, None if it waits.
         """
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
@@ -545,31 +559,31 @@ class Tile:
             self.thread.answer(made)
 
     def meet(self, meeting: "_Norm | _Attention | None") -> "_Norm | _Attention":
-        """Come to a meeting, or begin one.
+        """Join the meeting, or begin one.
 
         Raises:
-            ApartError: It is not the one that this tile has come to.
+            ApartError: The others meet at another kind of layer.
         """
         asked = self._asked
-        wanted = _Norm if isinstance(asked, _AtNorm) else _Attention
+        kind = _Norm if isinstance(asked, _AtNorm) else _Attention
         with torch.inference_mode():
-            found = meeting or wanted(self.place, asked)
-            if not isinstance(found, wanted):
+            joined = meeting or kind(self.place, asked)
+            if not isinstance(joined, kind):
                 raise ApartError("its tiles do not go through the same layers")
-            found.take(self.place, asked)
+            joined.take(self.place, asked)
             self._put_back = self._held.leave(asked.only_storage() if isinstance(asked, _AtNorm) else None)
-        return found
+        return joined
 
 
 class SmallCopy:
-    """Lets the group norms of tiles that cannot meet take the statistics of a copy of the whole, as large as a tile.
+    """Group norm statistics of a small copy of the picture, for tiles that cannot meet.
 
     Args:
-        function: What tiles go through.
-        copy: Every n-th place of the whole; an average over places would vary less than the whole does.
+        function: The encoder or decoder.
+        copy: Every n-th row and column of the picture, as large as a tile. An average would vary less than the picture.
 
     Raises:
-        ApartError: The copy does not go through it, or meets no group norm. Memory that runs out is no such reason.
+        ApartError: `function` fails on the copy, or runs no group norm. Running out of memory is raised as it is.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], copy: Tensor) -> None:
@@ -581,10 +595,10 @@ class SmallCopy:
             raise ApartError("it met no group norm")
 
     def tile(self, part: Tensor) -> Tensor:
-        """What a tile gives under the copy's statistics.
+        """The result for a tile, with the copy's statistics at each group norm.
 
         Raises:
-            ApartError: It goes through other norms than the copy did, or does not go through.
+            ApartError: The tile runs other norms than the copy did, or `function` fails on it.
         """
         seen: list[_Statistics] = []
         made = self._run(part, seen, self._known)
@@ -605,22 +619,22 @@ class SmallCopy:
             raise ApartError(f"an estimate failed: {describe(error)}") from error
 
     def differences(self) -> Iterator[Tensor]:
-        """Of each norm: relative L2 of features under the copy's statistics from those under what the tiles saw."""
+        """For each norm, how far the copy's statistics were off: relative L2 of the features against the tiles' statistics."""
         for (mean, variance), seen in zip(self._known, zip(*self._seen, strict=True), strict=True):
             means, variances = (torch.stack(values) for values in zip(*seen, strict=True))
             true_mean = means.mean(0)
             true_variance = (variances + (means - true_mean).square()).mean(0)
-            deviation, true_deviation = ((one + _EPS).sqrt() for one in (variance, true_variance))
+            deviation, true_deviation = ((one + _NORM_EPS).sqrt() for one in (variance, true_variance))
             off = torch.stack([(mean - true_mean) / true_deviation, deviation / true_deviation - 1])
             yield off.square().sum(0).mean().sqrt()
 
 
 _Statistics = tuple[Tensor, Tensor]
-"""Mean and variance of each sample's groups."""
+"""Mean and variance of the groups of each sample."""
 
 
 class _Norms(TorchFunctionMode):
-    """Notes what each group norm sees, and lets it take statistics that are known, one norm after the other."""
+    """Notes the statistics of each group norm, and gives it the known ones instead, if there are any."""
 
     def __init__(self, seen: list[_Statistics], known: Sequence[_Statistics]) -> None:
         super().__init__()
@@ -644,16 +658,16 @@ class _Norms(TorchFunctionMode):
 def go_through(
     tiles: Sequence[Tile], modules: Sequence[nn.Module], differences: list[Tensor]
 ) -> Generator[tuple[Place, Tensor], None, None]:
-    """Each tile with what came of it, in order.
+    """Run all tiles of a picture side by side, and give each tile's place and result, in order.
 
     Args:
-        tiles: All of a picture.
-        modules: What they go through.
-        differences: Gets what neighbours differed by where they met, of each norm.
+        tiles: All tiles of one picture.
+        modules: The modules that the tiles go through.
+        differences: For each norm, the difference of neighbours before they met is appended here.
 
     Raises:
-        ApartError: They cannot go together.
-        Exception: Whatever is raised in any of them.
+        ApartError: The tiles cannot meet.
+        Exception: Whatever is raised in one of them.
     """
     before: list[object] = []
     waiting = list(tiles)
@@ -671,7 +685,7 @@ def go_through(
                 waiting.append(tile)
                 meeting = tile.meet(meeting)
                 if tile is tiles[0]:
-                    # It has come from one meeting to the next, and the others to the one before.
+                    # This tile has run to the next meeting, the others only to the one before.
                     before, last = _attributes(modules), before
                     if last and list(map(id, last)) != list(map(id, before)):
                         raise ApartError("it keeps state from one layer to the next")
@@ -687,7 +701,7 @@ def go_through(
 
 
 def _attributes(modules: Sequence[nn.Module]) -> list[object]:
-    """What modules have beside tensors and parts: a VAE that writes there cannot be used for two tiles in turn."""
+    """The plain attributes of modules. A VAE that writes to them cannot run two tiles in turns."""
     parts = (vars(part) for module in modules for part in module.modules())
     values = [
         own[name] for own in parts for name in own if name not in ("_parameters", "_buffers", "_modules")

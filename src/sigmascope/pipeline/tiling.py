@@ -1,8 +1,8 @@
 """Run a VAE over a large picture tile by tile, and blend where tiles overlap.
 
-What is needed at once on an accelerator is the memory of one tile, and of the output. Tiles meet at group norms and
-attention, which see the whole picture (`tiles_together`). By itself a tile gives what the whole gives away from seams, as
-far as the network is local.
+An accelerator needs memory for one tile and for the output. Tiles meet at group norms and attention, so that these see
+the whole picture (`tiles_together`). Convolutions need no meeting: away from a tile's edges they give the same values as
+in the whole picture.
 """
 
 import sys
@@ -39,24 +39,24 @@ def tiled_map(
 ) -> Tensor:
     """Apply an encoder or a decoder to overlapping tiles and blend the results linearly.
 
-    The tensor's size says which of the two it is. Only the last two axes are cut: frames of a
-    video stay together, since a causal video VAE carries what it saw from one chunk to the next.
+    The tensor's size says whether it is pixels or latents. Only height and width are cut. Frames of a video stay
+    together, because a causal video VAE carries state from one chunk of frames to the next.
 
     Args:
         function: Maps pixels (..., height, width) to latents, or latents to pixels.
         tensor: The whole picture or latent of `plan`.
         plan: From `plan`.
-        modules: What `function` runs. Their group norms see the whole picture, where that can be done; without
-            any, they see a tile at a time.
-        progress: Told after each tile.
+        modules: The modules that `function` runs. Their group norms and attention see the whole picture where possible;
+            without `modules`, they see one tile at a time.
+        progress: Called after each tile.
 
     Returns:
-        What `function` gives, for the whole, in its dtype; sums are in float32. A single tile's result is
-        given back as it is.
+        The result for the whole picture, in the dtype that `function` gives; tiles are summed in float32. The result
+        of a single tile is returned unchanged.
 
     Raises:
         ConfigError: The tensor is neither the plan's picture nor its latent.
-        ModelMismatchError: `function` gives tiles of a size that the plan's `downscale` does not explain.
+        ModelMismatchError: `function` returns tiles of a size that does not fit the plan's `downscale`.
     """
     return in_tiles(function, tensor, plan, modules=modules, progress=progress)[0]
 
@@ -71,7 +71,17 @@ def in_tiles(
     compared: Callable[[Tensor], Tensor] | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Tensor, TileFacts]:
-    """What `tiled_map` gives, and what the tiles cost. Arguments as there, errors too."""
+    """The result of `tiled_map`, and the facts of its tiles. Arguments and errors are those of `tiled_map`.
+
+    Args:
+        function: See `tiled_map`.
+        tensor: See `tiled_map`.
+        plan: See `tiled_map`.
+        modules: See `tiled_map`.
+        apart: Why tiles must not meet; None lets them.
+        compared: The part of a tile's result that is compared with its neighbours'; None compares nothing.
+        progress: See `tiled_map`.
+    """
     latents = _holds_latents(tensor, plan)
     if plan.count == 1:
         return function(tensor), plan.facts()
@@ -116,7 +126,7 @@ def in_tiles(
 
 
 def _small_copy(tensor: Tensor, plan: TilePlan, *, latents: bool) -> Tensor:
-    """Every n-th place of a picture or a latent, no more of them along either side than a tile has."""
+    """Every n-th row and column of a picture or latent, at most as many as a tile has."""
     axes = plan.rows, plan.columns
     share = min(min(axis.tile / axis.length for axis in axes), 1.0)
     for dim, axis in ((-2, plan.rows), (-1, plan.columns)):
@@ -137,15 +147,14 @@ def _together(
 
 
 class _Blend:
-    """Puts the results of tiles together as they come, row by row.
+    """Blends the results of tiles into one picture, row by row.
 
     Args:
-        plan: How they were cut.
-        compared: What of a result is held against its neighbours'; None: nothing is.
-        progress: Told after each.
+        plan: How the picture was cut.
+        compared: The part of a tile's result that is compared with its neighbours'; None compares nothing.
+        progress: Called after each tile.
         latents: Whether the results are latents.
-        inner: Whether only the inner half of what two share counts: what tiles that saw the whole's features lack
-            is at their edges alone.
+        inner: Whether to use only the inner half of each overlap. Tiles that met are wrong only at their edges.
     """
 
     def __init__(
@@ -168,7 +177,7 @@ class _Blend:
         self.differences: list[Tensor] = []
 
     def add(self, place: Place, part: Tensor) -> None:
-        """Blend the next one in."""
+        """Blend in the result of the next tile."""
         where = place.where(latents=self._latents)
         _check(part, where, self._output)
         if self._output is None:
@@ -183,7 +192,7 @@ class _Blend:
         self._progress(self._done, self._plan.count, "tile")
 
     def _compare(self, place: Place, part: Tensor) -> None:
-        """With the tile above and the one to the left, where they overlap; of each tile its last edges are kept."""
+        """Compare overlaps with the tile above and the one to the left; keep this tile's last edges for the next ones."""
         axes = ("above", self._plan.rows, -2, place.row), ("left", self._plan.columns, -1, place.column)
         for name, axis, dim, index in axes:
             other = place.column if name == "above" else 0
@@ -206,7 +215,7 @@ class _Blend:
         return shared.narrow(dim, outside, size - 2 * outside).float()
 
     def result(self, norms: NormStatistics, reason: str | None) -> tuple[Tensor, TileFacts]:
-        """The whole, in the dtype of the tiles, and what they cost."""
+        """The whole picture in the dtype of the tiles, and the facts of the tiles."""
         assert self._output is not None  # there is at least one tile
         facts = replace(
             self._plan.facts(),
@@ -217,9 +226,9 @@ class _Blend:
         return self._output.to(self._dtype), facts
 
     def _difference(self) -> float | None:
-        """Relative L2 of neighbours from each other where they overlap; None where they share nothing.
+        """Relative L2 difference of neighbours in their overlaps; None if no tiles overlap.
 
-        Of what they gave, or of what they brought to a layer at which they met, if that is more.
+        The larger of two: between their results, and between their features before they met at a norm.
         """
         if not self._sums:
             return None
