@@ -25,7 +25,7 @@ from sigmascope.records.run import ComponentFacts, Finding, Run, Stage
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
 _FRAGMENTED_BYTES: Final = 1024 * _MIB
-_SHORT_SHARE: Final = 0.8
+_SHORT_OF_MEMORY_SHARE: Final = 0.8
 """Of a device: when more is held, memory is short."""
 _NEAR_LIMIT_SHARE: Final = 0.95
 _KEPT_BYTES: Final = 256 * _MIB
@@ -33,7 +33,7 @@ _KEPT_SHARE: Final = 0.5
 _LOADS: Final = frozenset({"model_loading", "lora_application"})
 """Stages whose purpose is to leave more memory in use."""
 _TILES: Final = "tiles would make it less (pipe.vae.enable_tiling())"
-_WORTHWHILE: Final = 0.9
+_WORTHWHILE_TILES_SHARE: Final = 0.9
 """Share of a peak: tiles that leave more than this are not worth it."""
 _COMFORTABLE_SHARE: Final = 0.7
 """Weights that take less of a device than this leave room for activations at usual sizes."""
@@ -166,7 +166,7 @@ def fragmented(run: Run) -> Iterator[Seen]:
         if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
             continue
         yield Seen(
-            severity="warning" if reserved > _SHORT_SHARE * (sizes.get(device) or 0) > 0 else "info",
+            severity="warning" if reserved > _SHORT_OF_MEMORY_SHARE * (sizes.get(device) or 0) > 0 else "info",
             message=f"PyTorch held {units.mib(reserved)} MB on {device} in {name}: {units.mib(idle)} MB "
             f"({100 * idle / reserved:.0f} %) more than tensors ever took, because its free blocks were too small to "
             "reuse.",
@@ -384,7 +384,7 @@ def growth(
 
     Args:
         readings: Bytes in use after each call, in order.
-        tolerance_bytes: Growth by call that is no leak.
+        tolerance_bytes: Growth by call that does not count as a leak.
         rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
             far and stays there, which other calls do not add to.
 
@@ -478,7 +478,7 @@ def tiling_advice(run: Run, owner: PeakOwner) -> str | None:
     beyond what was in use before it falls with the tile's share of the picture; the highest of the other stages stays.
 
     Returns:
-        Such as "tiles would make it about 3.1 GB"; None: the peak is no VAE's, or tiles are used or would not help.
+        Such as "tiles would make it about 3.1 GB"; None: the peak is not a VAE's, or tiles are used or would not help.
     """
     name = owner.stage.rsplit("/", 1)[-1]
     found = next(
@@ -521,7 +521,7 @@ def tiling_advice(run: Run, owner: PeakOwner) -> str | None:
         and not any(_is_in(other, vae) for vae in case.stages if vae.name == stage.name)
     )
     tiled = max(round(before + (owner.bytes - before) * share), *others, 0)
-    if tiled > _WORTHWHILE * owner.bytes:
+    if tiled > _WORTHWHILE_TILES_SHARE * owner.bytes:
         return None
     return f"tiles would make it about {units.format_size(tiled)} (pipe.vae.enable_tiling())"
 

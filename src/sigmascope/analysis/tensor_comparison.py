@@ -334,7 +334,7 @@ def _saved_device(tensors: TensorsByName, name: str) -> str | None:
 
 
 def _header_differences(a: TensorsByName, b: TensorsByName) -> dict[str, tuple[str, str]]:
-    """What two headers say differently. What only one of them says is no difference."""
+    """What two headers say differently. What only one of them says does not count."""
     metadata_a, metadata_b = getattr(a, "metadata", None), getattr(b, "metadata", None)
     encoders = (getattr(metadata_a, "encoder", None), getattr(metadata_b, "encoder", None))
     differences: dict[str, tuple[str, str]] = {}
@@ -471,7 +471,7 @@ def compare_pair(
         devices: Where they lay when they were saved, if that is not where they lie now.
 
     Raises:
-        ConfigError: One is no dense tensor with values, or an option makes no sense.
+        ConfigError: One is not a dense tensor with values, or an option makes no sense.
     """
     tensor_a, tensor_b = as_tensor(a, "A"), as_tensor(b, "B")
     facts_a, facts_b = outline(tensor_a, devices[0]), outline(tensor_b, devices[1])

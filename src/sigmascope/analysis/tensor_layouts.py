@@ -16,9 +16,9 @@ from torch import Tensor
 from sigmascope.analysis.tensor_errors import pair_pieces
 
 _MOST_TURNED_AXES = 4
-_AGREES = 0.05
+_AGREEING_DISTANCE = 0.05
 """Relative distance of a sample below which values of one shape are taken to be in another order."""
-_CORNER_AGREES = 0.5
+_AGREEING_CORNER_DISTANCE = 0.5
 """The same for a tensor that is set against a corner of the other, along several axes."""
 _MOST_PERMUTATIONS = 120
 _MOST_PART_AXES = 3
@@ -69,13 +69,13 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     if a.dim() != b.dim():
         start = squeezed(start)
     distance, best = _nearest([start] if start.a.shape == start.b.shape else fitting(start))
-    if distance > _AGREES:
+    if distance > _AGREEING_DISTANCE:
         turned = _turned_part(start)
         if turned is not None:
             return _joined(start, turned)
     if best is None:
         return None
-    if len(_differing_axes(start)) > 1 and best.kind == "part" and distance > _CORNER_AGREES:
+    if len(_differing_axes(start)) > 1 and best.kind == "part" and distance > _AGREEING_CORNER_DISTANCE:
         return None  # some corner of one is of the other's shape always: that explains nothing
     return _with_remainder(_joined(start, best), start)
 
@@ -88,7 +88,7 @@ def _turned_part(start: Layout) -> Layout | None:
     for order in axis_orders(start.b.dim()):
         turned = replace(start, b=start.b.permute(order))
         distance, part = _nearest(parts(turned) if only_axis(turned) is not None else ())
-        if part is not None and distance <= _AGREES:
+        if part is not None and distance <= _AGREEING_DISTANCE:
             part = _with_remainder(part, turned)
             words = f"B's {order_words(order)}, {part.words}"
             candidates.append(replace(part, kind="permuted+part", words=words))
@@ -119,7 +119,7 @@ def find_order(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     """
     start = Layout("", "", a, b, token_axis)
     distance, best = _nearest([*_permuted(start), *_halves_swapped(start)])
-    return best if distance <= _AGREES and distance < sample_distance(a, b) / 4 else None
+    return best if distance <= _AGREEING_DISTANCE and distance < sample_distance(a, b) / 4 else None
 
 
 def _nearest(layouts: Iterable[Layout]) -> tuple[float, Layout | None]:

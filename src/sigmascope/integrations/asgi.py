@@ -66,7 +66,7 @@ class PerformanceMonitoringMiddleware:
         clock: Monotonic nanoseconds.
 
     Raises:
-        ConfigError: `metrics_path` without prometheus-client or without its "/", a header that can be none, a history
+        ConfigError: `metrics_path` without prometheus-client or without its "/", an invalid header name, a history
             below 1, an unknown `prompts`, or an `on_request` that would have to be awaited.
 
     Examples:
@@ -209,7 +209,7 @@ def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
 
 
 def _header(headers: Iterable[Any], name: bytes) -> bytes | None:
-    """Its value. Text, which ASGI has not and some servers take, is no reason to fail."""
+    """Its value. Text, which ASGI does not allow but some servers accept, does not fail."""
     return next((_as_bytes(value) for key, value in headers if _as_bytes(key).lower() == name), None)
 
 
@@ -341,7 +341,7 @@ def _sent_of(message: Message) -> int:
 
 
 class RequestMetrics:
-    """Counters of one middleware, in a registry of its own. Paths are no labels: there may be any number of them.
+    """Counters of one middleware, in a registry of its own. Paths are not labels: there may be any number of them.
 
     Raises:
         ConfigError: prometheus-client is not installed.

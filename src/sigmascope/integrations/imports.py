@@ -22,7 +22,7 @@ def when_loaded(module: str, name: str, act: Act) -> Callable[[], None]:
     """Call `act` with a class, at once or when its module has been imported.
 
     Returns:
-        What ends the waiting.
+        A function that ends the waiting.
     """
     if _tell(module, name, act):
         return _nothing
@@ -59,18 +59,18 @@ class ImportTimes:
         self._since_ns = 0
 
     def wants(self, module: str) -> bool:
-        """Whether this module's import is to be told of: it is not part of that of its own package."""
+        """Whether to time this module's import, which is not so if it is part of its own package's import."""
         if threading.get_ident() != self._thread or len(self.segments) >= _MOST_SEGMENTS:
             return False
         return not self._open or self._open[-1] != module.partition(".")[0]
 
     def begin(self, module: str) -> None:
-        """Know that a module's body is about to run."""
+        """Note that a module's body is about to run."""
         self._add_segment()
         self._open.append(module.partition(".")[0])
 
     def end(self) -> None:
-        """Know that the last one is over."""
+        """Note that the last module's body has run."""
         self._add_segment()
         self._open.pop()
 
@@ -121,7 +121,7 @@ class Finder:
             self._be_first()
 
     def time_no_more(self) -> None:
-        """Note no more; what was noted stays with who has it."""
+        """Stop noting. What was noted stays."""
         with self._lock:
             self.times = None
             self._leave_unless_needed()
@@ -135,7 +135,7 @@ class Finder:
             sys.meta_path.remove(self)
 
     def _timing(self, name: str) -> ImportTimes | None:
-        """What times this import; None: nothing does, or it is no import and somebody only asks for the spec."""
+        """What times this import; None: nothing does, or somebody only asks for the spec, without an import."""
         times = self.times
         if times is None:
             return None

@@ -35,7 +35,7 @@ def launch(program: Sequence[str], settings: Settings) -> NoReturn:
     """Become the program: same process, same arguments, same streams.
 
     Raises:
-        ConfigError: This Python was told to ignore what the watch comes in by.
+        ConfigError: Python was started with -E, -I or -S, which keep the watch out.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ConfigError(

@@ -182,7 +182,7 @@ def sample_hz_of(settings: Settings) -> float:
     """How often memory is looked at.
 
     Raises:
-        ConfigError: The environment gives no number above 0.
+        ConfigError: The environment's value is not a number above 0.
     """
     with suppress(ValueError):
         if 0 < (value := float(settings.sample_hz or "10")) < float("inf"):
@@ -195,7 +195,7 @@ def kept_of(settings: Settings) -> int:
     """How many generations the record holds in full.
 
     Raises:
-        ConfigError: The environment gives no whole number above 0.
+        ConfigError: The environment's value is not a whole number above 0.
     """
     with suppress(ValueError):
         if (value := int(settings.keep_generations or KEEP_GENERATIONS)) > 0:
@@ -213,10 +213,10 @@ class OlderGenerations:
         self.written = 0
 
     def write(self, least: int = 1) -> None:
-        """Write what is too much, unless it is fewer generations than that.
+        """Write the generations that the record keeps no longer, if they are at least this many.
 
         Raises:
-            WriteError: It cannot be written. Then sums alone are left of it.
+            WriteError: It cannot be written. Only the sums of these generations stay then.
         """
         part = self._take_older(least)
         if part is None:
@@ -255,18 +255,18 @@ class PeriodicSaver:
         self._thread = threading.Thread(target=self._work, name="sigmascope-keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin. Without a thread to be had, nothing is kept before the end."""
+        """Start the thread. If the system gives none, nothing is saved before the end."""
         with suppress(RuntimeError):
             start_thread(self._thread, self._stop)
 
     def stop(self) -> None:
-        """Write no more; at return nothing is being written."""
+        """Stop writing; on return no write is in progress."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def keep(self) -> None:
-        """Write what is known now, if there is anything. A failure is for the end to tell."""
+        """Write what is known now, if there is anything. A failure is reported at the end."""
         with suppress(Exception):
             self._before()
         with suppress(Exception):
@@ -285,8 +285,8 @@ class PeriodicSaver:
 def unhandled() -> BaseException | None:
     """The exception that ended the program, which Python leaves in `sys`; None if none did.
 
-    Consoles leave there what they showed. That went no further than to them, so that its traceback does not begin with
-    the first of all calls.
+    Consoles leave there the errors that they showed, which did not end the program: their tracebacks do not begin at
+    the outermost call.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not isinstance(error, BaseException):

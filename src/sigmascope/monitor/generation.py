@@ -60,7 +60,7 @@ class Generation:
 
     Attributes:
         stands_alone: Begun by `start_timing`, to be ended by `end_timing`.
-        is_whole: Whether it went to its end.
+        is_whole: Whether it ran to its end.
         outer: The generation of the same monitor that this one was begun in.
         run: Its record, once it has ended; of a caller's recorder that of this generation's stage alone.
         facts: Of the pipeline, if they were read.
@@ -459,9 +459,9 @@ def _call_within(stage: Stage) -> CallFacts | None:
 
 
 def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
-    """Mean of the steps: by the accelerator's clock of those it was seen to finish, else by the host's.
+    """Mean seconds of the steps: on the accelerator's clock for those it was seen to finish, else on the host's.
 
-    A step that is still on the device when the generation ends is none of them; the record says how many there were.
+    A step still on the device when the generation ends does not count; the record says how many there were.
     """
     parts = () if stage is None else tuple(stage.walk())
     own = [part for part in parts if part.name not in OTHER_STAGES and is_timed_on_device(part)]

@@ -49,11 +49,11 @@ class Guard:
         self.reasons: dict[str, str] = {}
 
     def works(self, instrument: str) -> bool:
-        """Tell whether the instrument has not failed yet."""
+        """Whether the instrument has not failed yet."""
         return instrument not in self.reasons
 
     def switch_off(self, instrument: str, failure: Exception) -> None:
-        """Use the instrument no more and keep the reason."""
+        """Stop using the instrument, and keep the reason."""
         if instrument in self.reasons:
             return
         self.reasons[instrument] = reason = self.describe(failure)
@@ -178,7 +178,7 @@ def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) 
     """A count as an int; None is `none_is`, unless that is less than `least`.
 
     Raises:
-        ConfigError: It is no whole number, or too small.
+        ConfigError: It is not a whole number, or is too small.
     """
     if value is None and none_is >= least:
         return none_is

@@ -47,7 +47,7 @@ class HookSet:
         self._heard: dict[str, ByIdentity[tuple[type, Before]]] = {}
 
     def hook_method(self, thing: object, attribute: str, before: Before) -> None:
-        """Hear an object's method: its class's, and what lies on the object itself; again changes nothing."""
+        """Hear a method of an object, whether its class or the object itself has it. A second call changes nothing."""
         kind = type(thing)
         heard = self._heard.setdefault(attribute, ByIdentity())
         heard.put(thing, (kind, before))
@@ -78,7 +78,7 @@ class HookSet:
     def hook_attribute(self, owner: object, attribute: str, before: Before) -> None:
         """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing.
 
-        What cannot be replaced, such as what is no function, is left alone, with the reason in the record.
+        What cannot be replaced, because it is not a function for example, is left alone; the record has the reason.
         """
         self._listen((id(owner), attribute), owner, attribute, before)
 
@@ -126,7 +126,7 @@ class HookSet:
                 undo()
 
     def failed(self, failure: Exception) -> None:
-        """Work no more."""
+        """Stop working, and take everything off."""
         if self.works:
             self.works = False
             self.guard.switch_off(self.instrument, failure)
@@ -194,7 +194,7 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
 
     Raises:
         KeyError: The owner has no such attribute, or an object none of its own.
-        TypeError: It is no function.
+        TypeError: It is not a function.
     """
     key = (id(owner), name)
     with _LOCK:
@@ -240,7 +240,7 @@ class MethodHook:
 
     Raises:
         KeyError: It is not the owner's own.
-        TypeError: The attribute is no function.
+        TypeError: The attribute is not a function.
     """
 
     def __init__(self, owner: object, name: str) -> None:
@@ -416,7 +416,7 @@ def _call_after(afters: list[tuple[After, Listener]], result: object, error: Bas
 
 
 class ByIdentity(Generic[T]):
-    """What is known of things, each for as long as it lives: another may get its `id` then."""
+    """Values for objects, each kept as long as its object lives: another object may get its `id` afterwards."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], object], T]] = {}
@@ -425,12 +425,12 @@ class ByIdentity(Generic[T]):
         return len(self._known)
 
     def get(self, thing: object) -> T | None:
-        """What is known of it; None: nothing."""
+        """The object's value; None if there is none."""
         known = self._known.get(id(thing))
         return known[1] if known is not None and known[0]() is thing else None
 
     def put(self, thing: object, value: T) -> None:
-        """Know this of it from now on."""
+        """Keep this value for the object."""
         self._known[id(thing)] = (reference_to(thing, functools.partial(_pop, self._known, id(thing))), value)
 
     def clear(self) -> None:
@@ -454,7 +454,7 @@ def _pop(table: dict[Any, Any], key: object, _: object) -> None:
 
 
 def reference_to(thing: object, gone: Callable[[object], object] | None = None) -> Callable[[], object]:
-    """What gives the thing for as long as others keep it alive; `gone` is called when nobody does any more."""
+    """A function that gives the object as long as others keep it alive; `gone` is called once nobody does."""
     try:
         return weakref.ref(thing, gone)
     except TypeError:  # it cannot be referred to weakly

@@ -40,7 +40,7 @@ class Stream(Protocol):
         ...
 
     def flush(self) -> None:
-        """Let it be seen."""
+        """Flush the text."""
         ...
 
     def isatty(self) -> bool:
@@ -95,7 +95,7 @@ class LiveLine:
     Args:
         stream: Where to; None: what `sys.stderr` is at the time.
         hz: How often to draw it.
-        plain_every_seconds: How often a generation has a line where there is no terminal.
+        plain_every_seconds: Seconds between a generation's lines if there is no terminal.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LiveLine:
         self.forget()
 
     def forget(self) -> None:
-        """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
+        """Start anew, for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
         self._open: list[Shown] = []
         self._over: list[str] = []
@@ -136,7 +136,7 @@ class LiveLine:
             self._open.append(generation)
 
     def remove(self, generation: Shown, error: BaseException | None = None) -> None:
-        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return."""
+        """Stop showing a generation, and leave a line on how it ended. The last one also ends the thread."""
         with self._lock:
             if generation not in self._open:
                 return
@@ -284,7 +284,7 @@ class StepListeners:
     Attributes:
         on_step: Called after each.
         on_warning: Called as soon as a generation heads beyond its target; None: that is logged.
-        seconds: Takes the length of each.
+        seconds: Gets the seconds of each step.
     """
 
     on_step: Listener | None = None

@@ -1,4 +1,4 @@
-"""What the stages of a call made, told by the hash of its bytes, without the call waiting for anything.
+"""Hashes of what the stages of a call made, taken without making the call wait.
 
 A stage's output on the CPU is hashed when the stage is over, if that takes less than a millisecond. Anything larger, and
 all that is on an accelerator, is held until the call has returned (`HeldOutputs`), and hashed then: for no longer, and
@@ -27,9 +27,9 @@ AT_ONCE_BYTES: Final = 16 * MIB
 """Hashing as much takes less than half a millisecond."""
 HELD_BYTES: Final = 256 * MIB
 """Of all outputs of a call together."""
-HELD_ON_DEVICE: Final = 64 * MIB
+HELD_BYTES_ON_DEVICE: Final = 64 * MIB
 """Of one output: holding it keeps that memory from the host until the call is over."""
-_LONGEST_WAIT: Final = 2.0
+_LONGEST_WAIT_SECONDS: Final = 2.0
 """Seconds, at the end of a watch, for copies that are on their way."""
 _LOOK_EVERY: Final = 0.0005
 
@@ -99,7 +99,7 @@ class HeldOutputs:
     def _why_not_held(self, tensor: Tensor) -> str | None:
         if not self._in_call:
             return OUTSIDE
-        most = HELD_BYTES if tensor.device.type == "cpu" else HELD_ON_DEVICE
+        most = HELD_BYTES if tensor.device.type == "cpu" else HELD_BYTES_ON_DEVICE
         if tensor.nbytes > most or self._bytes + tensor.nbytes > HELD_BYTES:
             return f"{format_size(tensor.nbytes)} are too much to hold until the call is over"
         return COUNTS_NOTHING if tensor.is_inference() else None
@@ -121,7 +121,7 @@ class HeldOutputs:
                 arrivals.send(held.stage, held.name, held.tensor)
 
     def drop(self) -> None:
-        """Let go of what is held: the call failed, and its device may answer no more."""
+        """Let go of what is held: the call failed, and its device may no longer answer."""
         for held in self._emptied():
             held.stage.output_hash(held.name, Reading(None, FAILED))
 
@@ -140,7 +140,7 @@ class Arrivals:
         self._waiting: list[tuple[LiveStage, str, Tensor, HasArrived]] = []
 
     def send(self, stage: LiveStage, name: str, tensor: Tensor) -> None:
-        """Begin to copy an output, and keep no hold of it."""
+        """Begin to copy an output, without keeping the output alive."""
         if is_capturing(tensor.device.type):
             stage.output_hash(name, Reading(None, CAPTURED))
             return
@@ -161,7 +161,7 @@ class Arrivals:
             else:
                 self._waiting.append((stage, name, copy, has_arrived))
 
-    def wait(self, seconds: float = _LONGEST_WAIT) -> None:
+    def wait(self, seconds: float = _LONGEST_WAIT_SECONDS) -> None:
         """Wait for copies that are still on their way, but not for long, and forget those that do not come."""
         end = time.monotonic() + seconds
         self.look()

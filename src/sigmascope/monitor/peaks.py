@@ -47,7 +47,7 @@ class HostMemory(NamedTuple):
 
 
 class Peaks:
-    """What is highest in one scope so far (or, in a tracker, since its last scope boundary)."""
+    """The highest readings of one scope so far (or, in a tracker, since its last scope boundary)."""
 
     __slots__ = ("devices", "ram_used", "rss")
 

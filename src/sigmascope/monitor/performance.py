@@ -108,7 +108,7 @@ class PerformanceMonitor:
         clock: Monotonic nanoseconds.
 
     Raises:
-        ConfigError: A target that is no number above 0, or a history below 1.
+        ConfigError: A target that is not a number above 0, or a history below 1.
 
     Examples:
         >>> monitor = PerformanceMonitor(target_generation_time=5.0)
@@ -565,7 +565,7 @@ def planned_metrics(
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
 
     Raises:
-        ConfigError: Names the argument that is none of its kind.
+        ConfigError: An argument has a wrong type or value; the error names it.
     """
     given = "" if architecture_type is None else str(architecture_type)
     found = None if facts is None else facts.architecture
@@ -610,7 +610,7 @@ def seconds_above_zero(name: str, value: object) -> float:
     """A target as a float.
 
     Raises:
-        ConfigError: It is no finite number above 0.
+        ConfigError: It is not a finite number above 0.
     """
     try:
         seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))

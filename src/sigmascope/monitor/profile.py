@@ -1,4 +1,4 @@
-"""`profile_steps`: torch's profiler on a few steps, told block by block, and nothing on all others.
+"""`profile_steps`: torch's profiler on a few chosen steps, with the time summed by block.
 
 `ProfileSession` runs one profiler after another, each on one step, with marks that name the calls of the denoiser's
 blocks. `ProfileSums` adds its events up by block and by operator.
@@ -191,7 +191,7 @@ def profile_steps(
             recorder, if any.
         module: The denoiser, or the pipeline (or what wraps the module) that has one.
         steps: Which forward calls of the denoiser, counted from 1 since the context was entered. Under guidance in
-            two calls a step has two. The first ones tell of warming up.
+            two calls a step has two. The first ones include warm-up.
         trace: Keep the whole trace in this file, for ui.perfetto.dev; with several steps in one file a step, named
             `…-step3`. It ends with ".json" or ".json.gz".
 
@@ -277,7 +277,7 @@ class ProfileSession:
         return self._running is not None and thread in (None, self._running[0])
 
     def start(self, step: int) -> None:
-        """Profile from now on; not where somebody else does: starting a second profiler would end the host's own."""
+        """Profile from now on, unless another profiler runs: a second one would end it."""
         if torch._C._autograd._profiler_enabled():
             self.refused = OTHER_PROFILER
             return
@@ -432,7 +432,7 @@ def _with_all_it_called(event: Any) -> Iterator[Any]:
 
 
 def _device_us(event: Any) -> float:
-    """Of the kernels that an event started itself. A mark's own shadow on the device is no kernel."""
+    """Of the kernels that an event started itself. A mark's own shadow on the device is not a kernel."""
     return float(sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(LABEL)))
 
 

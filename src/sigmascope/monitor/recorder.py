@@ -191,7 +191,7 @@ class Recorder:
         return self._run((frozen,), stage.started_ns, frozen.seconds, frozen.success)
 
     def take_older(self, least: int = 1) -> Run | None:
-        """Fold what is too much, and return it as a run by itself, under the same id and on the same clock.
+        """Fold the generations beyond `keep`, and return them as a run with the same id and clock.
 
         Args:
             least: How many stages of one name have to be more than `keep`; below that None is returned.
@@ -256,7 +256,7 @@ class Recorder:
                 self._extent.end(error)
 
     def let_go(self) -> None:
-        """Sample and listen no more, whatever stages were left open."""
+        """Stop sampling and listening, even if stages were left open."""
         if self._stacks is not None:
             self._stacks.stop()
         self._instruments.stop_sampling(all_scopes=True)
@@ -299,7 +299,7 @@ class Recorder:
         return frame
 
     def welcome(self, guest: "Recorder") -> None:
-        """Know another recorder, a stage of which lies in one of this one's too; let each name the other's run.
+        """Link another recorder that has a stage inside one of this recorder's stages: each names the other's run.
 
         What it raises passes through stages of both: where one of them keeps no words, neither does.
         """

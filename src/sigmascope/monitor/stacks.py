@@ -40,10 +40,10 @@ _LONGEST_SECONDS: Final = 1.0
 _COST_SHARE: Final = 0.005
 """Of the time, half of what a look may take: the other half is for threads that are woken for it."""
 _JOIN_SECONDS: Final = 1.0
-_STARVED: Final = 2
+_STARVED_PERIODS: Final = 2
 """Periods: a look that came later waited for the interpreter, which something held."""
 _MOST_PLACES: Final = 2000
-_MOST_KEPT: Final = 20
+_MOST_FUNCTIONS_RECORDED: Final = 20
 """Functions in the record for each part of the time."""
 _MOST_FILES: Final = 4096
 _PACKAGE: Final = PurePath(__file__).parents[1]
@@ -125,7 +125,7 @@ class StackSampler:
         self._guard.call(STACKS, thread.start)
 
     def stop(self) -> None:
-        """Look no more; at return the thread has ended. A forked child never had it."""
+        """Stop looking; on return the thread has ended. A forked child never had it."""
         thread, self._thread = self._thread, None
         if thread is None or os.getpid() != self._process_id:
             return
@@ -135,12 +135,12 @@ class StackSampler:
             thread.join(_JOIN_SECONDS)
 
     def opened(self, scope: Scope) -> None:
-        """Know a stage that the calling thread has just opened."""
+        """Note a stage that the calling thread has just opened."""
         self._open.append(scope)
         self._outermost += scope.is_outermost
 
     def closed(self, scope: Scope) -> None:
-        """Know that it is over."""
+        """Note that the stage is over."""
         if scope in self._open:
             self._open.remove(scope)
             if not self._open:
@@ -170,13 +170,13 @@ class StackSampler:
         self._samples += 1
 
     def pay(self, nanoseconds: int) -> None:
-        """Know what all looks have cost so far, and look as seldom as that asks for."""
+        """Note what all looks have cost so far, and space the next ones accordingly."""
         self._cost_ns = nanoseconds
         wanted = nanoseconds / max(self._samples, 1) / 1e9 / _COST_SHARE
         self.period_seconds = min(max(_PERIOD_SECONDS, wanted), _LONGEST_SECONDS)
 
     def failed(self, failure: Exception) -> None:
-        """Look no more, for this reason."""
+        """Stop looking, for this reason."""
         self._guard.switch_off(STACKS, failure)
 
     def _look(self, now_ns: int, elapsed_ns: int) -> None:
@@ -215,7 +215,7 @@ class StackSampler:
         """Seconds that a sample stands for: since the last one; where the interpreter was held, of this part at most."""
         period = self.period_seconds
         elapsed = elapsed_ns / 1e9
-        return elapsed if elapsed <= _STARVED * period else min(elapsed, max(since_ns / 1e9, period))
+        return elapsed if elapsed <= _STARVED_PERIODS * period else min(elapsed, max(since_ns / 1e9, period))
 
     def _add(
         self,
@@ -391,7 +391,7 @@ def _by_function(places: Mapping[Place, list[float]]) -> Iterator[HostPlace]:
     kept: Counter[tuple[str, str]] = Counter()
     for place, lines in sorted(functions.items(), key=lambda item: -_total(item[1])):
         kept[place.stage, place.part] += 1
-        if kept[place.stage, place.part] <= _MOST_KEPT:
+        if kept[place.stage, place.part] <= _MOST_FUNCTIONS_RECORDED:
             yield HostPlace(
                 stage=place.stage,
                 part=place.part,

@@ -106,7 +106,7 @@ class FigureOverTime:
         self.highest_at_ns = 0
 
     def add(self, at_ns: int, value: float | None) -> None:
-        """Take a value; None is none."""
+        """Add a value; None is ignored."""
         if value is None:
             return
         self.count += 1
@@ -271,10 +271,10 @@ def _curves(samples: ScopeSamples, start_ns: int) -> dict[str, Any]:
 
 
 class Series(Generic[Value]):
-    """Values over time, 16 bytes each: when its 256 entries are full, neighbours become one.
+    """Values over time, 16 bytes each. When all 256 entries are used, neighbours are merged.
 
     Args:
-        one_of: What several entries become.
+        one_of: Merges several entries into one.
         typecode: Of an `array` of values: "q" for integers, "d" for floats.
     """
 
@@ -347,7 +347,7 @@ class Sampler:
         self.forget()
 
     def forget(self) -> None:
-        """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
+        """Start anew, for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
         self._clients: list[SamplerClient] = []
         self._stop = threading.Event()
@@ -357,7 +357,7 @@ class Sampler:
         """Count one more open scope of this client; all are called as often as the most frequent one asks.
 
         Raises:
-            RuntimeError: if the system gives no more threads.
+            RuntimeError: The system gives no more threads.
         """
         with self._lock:
             if client not in self._clients:

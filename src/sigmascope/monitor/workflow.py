@@ -84,7 +84,7 @@ class WorkflowMonitor:
     """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
 
     It measures with a `Recorder`, which is its `recorder`: stages opened there and steps begun here are one
-    record. Nothing of it raises into the host but a wrong argument to the constructor.
+    record. It raises nothing into the host, except for a wrong argument to its constructor.
 
     Args:
         name: What the run is called.
@@ -95,8 +95,8 @@ class WorkflowMonitor:
         prompt_privacy: Whether the record keeps prompts in full, their hash or nothing.
         statistics: True reads the values of an accelerator's tensors too, which waits for it.
         dumps: Where to save conditionings: a `sigmascope.TensorDumps`.
-        keep_stages: How many stages of each name, the last ones, the record holds in full; of earlier ones it holds sums
-            (`Run.folded`). None: all, in a record that grows as long as the monitor lives.
+        keep_stages: How many of the last stages of each name the record holds in full; of earlier ones it holds sums
+            (`Run.folded`). None keeps all, in a record that grows as long as the monitor lives.
 
     Raises:
         ConfigError: `prompt_privacy` does not exist.
@@ -697,7 +697,7 @@ class _OpenStep(NamedTuple):
 
 
 def _vae_process(record: Stage, strategy_used: object, output: object) -> EncodingRecord | None:
-    """What a step did with a VAE; None for steps that are no encoding or decoding, and where nothing is known."""
+    """What a step did with a VAE; None for steps that are not an encoding or decoding, and if nothing is known."""
     directions: tuple[Direction, ...] = ("encoding", "decoding")
     for direction in directions:
         if record.name == VAE_STAGES[direction]:

@@ -662,7 +662,7 @@ def _left_out(source: str) -> dict[str, None]:
 
 @contextmanager
 def _bars_for_terminals_alone() -> Iterator[None]:
-    """Hide the libraries' progress bars where stderr is no terminal; afterwards they are as they were."""
+    """Hide the libraries' progress bars if stderr is not a terminal; afterwards they are as they were."""
     import diffusers
     import transformers
 

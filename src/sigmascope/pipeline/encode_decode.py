@@ -138,7 +138,7 @@ def encode_latents(
         sample: Draw the latent from the VAE's distribution; otherwise take its mode.
         generator: Of that draw. A failed attempt leaves its state as it was.
         output_device: Where to put the latent; None: where the VAE computes, whatever the strategy.
-        dummy: Where all else fails, give zeros of the right shape. They are no encoding, and the record says so.
+        dummy: Where all else fails, give zeros of the right shape. They are not an encoding, and the record says so.
         predict: Predict the peak of each attempt, which takes a fraction of a second the first time for each VAE
             and size. Without it "auto" assumes that all fits, and refuses the CPU for the weights alone.
         past: Runs or records from which the predictions learn, beside the run that is being recorded.
@@ -154,7 +154,7 @@ def encode_latents(
             in, the weights, or the VAE's type. Where input and weights are finite and in half precision, it does so only if
             "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Pictures, sizes or options that make no sense.
-        ModelMismatchError: The VAE's results do not fit each other or are no tensors.
+        ModelMismatchError: The VAE's results do not fit each other or are not tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
     """
     with in_turn(vae):
@@ -211,7 +211,7 @@ def decode_latents(
             in, the weights, or the VAE's type. Where input and weights are finite and in half precision, it does so only if
             "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Latents, sizes or options that make no sense.
-        ModelMismatchError: The VAE's results do not fit each other or are no tensors.
+        ModelMismatchError: The VAE's results do not fit each other or are not tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
     """
     with in_turn(vae):

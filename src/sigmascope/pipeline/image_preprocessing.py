@@ -28,7 +28,7 @@ _PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _LOWEST: dict[Values, float] = {"signed": -1.0, "unit": 0.0, "bytes": 0.0}
 _SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
 """Where each range of values begins, and how wide it is."""
-_MOST_ELEMENTS = 1 << 24
+_MOST_ELEMENTS_FOR_STATISTICS = 1 << 24
 """Of larger tensors `sample_facts` computes the range and no other statistics."""
 _TOO_MANY = "not computed: for so many pictures it would take noticeable time"
 _ALPHA_DROPPED = Finding(
@@ -295,7 +295,7 @@ def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") ->
 
 def _tensor_facts(tensor: Tensor) -> TensorFacts:
     """All statistics of a small tensor; of a large one the range, which also tells whether NaN is in it."""
-    if tensor.numel() <= _MOST_ELEMENTS or tensor.device.type != "cpu":
+    if tensor.numel() <= _MOST_ELEMENTS_FOR_STATISTICS or tensor.device.type != "cpu":
         return tensor_facts(tensor)
     facts = tensor_facts(tensor, statistics=False)
     low, high = torch.aminmax(tensor.detach())

@@ -33,7 +33,7 @@ _ABSENT: Final = object()
 """Stands for an attribute or an entry that is not there."""
 _SET_BY_USERS: Final = ("processor",)
 """What a user may have set again meanwhile: that stays. Hooks are not among these: libraries renew theirs."""
-_SMALL_BYTES = 1 << 20
+_MOST_BYTES_PUT_BACK_BY_VALUE = 1 << 20
 """Buffers up to this size are put back by value."""
 _CPU = torch.device("cpu")
 HALVES = (torch.float16, torch.bfloat16)
@@ -196,7 +196,7 @@ def _small_copy(tensor: Tensor) -> Tensor | None:
     """Of buffers alone, which a forward pass may count up in place."""
     if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
         return None
-    return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
+    return tensor.detach().clone() if tensor.nbytes <= _MOST_BYTES_PUT_BACK_BY_VALUE else None
 
 
 def _tried(put_back: Callable[[], None]) -> Exception | None:

@@ -39,7 +39,7 @@ ATTENTION: Final = "attention"
 _EAGER_PROCESSORS: Final = ("AttnProcessor", "SlicedAttnProcessor")
 """They build the whole matrix of tokens × tokens."""
 _FUSED_PROCESSOR: Final = "AttnProcessor2_0"
-_CUDNN_IS_BEST: Final = (9, 0)
+_CUDNN_ATTENTION_IS_BEST: Final = (9, 0)
 """From Hopper on, cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
 
 
@@ -88,7 +88,11 @@ def _backend_of(context: PlanningContext, name: str, model: nn.Module) -> Choice
         refusal = context.why_not("rounding")
         if refusal is not None:
             return refusal
-        if hardware.kind != "cuda" or hardware.capability is None or hardware.capability < _CUDNN_IS_BEST:
+        if (
+            hardware.kind != "cuda"
+            or hardware.capability is None
+            or hardware.capability < _CUDNN_ATTENTION_IS_BEST
+        ):
             return "PyTorch chooses the fastest of its kernels by itself on this device"
     return Choice(
         ATTENTION,
@@ -353,7 +357,7 @@ CACHE: Final = "cache"
 _THRESHOLD: Final = 0.05
 _ATTENTION: Final = r".*(?:blocks|layers)\.\d+\.(?:attn\d?|self_attn|cross_attn)"
 _BLOCK_LISTS: Final = ("blocks", "transformer_blocks", "single_transformer_blocks", "layers")
-_BY_BRANCH: Final = ("first_block", "taylorseer")
+_CACHES_BY_BRANCH: Final = ("first_block", "taylorseer")
 """Those that keep a state for each branch of guidance; the pipeline has to say which of them it computes."""
 _REASONS: Final = {
     "first_block": "Steps whose first block changes little skip the other blocks (FirstBlockCache).",
@@ -398,7 +402,7 @@ def _why_unsupported(parts: PipelineParts, model: nn.Module, cache: str) -> str 
         return f"{model_class} does not support it"
     if getattr(model, "is_cache_enabled", False) is True:
         return "a cache is on already"
-    if cache in _BY_BRANCH:
+    if cache in _CACHES_BY_BRANCH:
         if not tells_branches(parts.pipeline):
             return f"{pipeline_class.__name__} does not tell the cache which branch of guidance it computes"
     elif not hasattr(pipeline_class, "current_timestep"):

@@ -22,12 +22,12 @@ from sigmascope.pipeline.model_state import execution_device, has_diffusers_hook
 from sigmascope.records.latents import NEEDS_TILES, VaeFacts
 from sigmascope.stages.latent_facts import inner_vae, is_comfyui_vae, vae_facts
 
-_OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
+_PICTURE_VAES_WITH_FRAMES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 """VAEs that have an axis for frames and make pictures: several are a batch, and no video."""
 _WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
 """Decoders that mix the pictures of a batch, and must be told how many belong together."""
 _ENCODED = ("latent_dist", "latents", "latent", "sample", "samples")
-_DECODED = ("sample", "samples", "images", "frames")
+_RESULT_NAMES = ("sample", "samples", "images", "frames")
 """Under which `encode` and `decode` may give their result; the first that is there counts."""
 _FALLBACKS = (
     "encode_tiled_",
@@ -85,7 +85,7 @@ class ModuleVae:
         cuts = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in NEEDS_TILES
         self.switches_in_tiles: dict[str, object] = {"use_tiling": False} if cuts else {}
         self.float32_switches: dict[str, object] = {}
-        self.one_each = type(vae).__name__ in _OF_PICTURES
+        self.one_each = type(vae).__name__ in _PICTURE_VAES_WITH_FRAMES
         self.decodes_batch_together = _takes_frame_count(vae)
 
     @property
@@ -217,7 +217,7 @@ def decoded(output: object) -> Tensor:
     Raises:
         ModelMismatchError: There is no tensor in it.
     """
-    decoding = _unwrapped(output, _DECODED)
+    decoding = _unwrapped(output, _RESULT_NAMES)
     if isinstance(decoding, Tensor):
         return decoding
     raise _no_tensor("decode", output)

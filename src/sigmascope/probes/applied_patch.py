@@ -29,7 +29,7 @@ class AppliedPatch:
 
     Attributes:
         key: The weight's name in the model's state dict, as it would be without any wrapper of an adapter.
-        adapter_type: What the change truly is.
+        adapter_type: What kind of change it is.
         patch_type: Its coarse type: lora_up for a LoRA or DoRA, whose up and down factors are one change; diff; what
             `patch_type_by_words` finds in any other.
         data_type: `str(type(...))` of what the host keeps for it.
@@ -72,10 +72,9 @@ class AppliedPatch:
 
 
 def patch_type_by_words(kept: object) -> PatchType:
-    """The coarse type by words in what a host keeps, where it is of no kind that is known.
+    """The coarse type of an unknown kind of change, by the words in its keys and texts, such as `lora_up.weight`.
 
-    The words are those of keys and texts, such as of a dict with `lora_up.weight`: the same as in the text of the
-    whole, but without printing its tensors, for which an accelerator would be waited for.
+    Tensors are not printed for this, because printing waits for an accelerator.
     """
     try:
         words = " ".join(_words(kept, _DEEPEST))

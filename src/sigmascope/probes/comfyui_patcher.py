@@ -81,7 +81,7 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
 
 
 def replaced(patcher: object) -> Iterator[Found]:
-    """Tensors among `object_patches`. Most of these are no weights: a sampling, a dtype, a function."""
+    """Tensors among `object_patches`, most of which are other things: a sampling, a dtype, a function."""
     kept = mapping(patcher, "object_patches_backup")
     for key, value in mapping(patcher, "object_patches").items():
         if isinstance(value, Tensor):
@@ -99,7 +99,7 @@ def _registered(patcher: Any) -> Iterator[Found]:
 
 
 class Standings:
-    """Where each entry of one patcher stands.
+    """How far each entry of one patcher has come.
 
     Merging is lazy: entries are registered until the model is loaded. Clones share the model and what was
     kept of its weights, so a kept weight alone does not say whose changes were merged. The model names the
@@ -132,7 +132,7 @@ class Standings:
         return self._of_loaded(key, module)
 
     def is_own(self, key: str) -> bool:
-        """Whether all that was merged into a weight, whose original is kept, is this patcher's, and all of it."""
+        """Whether a weight whose original is kept holds exactly this patcher's changes: all of them, and no others."""
         own = sequence(self._patches.get(key))
         if self._loaded is None and not self._names_its_set:
             return bool(own)
@@ -281,7 +281,7 @@ def _offset_of(entry: object) -> object:
 def _files_by_strength(
     patches: Mapping[str, Sequence[Any]], groups: Mapping[Place, _Group]
 ) -> dict[_Group, _Group]:
-    """For entries that are no adapters, the one file whose adapters came with the very same strength."""
+    """For entries that are not adapters, the one file whose adapters came with the very same strength."""
     files: dict[tuple[int, int], set[_Group]] = {}
     for (key, index), group in groups.items():
         if group[0] == "file":
@@ -386,11 +386,11 @@ def weights_of(model: object) -> Reading[nn.Module]:
 
 
 class KeptWeight(NamedTuple):
-    """A weight that the model holds changed, as it was before.
+    """The original of a weight that the model holds changed.
 
     Attributes:
         weight: The host's own tensor, not a copy.
-        is_own: Whether the model holds in its place what this patcher makes of it, and not what a clone does.
+        is_own: Whether the model holds this patcher's version of the weight, and not a clone's.
     """
 
     weight: Tensor
@@ -398,10 +398,10 @@ class KeptWeight(NamedTuple):
 
 
 def kept_weights(model: object) -> dict[str, KeptWeight]:
-    """The weights of a patcher that its model holds changed, by name in the state dict of `weights_of(model)`.
+    """The originals of the weights that a patcher's model holds changed, by name in `weights_of(model)`'s state dict.
 
-    Clones share one model, which holds the changes of the one that was loaded last. What it held before is
-    kept by that one, and by its clones too where they share what was kept (all, since 2024).
+    Clones share one model, which holds the changes of the clone that was loaded last. That clone keeps the originals;
+    since 2024, all clones share them.
     """
     patcher = patcher_of(model)
     return {} if patcher is None else attempt(lambda: _kept_weights(patcher)).value or {}
@@ -447,7 +447,7 @@ def original_weight(model: object, key: str, kept: Mapping[str, KeptWeight] | No
     Args:
         model: A patcher, or what holds one.
         key: The weight's name in the state dict of `weights_of(model)`.
-        kept: Its `kept_weights`, where many are asked for.
+        kept: Its `kept_weights`, for a caller that asks for many weights.
 
     Returns:
         None if the model has no such weight.

@@ -84,7 +84,7 @@ class Found(NamedTuple):
 
 
 def applied(found: Found, index: int, weight: Tensor | None) -> Iterator[AppliedPatch]:
-    """One entry as the changes that it stands for; one that cannot be read as "unknown".
+    """The changes that one entry stands for; an entry that cannot be read is one change of the type "unknown".
 
     Args:
         found: The entry.
@@ -430,7 +430,7 @@ def _pads(options: object) -> bool:
 
 
 def patch_misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
-    """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows."""
+    """Why the host cannot apply a change to a weight of this shape; None if it can, or if that is unknown."""
     check = _CHECKS.get(change.kind)
     if check is None:
         return None
@@ -601,7 +601,7 @@ def _shape_text(shape: Shape) -> str:
 
 
 def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:
-    """The change with its doubt, settled where the weight can settle it."""
+    """The change with its doubt (`doubt`), resolved if the weight's content decides."""
     reason = doubt(patch)
     if reason is None or patch.state in ("failed", "inactive"):
         return patch

@@ -59,7 +59,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 _statm_files: dict[int, int] = {}
 """The open file of this process, by its id: a forked child's shows its parent. -1: it cannot be read, psutil is asked."""
 
-# Fields of the processor's times that are no use of it, or are in others already.
+# Fields of the processor's times that are idle time, or are counted in others already.
 _IDLE = ("idle", "iowait")
 _COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux has them in user and nice already
 
@@ -188,7 +188,7 @@ def disk_moment() -> DiskMoment:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeMoment:
-    """What the runtimes of Python and PyTorch had done up to a moment. None: not reported.
+    """Counts of what Python and PyTorch did by themselves up to a moment. None: not reported.
 
     Attributes:
         collections: Full ones of Python's garbage collector, each of which looks at every container there is.
@@ -200,7 +200,7 @@ class RuntimeMoment:
 
 
 def runtime_moment() -> RuntimeMoment:
-    """What Python and PyTorch have done of themselves up to now (2 µs). Never raises, and imports nothing."""
+    """What Python and PyTorch did by themselves up to now (2 µs). Never raises, and imports nothing."""
     collections = attempt(lambda: int(gc.get_stats()[-1]["collections"]))
     compiler = sys.modules.get("torch._dynamo.utils")  # what has compiled nothing has not loaded it
     graphs = attempt(
@@ -251,8 +251,8 @@ def _rss_of_linux() -> int:
 def process_peak_rss_bytes() -> int | None:
     """The largest resident set that this process has had so far, in bytes; None where the system does not report it.
 
-    At first it may be too large, since Linux counts what the process was before it executed this program. What it
-    grows by is true: then the process has just been as large as that.
+    At first it may be too large, because Linux counts what the process was before it executed this program. Growth is
+    exact: the process has just reached that size.
     """
     if sys.platform == "win32" or not _HAS_RESOURCE:
         peak = getattr(psutil.Process().memory_info(), "peak_wset", None)
@@ -322,7 +322,7 @@ class _Mallinfo2(ctypes.Structure):
 def heap_in_use() -> Reading[int]:
     """Bytes that malloc has given out, with those of its own mappings; or why it cannot be asked.
 
-    It takes about 0.1 ms, so it is nothing for hot paths. Memory of another allocator is not in it.
+    It takes about 0.1 ms, so it is not for hot paths. Memory of other allocators is not in it.
     """
     return attempt(_heap_bytes)
 
@@ -333,7 +333,7 @@ def _heap_bytes() -> int:
 
 
 def trim_heap(above: int) -> None:
-    """Give back to the system what malloc holds free, if it is more than so many bytes.
+    """Return malloc's free memory to the system, if it is more than this many bytes.
 
     Tensors of many sizes that come and go leave gaps that together may be larger than what is in use. It takes about
     0.1 ms where there is nothing to do, and does nothing where malloc is not glibc's.

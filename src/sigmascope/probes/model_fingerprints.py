@@ -2,11 +2,11 @@
 
 A model's fingerprint is the hash of some elements of each of its weights (`probes.tensors.samples`), with their names,
 shapes and types: a fine-tuning changes nearly all elements of the layers that it trains, a few of which are among them.
-What it can miss is a change to single elements. Adapters are left out of the model's, and hashed whole by themselves.
+It can miss a change to single elements. A model's fingerprint leaves out adapters, which have their own.
 
 Both are kept as long as nobody replaces a weight, writes to it, or merges an adapter: PyTorch counts what is written to
-a tensor. It does not count what is written to `weight.data`, so that such a change is seen in another process alone.
-What lies on an accelerator is waited for, so these belong after a call.
+a tensor. It does not count writes to `weight.data`, so only another process sees such a change. Reading weights on an
+accelerator waits for it, so take fingerprints after a call.
 """
 
 import weakref
@@ -28,7 +28,7 @@ from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
 from sigmascope.probes.tensors import fingerprints, samples, why_unreadable
 
-_SAMPLES: Final = 64
+_ELEMENTS_OF_EACH_WEIGHT: Final = 64
 """Elements of each weight: of weights that lie in a file still unread, as many pages are read."""
 _MERGED: Final = "merged_adapters"
 ON_DISK: Final = "its weights lie on a disk between its calls"
@@ -126,11 +126,11 @@ def _of_model(module: nn.Module) -> str:
     if lacking:
         raise LookupError(f"of {len(lacking)} of {len(weights)} weights: {lacking[0]}")
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in weights.items())
-    return combined_fingerprint(samples(weights, size=_SAMPLES, floating_only=False), shapes)
+    return combined_fingerprint(samples(weights, size=_ELEMENTS_OF_EACH_WEIGHT, floating_only=False), shapes)
 
 
 def lies_on_disk(module: nn.Module) -> bool:
-    """Whether group offloading keeps a model's weights in files, and nothing in their memory while it is not called."""
+    """Whether group offloading keeps a model's weights only in files while the model is not called."""
     for part in modules_in(module):
         hooks = attribute(attribute(part, "_diffusers_hook"), "hooks")
         hook = hooks.get(GROUP_OFFLOADING) if isinstance(hooks, Mapping) else None

@@ -64,7 +64,7 @@ _IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
 _TIME: Final = re.compile(
     r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
 )
-_KEPT_PLAIN: Final = ("in_proj_weight", "weight")
+_PLAIN_WHILE_MERGED: Final = ("in_proj_weight", "weight")
 """Of attention, what PEFT keeps as plain attributes while an adapter is merged into it."""
 _MOST_KEYS = 50
 """Of each group of keys so many are named."""
@@ -315,7 +315,7 @@ def is_compiled(module: object) -> bool:
 def channels_last(module: nn.Module) -> bool | None:
     """Whether most of its convolution weights are in channels-last format.
 
-    Kernels of 1×1 are both at once and do not count; None where no others are.
+    1×1 kernels have both formats at once and do not count; None if there are no others.
     """
     kernels = [p for p in _parameters(module) if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1]
     last = sum(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
@@ -349,7 +349,7 @@ def detect_architecture(model: object) -> Reading[Architecture]:
             whose denoiser is looked at.
 
     Returns:
-        The architecture, or None and why it is not known: a VAE or a text encoder is no denoiser.
+        The architecture, or None and why it is not known: a VAE or a text encoder is not a denoiser.
     """
     return attempt(lambda: _architecture_of(model))
 
@@ -397,7 +397,7 @@ def _joint_blocks(names: Iterable[str]) -> set[str]:
 
 
 def denoisers_of(model: object) -> list[object]:
-    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
+    """The components of a pipeline that may denoise, the usual ones first; a model that is not a pipeline itself."""
     parts = model if isinstance(model, Mapping) else components_of(model)
     if not parts:
         return [model]
@@ -463,7 +463,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(parameter, Tensor):
             yield name, parameter
     if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
-        for name in _KEPT_PLAIN:
+        for name in _PLAIN_WHILE_MERGED:
             plain = vars(module).get(name)
             if name not in parameters and isinstance(plain, Tensor):
                 yield name, plain
@@ -511,7 +511,7 @@ def _several(files: object) -> list[object]:
 
 
 def key_facts(result: object) -> dict[str, Any]:
-    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
+    """The keys that were missing from the file, that the model does not have, or that have another shape.
 
     Args:
         result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).

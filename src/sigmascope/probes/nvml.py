@@ -257,7 +257,7 @@ class GpuActivitySource:
         self.forget()
 
     def forget(self) -> None:
-        """Be as new: for a forked child, whose library is not initialised."""
+        """Start anew, for a forked child, whose NVML is not initialised."""
         self._lock = threading.Lock()
         self._handles: dict[str, Reading[Any]] = {}
         self._last: ActivityReading | None = None

@@ -1,4 +1,5 @@
-"""What PEFT and diffusers' LoRA loaders injected into a model: which adapters are on which weights, and act.
+"""What PEFT and diffusers' LoRA loaders injected into a model: which adapters are on which weights, and which of them
+act.
 
 PEFT is not imported: its layers are known by what they hold. Modules are walked by what is registered on them and
 not by `named_modules` or `state_dict`, which PEFT's attention layer answers by registering its weights anew.

@@ -64,7 +64,7 @@ _KEEPS_WORDS: ContextVar[bool] = ContextVar("sigmascope_keeps_words", default=Tr
 
 @contextmanager
 def keeping_words(kept: bool) -> Iterator[None]:
-    """Within the block, keep the words of exceptions or not; not, if a block around it does not."""
+    """Keep the words of exceptions within the block, or drop them. A block around it that drops them wins."""
     token = _KEEPS_WORDS.set(kept and _KEEPS_WORDS.get())
     try:
         yield
@@ -227,7 +227,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
     (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
-    from one of these. NaN and wrong shapes are other errors, and an interruption is none.
+    from one of these. NaN, wrong shapes and interruptions do not count.
     """
     return isinstance(error, Exception) and any(_says_so(link) for link in _chain(error, explicit=True))
 
@@ -267,7 +267,7 @@ def attribute(thing: object, name: str) -> Any:
 
 
 def has(thing: object, name: str) -> bool:
-    """Whether there is such an attribute, be it None."""
+    """Whether there is such an attribute, even if it is None."""
     try:
         return hasattr(thing, name)
     except Exception:  # noqa: BLE001 - a property of the host's
@@ -275,7 +275,7 @@ def has(thing: object, name: str) -> bool:
 
 
 def lookup(held: object, key: object) -> Any:
-    """What a mapping has under a key; None if it has nothing there, is no mapping, or raises."""
+    """The value under a key; None if there is none, if `held` is not a mapping, or if it raises."""
     try:
         return held.get(key) if isinstance(held, Mapping) else None
     except Exception:  # noqa: BLE001 - a mapping of the host's

@@ -254,7 +254,7 @@ def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
 
 
 def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
-    """As `tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
+    """As `tensor_facts`, but for a large CPU tensor only the range, unless all is asked for.
 
     The range also shows NaN and Inf; if it has either, everything is read.
     """
@@ -297,7 +297,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The innermost name on the way to it; indices are no names."""
+        """The innermost name on the way to it; indices are not names."""
         return next((part for part in reversed(self.path) if not part.isdigit()), "")
 
 
@@ -330,7 +330,7 @@ def _items(thing: object) -> list[tuple[str, object]]:
 
 
 def as_tensor(thing: object) -> Tensor | None:
-    """The tensor that a thing is; an array becomes one. None for anything else."""
+    """A tensor as it is, an array as a tensor, None for anything else."""
     if isinstance(thing, np.ndarray):
         return _tensor_of_array(thing)
     return thing if isinstance(thing, Tensor) else None

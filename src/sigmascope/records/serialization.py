@@ -45,7 +45,7 @@ _WITHOUT_FOLDED: Final = 2
 Plain = dict[str, Any]
 
 Record = TypeVar("Record")
-_MOST: Final = 2**64
+_LARGEST_NUMBER: Final = 2**64
 """No counter is larger, and nothing can be reckoned with what no float holds."""
 
 _DEEPEST: Final = 128  # levels: what is read can be written again, which takes three calls a level
@@ -243,7 +243,7 @@ def _exactly(kind: type) -> Any:
 def _count(value: object, _: object) -> object:
     if type(value) is not int:
         raise TypeError(f"{short_repr(value)} is not of type int")
-    if abs(value) > _MOST:
+    if abs(value) > _LARGEST_NUMBER:
         raise TypeError(f"{short_repr(value)} is beyond 64 bits")
     return value
 

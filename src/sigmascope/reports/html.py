@@ -57,10 +57,10 @@ _BINS: Final = 24
 _MOST_THUMBNAILS: Final = 8
 _MOST_THUMBNAIL_DIGITS: Final = 1 << 16
 _JPEG: Final = re.compile(r"ffd8ff(?:[0-9a-f]{2})*")
-_OUTLIER: Final = 2.0
+_OUTLIER_FACTOR: Final = 2.0
 """Times the median: a step that stands out."""
 _TICKS: Final = 6
-_LAST_TICK: Final = 0.93
+_LAST_TICK_SHARE: Final = 0.93
 """Of the axis: beyond it there is no room for a label."""
 _COLOURS: Final = 6
 _PLACES: Final = {PROCESS: "process (RAM)", SYSTEM: "whole machine (RAM)"}
@@ -193,7 +193,7 @@ def _run_view(run: Run, number: int) -> dict[str, Any]:
 
 
 def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
-    """The last generations' small pictures, the last first; what is no small JPEG is left out."""
+    """The last generations' small pictures, the last first; what is not a small JPEG is left out."""
     for stage in reversed(list(run.walk())):
         small = _mapping(stage.facts.get(THUMBNAIL))
         text = small.get("jpeg")
@@ -203,7 +203,7 @@ def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _as_script_text(text: str) -> Markup:
-    """JSON for a script element, the one place where text is no markup: nothing in it can end the element."""
+    """JSON for a script element, where text is not parsed as markup: nothing in it can end the element."""
     for character, escaped in _SCRIPT_ESCAPES.items():
         text = text.replace(character, escaped)
     return Markup(text)
@@ -276,7 +276,7 @@ def _ticks(whole: float) -> Iterator[dict[str, Any]]:
     rough = whole / _TICKS
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    for index in range(int(_LAST_TICK * whole / step) + 1):
+    for index in range(int(_LAST_TICK_SHARE * whole / step) + 1):
         yield {"left": 100 * index * step / whole, "label": seconds(index * step) if index else "0"}
 
 
@@ -314,7 +314,7 @@ def _steps_view(stage: Stage) -> dict[str, Any]:
     if not timed:
         return {"stage": stage.name, "count": len(stage.steps), "bars": []}
     middle, most = median(timed), max(timed)
-    outliers = [number for number, value in enumerate(timed, start=1) if value > _OUTLIER * middle]
+    outliers = [number for number, value in enumerate(timed, start=1) if value > _OUTLIER_FACTOR * middle]
     height = min(most, 4 * middle) or 1.0
     return {
         "stage": stage.name,
@@ -325,7 +325,11 @@ def _steps_view(stage: Stage) -> dict[str, Any]:
         "slowest_number": timed.index(most) + 1,
         "outliers": len(outliers),
         "bars": [
-            {"height": 100 * min(value, height) / height, "slow": value > _OUTLIER * middle, "about": about}
+            {
+                "height": 100 * min(value, height) / height,
+                "slow": value > _OUTLIER_FACTOR * middle,
+                "about": about,
+            }
             for value, about in _binned(timed)
         ],
         "histogram": _histogram(timed),

@@ -64,7 +64,7 @@ COMPARED = (
 _ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 """What of an analysis its stage holds."""
 _FOR_THE_ANALYSIS: Final = frozenset({"references", "captured"})
-"""What of a baseline is no fact."""
+"""Entries of a baseline that are not facts."""
 _BYTES_BY_SUFFIX: Final = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
 _Counted = TypeVar("_Counted")
 _Memories = Sequence[MemorySnapshot | PeakMemory]
@@ -200,7 +200,7 @@ def measure(
 
 
 def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an analysis the stage itself does not hold already."""
+    """The parts of an analysis that the stage itself does not hold already."""
     return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
 
 
@@ -428,7 +428,7 @@ def most_common(counts: Mapping[_Counted, int]) -> _Counted | None:
 
 
 def identity(model: object) -> int:
-    """What tells it from other models that live; a mapping is the modules that it holds."""
+    """What identifies a model among those that live; a mapping is identified by the modules that it holds."""
     if not isinstance(model, Mapping):
         return id(model)
     return hash(tuple(id(part) for part in model.values() if isinstance(part, nn.Module)))

@@ -1,4 +1,4 @@
-"""The pictures or video that go into a VAE or come out of it, in whatever they are handed over, and their axes.
+"""The pictures or video that go into a VAE or come out of it, in any form, and their axes.
 
 Known forms: a tensor or array, ComfyUI's images [frames, height, width, colours], a list of PIL images,
 arrays or tensors, a list of such lists, and a mapping that holds one of these. Nothing is copied or
@@ -293,7 +293,7 @@ class Video:
     width: int | None = None
 
     def or_else(self, other: "Video") -> "Video":
-        """The same with what is unknown taken from another."""
+        """This video, with unknown sizes taken from another."""
         return Video(
             other.length if self.length is None else self.length,
             other.height if self.height is None else self.height,
@@ -302,12 +302,12 @@ class Video:
 
 
 def video_of(length: object, height: object, width: object) -> Video:
-    """The dimensions that a caller names, without those that are none."""
+    """The dimensions that a caller names; a value that makes no sense is unknown."""
     return Video(whole(length, least=0), whole(height), whole(width))
 
 
 def whole(number: object, least: int = 1) -> int | None:
-    """A whole number of whatever type, from `least` on; None for anything else."""
+    """A whole number of any type, `least` or more; None for anything else."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         return None
     return int(number) if number == int(number) and number >= least else None

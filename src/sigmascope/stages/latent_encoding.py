@@ -650,8 +650,8 @@ def _in_mb(name: str) -> str:
 def total_frames(media: PicturesAndLatent) -> int | None:
     """Frames of all videos of the batch.
 
-    Those of the pictures, else of a latent without an axis of frames, unless they are no multiple of the length that
-    a caller names: then that length for each video of the latent.
+    Those of the pictures, else those of a latent without an axis of frames. If they are not a multiple of the length
+    that a caller names, each video of the latent has that length.
     """
     latent, length = media.latent, media.video.length
     in_latent = latent["batch_size"] if latent["frames"] is None else None

@@ -176,7 +176,7 @@ def latent_layout(
         shape: Of 3 to 5 axes.
         channels: The VAE's latent channels, the best evidence.
         frames: How many latent frames are expected, the next best.
-        given: What the caller says, which is not questioned unless it cannot be.
+        given: The caller's layout, which is used unless it is impossible.
     """
     if given is not None and len(given) == len(shape) and given != "packed":
         return Axes(given, "the caller")
@@ -269,7 +269,7 @@ def _expected_frames(vae: VaeFacts | None, video: Video) -> int | None:
 
 
 def count_not_finite(reading: LatentReading, latent: Tensor) -> LatentReading:
-    """With NaN and Inf counted in any case, which waits for the latent's device: it is small."""
+    """The facts with NaN and Inf counted in any case. This waits for the latent's device, but a latent is small."""
     facts = reading.tensor
     if facts.nan_count is not None:
         return reading

@@ -35,9 +35,9 @@ _FAILURES = ("error", "critical")
 _FRAGMENTED, _KEPT_BELOW = 0.5, 0.5
 _WORTH_TELLING_MB = 256.0
 _FOLDED_PATCH = 2
-_GIVEN_LIMIT = 1.05
+_INPUT_RANGE_LIMIT = 1.05
 """What rounding and resizing may leave outside [-1, 1]."""
-_DECODED_LIMIT = 4.0
+_DECODED_RANGE_LIMIT = 4.0
 """How far decoders go beyond [-1, 1], which is cut off when pictures are made of it."""
 _BYTE_LIMIT = 255
 
@@ -147,7 +147,7 @@ def picture_findings(pictures: PicturesDict, *, decoded: bool = False) -> Iterat
     not_finite, words = not_finite_in(pictures)
     if not_finite:
         yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", not_finite)
-    yield from _pictures_out_of_range(pictures, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
+    yield from _pictures_out_of_range(pictures, _DECODED_RANGE_LIMIT if decoded else _INPUT_RANGE_LIMIT)
     if pictures["shape"] is not None and pictures["length"] is None:
         reason = pictures["unavailable"].get("layout", "")
         message = f"The axes of the pictures are unknown: {reason}."

@@ -110,7 +110,9 @@ __all__ = [
 Keys = Collection[str] | Literal["lora", "none"] | None
 """Whose contents a baseline looks at: see `capture_lora_baseline`."""
 _Baseline = TypeVar("_Baseline")
-_IN_DETAIL = frozenset({"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details"})
+_RECORDED_BY_LENGTH = frozenset(
+    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details"}
+)
 """Parts of which the record keeps only how long they are."""
 _MOST_UNMATCHED = 40
 """Modules of a file that the record keeps: the first that matched nothing; of all there are counts."""
@@ -412,7 +414,7 @@ def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
 def _short(name: str, value: Any) -> Any:
     if name == "keys_value_changed" and isinstance(value, Mapping):
         return {key: change.get("relative_change") for key, change in value.items()}
-    if name in _IN_DETAIL and isinstance(value, Mapping | list):
+    if name in _RECORDED_BY_LENGTH and isinstance(value, Mapping | list):
         return len(value)
     if name == "modules" and isinstance(value, list):
         return [module for module in value if not module.get("matched")][:_MOST_UNMATCHED]

@@ -60,21 +60,21 @@ from sigmascope.stages.schema import (
 )
 
 NOT_GIVEN = "no file was given"
-_ALIKE: Final = 0.5
+_LEAST_COSINE_OF_FUSED: Final = 0.5
 """Cosine between what became of the elements and the change; of two unrelated ones it is below 0.1.
 
 Other LoRAs that were fused too, and rounding to bfloat16, keep it below 1.
 """
 FUSED: Final = "the change is in the weight, and the adapter is gone"
 Samples = Mapping[str, tuple[Tensor, Tensor]]
-_FARTHEST: Final = ("failed", "registered", "lazy", "merged", "inactive")
+_STATES_BY_PRIORITY: Final = ("failed", "registered", "lazy", "merged", "inactive")
 """Of several changes on one weight, the state that a reader should know of first."""
-_UNREAD: Final = ("patch", "tensors", "adapter_type")
+_UNREADABLE_PARTS: Final = ("patch", "tensors", "adapter_type")
 """Under which names a change says that it could not be read."""
 _MOST_SOURCES: Final = 6
 _MOST_KEYS: Final = 10
 _MOST_ANGLES: Final = 8
-_MOST_PRODUCTS: Final = 10**11
+_MOST_OVERLAP_PRODUCTS: Final = 10**11
 """For all pairs: some seconds of one core. Two LoRAs of rank 32 for all layers of SDXL take a tenth."""
 _ByKey = Mapping[str, Sequence[AppliedPatch]]
 Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
@@ -250,7 +250,7 @@ def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) ->
     if len(expected) != len(change_seen) or not lengths > 0.0:
         return None
     inner = float(expected @ change_seen)
-    return inner / float(expected @ expected) if abs(inner) > _ALIKE * lengths else None
+    return inner / float(expected @ expected) if abs(inner) > _LEAST_COSINE_OF_FUSED * lengths else None
 
 
 def _elements_of_change(change: LoraFactors) -> Tensor:
@@ -317,7 +317,7 @@ def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bo
         "patch_data_shape": first.data_type,
         "patch_count": len({patch.index for patch in patches} | {None}) - 1,
         "adapter_type": first.adapter_type,
-        "state": next((state for state in _FARTHEST if state in states), first.state),
+        "state": next((state for state in _STATES_BY_PRIORITY if state in states), first.state),
         "patches": [_one_patch(patch, finite[id(patch)]) for patch in patches],
     }
 
@@ -347,7 +347,7 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
 
 def _is_finite(patch: AppliedPatch) -> Reading[bool]:
     """Whether its strength and tensors are finite, or why that is not known."""
-    unread = next((patch.unavailable[name] for name in _UNREAD if name in patch.unavailable), None)
+    unread = next((patch.unavailable[name] for name in _UNREADABLE_PARTS if name in patch.unavailable), None)
     if unread is not None and not patch.tensors:
         return Reading(None, unread)
     with torch.no_grad():
@@ -420,7 +420,9 @@ def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[st
     }
     names = [name for name, patches in acting.items() if patches][:_MOST_SOURCES]
     pairs = list(combinations(names, 2))
-    return [_overlap_of_two(a, b, acting[a], acting[b], _MOST_PRODUCTS // len(pairs)) for a, b in pairs]
+    return [
+        _overlap_of_two(a, b, acting[a], acting[b], _MOST_OVERLAP_PRODUCTS // len(pairs)) for a, b in pairs
+    ]
 
 
 def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: int) -> dict[str, Any]:
@@ -515,7 +517,7 @@ def application_findings(
 
     Args:
         models: Each model's name, how its weights changed, and the changes on it.
-        of_file: What the file tells; what the models tell too is left out.
+        of_file: Findings about the file; those that the models show too are left out.
         effective: Whether any weight has a new effect; None if unknown.
         applied: Whether the host says that it applied the LoRA.
         left_off: Whether it gave back the models as they went in.

@@ -2,9 +2,9 @@ r"""What a prompt is, before any model sees it: its characters, words, emphasis 
 
 Emphasis is `(red)`, `(red:1.3)`, nested, with `\(` for a literal parenthesis. The rule is ComfyUI's:
 parentheses multiply the weight by 1.1, and a number after the last colon replaces the weight altogether.
-Square brackets mean nothing. So it is for parentheses without a partner: one that closes nothing makes the
-next that opens text, and one that stays open takes in all that follows, as emphasis if that ends in a
-parenthesis and as text if not. Numbers that are not finite are no weights.
+Square brackets mean nothing. Parentheses without a partner follow ComfyUI too: a stray closing one turns the next
+opening one into text. One that stays open takes in all that follows, as emphasis if that ends in a parenthesis, else as
+text. Numbers that are not finite are not weights.
 
 The tokenizers are the host's own: given, or found in its pipeline or CLIP. Nothing is downloaded, and a
 tokenizer is left as it was found.
@@ -149,7 +149,7 @@ def as_text(prompt: object) -> str | None:
 
 
 def texts_of(prompt: object) -> list[str]:
-    """The prompts of a batch; one is a batch of itself. None at all if something is no text."""
+    """The prompts of a batch; a single text is a batch of one. Empty if anything in it is not text."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list | tuple) and all(isinstance(line, str) for line in prompt):

@@ -533,7 +533,7 @@ class Compatibility(TypedDict):
 
 
 class Validation(TypedDict):
-    """`success`: no check failed. `notes` are worth knowing and no failure."""
+    """`success`: no check failed. `notes` are worth knowing, but not failures."""
 
     success: bool
     input: Check
@@ -691,7 +691,7 @@ class MemoryEfficiency(TypedDict):
 
 
 class LatentValidation(TypedDict):
-    """`success`: no check failed. `notes` are worth knowing and no failure."""
+    """`success`: no check failed. `notes` are worth knowing, but not failures."""
 
     success: bool
     input: Check
@@ -713,7 +713,7 @@ class LatentBaseline(StageBaseline):
 class LatentEncodingAnalysis(StageAnalysis):
     """What `analyze_latent_generation_results` gives.
 
-    `encoding_success` is False for dummy latents: they are none. `pictures` went in; of a decoding they came
+    `encoding_success` is False for dummy latents, which are not an encoding. `pictures` went in; of a decoding they came
     out, and `latent_analysis` is about what went in. `strategies` are `StrategyAttempt`s with number and name,
     `findings` are `Finding`s. `vace_conditioning` is empty but for WAN-VACE.
     """

@@ -1,4 +1,4 @@
-"""The server and its page: a port of its own, a prompt end, and an address told once it answers.
+"""The server and its page: it takes a port, tells its address once it answers, and ends promptly.
 
 `make_app` is the page as a Starlette application: addresses, errors, and the line of jobs that lives with it. Each
 method of `Page` answers one address. Results are kept in memory (`lbm_model.Recent`); nothing is written to disk.
@@ -67,18 +67,18 @@ _log = logging.getLogger(__name__)
 
 STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
-PATIENCE_SECONDS: Final = 3.0
+STOP_WAIT_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
 HEADER_SECONDS: Final = 20.0
 """How long a request's headers may take."""
 ASSETS: Final = Path(__file__).parent / "page"
 POLL_SECONDS: Final = 20.0
 """How long a question about a job waits for news."""
-WISH_BYTES: Final = 8192
+MOST_JOB_BYTES: Final = 8192
 """Most that the body of a job may have."""
 SCENES: Final = frozenset(map(str, range(1000)))
 """The pocket model's held-out scenes, as an address names them."""
-REMEMBERED: Final = 256
+MOST_FINISHED_JOBS: Final = 256
 """Finished jobs whose outcome can still be asked for."""
 State = Literal["waiting", "running", "done", "failed", "replaced"]
 Work = Callable[[Report], dict[str, Any]]
@@ -200,7 +200,7 @@ def _leave(line: "JobLine") -> None:
     A step of a large model may take minutes, and Python waits for its threads. Nothing is lost: what the
     thread makes is nowhere but in memory.
     """
-    ends = time.monotonic() + PATIENCE_SECONDS
+    ends = time.monotonic() + STOP_WAIT_SECONDS
     while line.busy:
         if time.monotonic() > ends:
             os._exit(STOPPED_BY_USER)
@@ -248,14 +248,14 @@ def make_app(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port, before a model is loaded for nothing.
+    """Take the port before the model is loaded, so that a port in use is an error at once.
 
     Args:
         host: Name or address of an interface of this machine.
         port: 0 takes any that is free.
 
     Raises:
-        ConfigError: The port is taken or out of range, or the host is none of this machine.
+        ConfigError: The port is taken or out of range, or the host is not one of this machine's.
     """
     if not 0 <= port < 65536:
         raise ConfigError(
@@ -333,9 +333,9 @@ class Page:
     async def add_job(self, request: Request) -> Response:
         """Ask for base and result."""
         too_long = Refusal(
-            413, f"The request is longer than {WISH_BYTES} bytes.", "Upload the picture on its own."
+            413, f"The request is longer than {MOST_JOB_BYTES} bytes.", "Upload the picture on its own."
         )
-        wish = read_wish(await self._body(request, WISH_BYTES, too_long), self.limits)
+        wish = read_wish(await self._body(request, MOST_JOB_BYTES, too_long), self.limits)
         picture = self.pictures.get(wish.picture)
         check_working_size(
             wish,
@@ -517,7 +517,7 @@ class JobLine:
                     self._fail(job, error)
 
     def stop(self) -> None:
-        """Take no more jobs, stop the running one at its next step, and answer everybody who waits."""
+        """Refuse new jobs, stop the running one at its next step, and answer everybody who waits."""
         self.stopping = True
         for job in self._jobs.values():
             job.change()
@@ -559,7 +559,7 @@ class JobLine:
     def _remember(self, job: Job) -> None:
         self._jobs[job.id] = job
         ended = [key for key, kept in self._jobs.items() if kept.state not in ("waiting", "running")]
-        for key in ended[: max(len(self._jobs) - REMEMBERED, 0)]:
+        for key in ended[: max(len(self._jobs) - MOST_FINISHED_JOBS, 0)]:
             del self._jobs[key]
 
     def _number(self) -> None:

@@ -407,7 +407,7 @@ def timings(run: Run) -> dict[str, Any]:
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
 """What is decoded. Not every format that Pillow knows: its EPS reader, for one, starts Ghostscript."""
-NAMED: Final = "PNG, JPEG, WebP, TIFF, BMP or GIF"
+FORMATS_IN_WORDS: Final = "PNG, JPEG, WebP, TIFF, BMP or GIF"
 """These, in a message."""
 
 
@@ -435,7 +435,7 @@ def wished_size(wish: Wish) -> str | Size:
     """The size as `translate_image` takes it.
 
     Raises:
-        Refusal: It is none.
+        Refusal: It is not a size.
     """
     try:
         return parse_size(wish.size)
@@ -472,7 +472,7 @@ class Pictures:
         """Decode an uploaded file and keep it. The same bytes give the same id.
 
         Raises:
-            Refusal: It is empty, no picture, damaged (415), or too large when decoded (413).
+            Refusal: It is empty, not a picture, damaged (415), or too large when decoded (413).
         """
         return self._keep(hashlib.sha256(data).hexdigest(), decode(data, self._limits))
 
@@ -501,10 +501,10 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     """Read the bytes of a picture as upright 8-bit RGB, as `load_image` reads a file.
 
     Raises:
-        Refusal: It is empty, no picture, damaged (415), or too large when decoded (413).
+        Refusal: It is empty, not a picture, damaged (415), or too large when decoded (413).
     """
     if not data:
-        raise Refusal(415, "The file is empty.", f"Choose a picture ({NAMED}).")
+        raise Refusal(415, "The file is empty.", f"Choose a picture ({FORMATS_IN_WORDS}).")
     try:
         with open_picture(io.BytesIO(data), FORMATS) as image:
             if image.width * image.height > limits.picture_pixels:
@@ -514,7 +514,7 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(limits) from error
     except UnidentifiedImageError as error:
-        raise Refusal(415, "This is not a readable picture.", f"Choose one in {NAMED}.") from error
+        raise Refusal(415, "This is not a readable picture.", f"Choose one in {FORMATS_IN_WORDS}.") from error
     except DECODER_ERRORS as error:
         raise Refusal(
             415, "The picture is damaged and cannot be decoded.", "Save or fetch it again."
@@ -530,7 +530,7 @@ def _too_many_pixels(limits: Limits, size: str = "") -> Refusal:
 
 
 def too_many_bytes(limits: Limits) -> Refusal:
-    """The answer to an upload that does not end in time."""
+    """The refusal of an upload that is larger than allowed."""
     return Refusal(
         413, f"The file is larger than {limits.upload_bytes / MIB:g} MiB.", "Scale the picture down first."
     )

@@ -43,7 +43,7 @@ HEADERS = {
     # Pictures are private: a browser's cache is a file.
     "cache-control": "no-store",
 }
-_UNREAD = (408, 413)
+_LEAVES_BODY_UNREAD = (408, 413)
 """Statuses that leave some of the request's body unread, so that no other request can follow."""
 
 LORA_SCALES: Final = (0.0, 2.0)
@@ -152,7 +152,7 @@ class Refusal(Exception):
         return JSONResponse(
             {"error": as_error(self.message, self.hint)},
             self.status,
-            {"connection": "close"} if self.status in _UNREAD else None,
+            {"connection": "close"} if self.status in _LEAVES_BODY_UNREAD else None,
         )
 
 
@@ -162,7 +162,7 @@ def as_error(message: str, hint: str | None) -> dict[str, str | None]:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler of every exception; it raises those that nobody foresaw again, for the server's own output."""
+    """Starlette's handler of every exception; it raises unforeseen ones again, for the server's own output."""
     match error:
         case Refusal():
             return error.response

@@ -104,7 +104,7 @@ def test_what_the_host_wrote_to_meanwhile_has_no_hash(
 
 
 def test_what_is_too_large_is_not_held(stage: LiveStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_hashes, "HELD_ON_DEVICE", 8)
+    monkeypatch.setattr(output_hashes, "HELD_BYTES_ON_DEVICE", 8)
     array = np.ones(4)
     memory = weakref.ref(array)
     HeldOutputs(in_call=True).take(stage, "latent", torch.from_numpy(array).as_subclass(OnDevice))

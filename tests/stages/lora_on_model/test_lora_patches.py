@@ -106,7 +106,7 @@ def test_the_overlap_of_each_weight_comes_with_the_angles_between_the_directions
 def test_what_would_take_too_long_is_compared_on_some_weights_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sigmascope.stages.lora_on_model._MOST_PRODUCTS", 4**2 * 16)
+    monkeypatch.setattr("sigmascope.stages.lora_on_model._MOST_OVERLAP_PRODUCTS", 4**2 * 16)
     patcher = ModelPatcher(BaseModel())
     for number, file in enumerate(FILES):
         parts = {Q: lora_parts(seed=number), OUT: lora_parts(6, seed=number)}

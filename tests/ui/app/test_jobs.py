@@ -144,7 +144,7 @@ def test_stopping_ends_the_running_job_at_its_next_step_and_answers_who_waits() 
 
 
 def test_old_jobs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "REMEMBERED", 3)
+    monkeypatch.setattr(jobs, "MOST_FINISHED_JOBS", 3)
 
     async def scenario(line: JobLine) -> None:
         first = line.submit("a", lambda report: {})

@@ -71,7 +71,7 @@ def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyP
     line = JobLine(1)
     line.busy = True
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(app, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(app, "STOP_WAIT_SECONDS", 0.0)
     app._leave(line)
     assert left == [130]
 

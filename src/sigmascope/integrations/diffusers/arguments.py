@@ -76,7 +76,7 @@ def _callback(arguments: Mapping[str, Any]) -> str | None:
 def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers, switches, choices and pictures among the arguments that `CallFacts` does not have.
 
-    A picture is told by its size and the hash of its pixels. Texts are prompts (`texts_of_call`), and not here.
+    A picture is identified by its size and the hash of its pixels. Texts are prompts (`texts_of_call`), and not here.
     """
     known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
     others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}

@@ -201,9 +201,9 @@ def _text(value: object) -> str | None:
 
 
 class TransferObserver(Observer):
-    """The time for which the host waits for weights to be moved. A copy that goes on meanwhile is not in it.
+    """Times how long the host waits for weights to be moved. Copies in the background do not count.
 
-    Nothing is put on before a pipeline is offloaded.
+    It hooks nothing before a pipeline is offloaded.
     """
 
     name: ClassVar[str] = "transfers"
@@ -322,7 +322,7 @@ class LoraModels:
         self._devices = {device for module in modules if module is not None for device in module.devices}
 
     def keys_to_read(self, path: str | None) -> Literal["lora", "none"]:
-        """Whose contents to compare: those that the file changes, or none where that would take long."""
+        """The weights to compare by content: those that the file changes, or none if that would take long."""
         small = self._nbytes <= _MOST_BYTES_READ and self._devices <= {"cpu"}
         return "lora" if small and path is not None else "none"
 
@@ -499,7 +499,7 @@ VAE_STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "de
 
 
 class VaeObserver(Observer):
-    """A stage for each `encode` and `decode`; one that is called by another is part of it."""
+    """A stage for each `encode` and `decode`; a call inside another is part of that one."""
 
     name: ClassVar[str] = "vae"
 

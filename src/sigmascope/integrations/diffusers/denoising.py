@@ -107,8 +107,8 @@ class Denoising:
     def scheduler_stepped(self, _result: object = None, _error: object = None) -> None:
         """Take the end of the scheduler's step: the hot path.
 
-        Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another
-        pipeline, or of an export.
+        Without a denoiser's call before it, it does not belong here: it is a second scheduler's (audio beside video),
+        another pipeline's, or an export's.
         """
         if self._started is not None:
             self.stepped += 1
@@ -144,7 +144,7 @@ class Denoising:
         self._scope.add_step(started, ended_ns, self._mark)
 
     def finish(self) -> None:
-        """Take the last step if it is open, and tell what is known of all."""
+        """End the last step if it is open, and put on the stage what is known of all steps."""
         if self._started is not None:
             self._commit(self._seen_ended())
         self.stage.fact("denoiser_calls", dict(self.calls))
@@ -166,7 +166,7 @@ def timestep_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
 
 
 def number_of(timestep: object) -> float | None:
-    """A timestep's number; None where asking would wait for an accelerator, or be seen by who traces the call."""
+    """A timestep's number; None if reading it would wait for an accelerator, or be recorded by a tracer."""
     if isinstance(timestep, int | float):
         return float(timestep)
     if not isinstance(timestep, Tensor) or timestep.device.type != "cpu" or not timestep.numel():

@@ -1,4 +1,4 @@
-"""What a call gave, as the host is given it: what is seen of its pictures, a small one of them, or the tensor itself.
+"""What a call gave to the host: facts of its pictures, a thumbnail, or the tensor itself.
 
 `pictures_of` looks at finished pictures: of one colour, not finite, or replaced by a safety checker. `thumbnail_of` makes
 the first one small. `outcome_of` takes what a call gives where no VAE made it: latents, or pictures of a denoiser that
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from sigmascope.probes.reading import Reading
 
 FACT: Final = "pictures"
-MOST: Final = 8
+MOST_PICTURES: Final = 8
 """Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
 _PICTURE_NAMES: Final = ("images", "frames", "videos")
 """Under which the state of a modular pipeline holds its pictures."""
@@ -48,8 +48,8 @@ def pictures_of(result: object) -> dict[str, Any] | None:
     pictures = list(_pictures(output))
     if not pictures:
         return None
-    chosen = [pictures[index * len(pictures) // MOST] for index in range(MOST)]
-    seen = [_look(picture) for picture in (chosen if len(pictures) > MOST else pictures)]
+    chosen = [pictures[index * len(pictures) // MOST_PICTURES] for index in range(MOST_PICTURES)]
+    seen = [_look(picture) for picture in (chosen if len(pictures) > MOST_PICTURES else pictures)]
     colours = [colour for colour, is_finite in seen if is_finite and colour is not None]
     return {
         "pictures": len(pictures),
@@ -121,9 +121,9 @@ def _replaced(result: object) -> int | None:
 
 
 def told_apart(value: object) -> str | None:
-    """PIL pictures by their size and the hash of their pixels, "512×512 RGB 8d1c…"; None for anything else."""
+    """PIL pictures as text, by size and hash of the pixels: "512×512 RGB 8d1c…"; None for anything else."""
     pictures: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-    if not pictures or len(pictures) > MOST or not all(map(_is_image, pictures)):
+    if not pictures or len(pictures) > MOST_PICTURES or not all(map(_is_image, pictures)):
         return None
     return ", ".join(
         f"{picture.width}×{picture.height} {picture.mode} {xxh3_64_hexdigest(picture.tobytes())}"

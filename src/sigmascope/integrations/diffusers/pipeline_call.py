@@ -54,7 +54,7 @@ class CallObserver(Observer):
     name: ClassVar[str] = "calls"
 
     def attach_class(self, kind: type) -> None:
-        """Hear the calls of pipelines of a class; a module alone is none."""
+        """Hear the calls of pipelines of a class; a bare module is not a pipeline."""
         if not hasattr(kind, "_call_impl"):
             self.hook_class(kind, "__call__", self._before)
 
@@ -314,7 +314,7 @@ class SchedulerObserver(Observer):
             self._hear_step(holder_of(scheduler, "step"))
 
     def _hear_step(self, scheduler: object) -> None:
-        """Hear a scheduler's step, and those of all of its class: the denoising that is open knows whose it takes."""
+        """Hear the steps of all schedulers of a class: each counts for the denoising that is open where it is made."""
         self.hook_class(type(scheduler), "step", self._before_step)
         if "step" in getattr(scheduler, "__dict__", {}):
             self.hook_attribute(scheduler, "step", self._before_step)
@@ -385,7 +385,7 @@ def _steps_of_pipeline(stack: StageStack) -> int | None:
 
 
 def is_final_decode(stack: StageStack) -> bool:
-    """Whether a decoding follows the denoising, and is no preview inside of it.
+    """Whether a decoding comes after the denoising, and is not a preview during it.
 
     Pipelines that say how many steps they make are believed; of others every decoding is taken as the end.
     """

@@ -31,7 +31,7 @@ def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Reading
 
     Args:
         pipeline: What is made of components, or a model alone.
-        why_not: Why no weights are to be read; None: they are.
+        why_not: Why weights must not be read; None: they may be.
     """
     return {
         name: model_fingerprint(module) if why_not is None else Reading(None, why_not)
@@ -52,10 +52,10 @@ class LoraFiles:
         target: object,
         adapter: object = None,
     ) -> None:
-        """Take that something was loaded.
+        """Note that a LoRA was loaded.
 
         Args:
-            path: The file; None: it was none, or is not known.
+            path: The file; None if there was none, or if it is unknown.
             before: What `adapters_in` gave before.
             target: The pipeline or model that it was loaded into.
             adapter: The name that was asked for, where an adapter of that name may have been there before.
@@ -112,7 +112,7 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
 
     Args:
         pipeline: What is made of components.
-        why_not: Why no weights are to be read; None: they are.
+        why_not: Why weights must not be read; None: they may be.
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its

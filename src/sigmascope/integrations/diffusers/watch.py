@@ -196,7 +196,7 @@ def watch(
         run.save("fox.json")
 
     Every call of a pipeline becomes a stage `generation`, with a stage inside it for each part of the work: text
-    encoding, the schedule, denoising, decoding and so on. Whatever of the watching fails is switched off, with a line
+    encoding, the schedule, denoising, decoding and so on. A part of the watch that fails is switched off, with a line
     in the log and the reason under `unavailable`.
 
     Args:
@@ -206,9 +206,9 @@ def watch(
         sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
         step_memory: Whether the process's resident bytes are read at the end of each step too, to find what grows from
             step to step: 2 µs a step.
-        keep_generations: How many generations, the last ones, the record holds in full; of earlier ones it holds sums
-            (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
-            as long as the watch lasts.
+        keep_generations: How many of the last generations the record holds in full; of earlier ones it holds sums
+            (`Run.folded`). Stages outside generations are kept likewise, by name. None keeps all, in a record that
+            grows as long as the watch lasts.
         thumbnails: Whether each generation keeps its first picture, at most 96 pixels wide and high, for reports to show.
         stacks: Whether a thread looks, some twenty times a second, where your own code is while no step runs: between the
             steps, in the rest of stages, outside of them. Reports name function and line.
@@ -218,7 +218,7 @@ def watch(
         A context manager and decorator that gives the run's attributes.
 
     Raises:
-        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or what was given is not a pipeline,
+        ConfigError: `prompts` is not one of the three, `keep_generations` is below 1, or what was given is not a pipeline,
             such as a function, a list or a name.
     """
     privacy_of(prompts)

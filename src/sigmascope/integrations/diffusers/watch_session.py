@@ -97,7 +97,7 @@ class Session:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Count what is done meanwhile as the watch's own, unless a stage is open here, which has it in its time."""
+        """Count the block's time as the watch's own, unless a stage is open here: then it is in the stage's time."""
         stack = current_stack(self)
         if stack is not None and stack.open:
             yield
@@ -156,7 +156,7 @@ class Session:
         )
 
     def watch(self, pipeline: object) -> PipelineFacts | None:
-        """Put the observers on a pipeline, or on what it has got since; its facts. Never raises."""
+        """Put the observers on a pipeline, and on components that are new since; gives its facts. Never raises."""
         parts = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
         if parts is None:
             return None
@@ -240,7 +240,7 @@ class Observer(HookSet):
     """Follows one kind of event on the pipelines that a session watches.
 
     Attributes:
-        name: Of the events; the reason of a failure is kept under it, after "watch.".
+        name: Name of its events. The reason of a failure is kept under "watch.<name>".
     """
 
     name: ClassVar[str] = ""
@@ -303,7 +303,7 @@ def pipelines_in(pipeline: object) -> list[object]:
 
 
 def set_up_of(pipeline: object) -> tuple[object, ...]:
-    """What tells cheaply that a pipeline's facts are no longer those that were read."""
+    """A cheap mark of a pipeline's set-up. If it changes, the pipeline's facts must be read again."""
     return tuple((name, id(part), *_state(part)) for name, part in components_of(pipeline).items())
 
 

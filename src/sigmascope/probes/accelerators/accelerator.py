@@ -1,4 +1,4 @@
-"""What an accelerator is asked for, what stands where there is none, and what those with allocator statistics share."""
+"""The interface of an accelerator, the one that stands for none, and the base of those with allocator statistics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Accelerator(Protocol):
 
     @property
     def no_utilization(self) -> str | None:
-        """Why nobody says how busy a device is; None: NVML does."""
+        """Why it is unknown how busy a device is; None: NVML says it."""
         ...
 
     def device_count(self) -> int:
@@ -115,7 +115,7 @@ class Accelerator(Protocol):
 
 @runtime_checkable
 class DetectedAccelerator(Accelerator, Protocol):
-    """One that `detect_accelerator` may choose.
+    """An accelerator that `detect_accelerator` may choose.
 
     To add one, write a file of this folder, named as torch names the device type, in which `ACCELERATOR` is the class, and
     put its name into `_FILES` of `detection.py`.
@@ -212,7 +212,7 @@ class CachingAccelerator:
         return max(0, self._count() or 0)
 
     def why_absent(self) -> str | None:
-        """A count of 0, which is certain; a count that cannot be known yet is none."""
+        """The reason if the number of devices is certainly 0; None if it is unknown so far."""
         return f"no accelerator: {self.kind.upper()} sees no device" if self._count() == 0 else None
 
     def devices(self) -> list[str]:

@@ -43,13 +43,13 @@ def _file_of(kind: str) -> ModuleType | None:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether it computes in float64; what is not known is taken to."""
+    """Whether a device type computes in float64; an unknown one is assumed to."""
     file = _file_of(device.type)
     return file is None or bool(file.ACCELERATOR.has_float64)
 
 
 def has_streams(kind: str) -> bool:
-    """Whether weights can be copied to a device of this type while it computes; what is not known is taken not to."""
+    """Whether weights can be copied to a device of this type while it computes; an unknown one is assumed not to."""
     file = _file_of(kind)
     return file is not None and bool(file.ACCELERATOR.has_streams)
 
