@@ -56,7 +56,7 @@ class Case:
         host: The machine.
         name: The stage that it is; None: the whole run, or what in it is part of no generation.
         number: Which generation of the run; one inside another has its number. None: no generation.
-        denoises: Whether anything is generated: without, what is done is all that was to be done.
+        denoises: Whether anything is generated. If not, other work cannot take too large a share of the time.
         misses_target: Whether a generation in it, or around it, took longer than its target.
     """
 
@@ -90,10 +90,10 @@ class Case:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    """The generations of a run that say what was called, each by itself, then what was part of none; else the run.
+    """A case for each generation whose call is known, then one for the work outside generations; else one for the run.
 
-    A pipeline that is noted on the run holds for all of its generations. Models that are loaded, prompts that are encoded
-    and LoRAs that are put on between the calls are the part of none; its seconds are those of the run.
+    A pipeline noted on the run holds for all of its generations. The work outside them is that between calls: models
+    loaded, prompts encoded, LoRAs put on. The seconds of that case are those of the run.
     """
     pipeline = _pipeline(run.facts)
     for number, outermost in enumerate(_outermost_generations(run.stages)):
@@ -145,7 +145,7 @@ def _misses_target(stages: Iterable[Stage]) -> bool:
 
 
 def noted_metrics(stage: Stage) -> PerformanceMetrics | None:
-    """What a monitor noted of a generation; None of what is none, or where that cannot be read."""
+    """What a monitor noted of a generation; None if it noted nothing, or if that cannot be read."""
     noted = stage.facts.get(PERFORMANCE)
     if not isinstance(noted, Mapping):
         return None

@@ -146,7 +146,7 @@ class WhatChanged:
 def what_changed(new: Sequence[Run], baseline: Sequence[Run]) -> WhatChanged:
     """Compare runs with earlier runs of the same work; each side needs at least one.
 
-    Times and outputs are those of whole runs: what one that broke off did not do would count as time saved.
+    Runs that broke off are left out of times and outputs: the work that they did not do would count as time saved.
     """
     recipe = recipe_differences(new, baseline)
     broken_off = _broken_off(new, baseline)

@@ -61,7 +61,7 @@ class FigureComparison:
         p_slower: How likely values this much higher are if nothing changed.
         least_p: The smallest p that so few runs can give.
         runs: How many values each side has, baseline first.
-        unavailable: What could not be reckoned, and why; "runs": how many are left out.
+        unavailable: What could not be calculated, and why; "runs": how many are left out.
     """
 
     name: str
@@ -225,8 +225,8 @@ def compare_pooled_steps(
 ) -> tuple[FigureComparison, ...]:
     """All steps of each stage but every run's first, as one sample a side.
 
-    For where there are too few runs to compare run by run. The intervals then say how sure the difference is of these
-    very runs: steps of one run share its circumstances, so that another run may lie outside.
+    For too few runs to compare run by run. The intervals then hold for these very runs only: the steps of a run share
+    its circumstances, so another run may lie outside.
     """
     on_device = timed_on_device(new, baseline)
     ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
@@ -337,7 +337,7 @@ def check_regression(
         baseline: The same.
         max_slowdown: How much longer a time may be, as a fraction: 0.05 is 5 %.
         max_growth: The same for peaks of memory.
-        alpha: How likely a difference by chance may be, of one figure.
+        alpha: How likely a difference by chance may be, for each figure.
 
     Raises:
         ConfigError: No runs on one side, nothing in them that could be compared, or a limit out of range.
@@ -400,7 +400,7 @@ def pairs_by_work(
 ) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
     """New runs beside the baseline's runs of the same work.
 
-    Runs that broke off are left out: what they did not do would count as time saved.
+    Runs that broke off are left out: the work that they did not do would count as time saved.
 
     Returns:
         By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason, and how

@@ -51,11 +51,11 @@ class Figure:
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
     """The figures of several runs of the same work, by name.
 
-    One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
-    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times, those that are
-    folded included; steps are those in full. A total is
-    that of runs with several stages: of a single generation it would add no more than what the monitor itself took.
-    What cannot be a time is left out, and a stage with such a time in it: see `impossible_times`.
+    Each run gives one value. A run's steps are summarised by their median, because they are not independent; the first
+    of several steps is left out, and folded steps are not known one by one. A stage that a run passes repeatedly counts
+    with the sum of its times, folded ones included. Only runs with several stages have a total: for a single generation
+    it would add nothing but the monitor's own time. Times that cannot be are left out, with the stage that holds them:
+    see `impossible_times`.
 
     Args:
         runs: Any number, in order.
@@ -130,10 +130,10 @@ def _by_name(run: Run) -> Mapping[str, list[Stage]]:
 def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
     """Names of the stages, and of their steps, to be compared by the accelerator's clock.
 
-    A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
-    compare by, where enough runs have it: two clocks are not comparable, so that the others are left out. Enough is all
-    of a side that passed the stage; or most, if as many are left as a check takes to tell a change from chance. What is
-    missing may be missing because it took long, so that it must be few. A generation's own time is what somebody waits for.
+    A host that only queues work is done with a stage long before the device is. So the device's clock is compared if
+    enough runs have it, and the other runs are left out, because the two clocks cannot be compared. Enough is every run
+    of a side that passed the stage; or most of them, if as many remain as a check needs. Only few may be missing, since
+    a long time may be why they are. A generation goes by the host's clock: that is the time somebody waits.
 
     Args:
         sides: Runs of the same work, such as a baseline's and the new ones; each has to have enough.
@@ -203,12 +203,12 @@ def step_name(stage: Stage) -> str:
 
 
 def known(seconds: Iterable[float | None]) -> list[float]:
-    """Those that were measured."""
+    """The values that were measured."""
     return [value for value in seconds if value is not None]
 
 
 def warm(seconds: tuple[float | None, ...]) -> list[float]:
-    """Those that were measured of all but the first, into which compiling falls; of a single step that one."""
+    """The measured steps without the first, which includes compiling; a single step is kept."""
     return known(seconds[1:] if len(seconds) > 1 else seconds)
 
 

@@ -115,7 +115,7 @@ class TensorComparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the values agree within the tolerance, be it in another layout."""
+        """Whether the values agree within the tolerance, even in another layout."""
         return self.verdict != "different"
 
     @property
@@ -468,7 +468,7 @@ def compare_pair(
         a: The reference.
         b: The other.
         options: Tolerances and token axis.
-        devices: Where they lay when they were saved, if that is not where they lie now.
+        devices: The devices that they were saved from, if they are elsewhere now.
 
     Raises:
         ConfigError: One is not a dense tensor with values, or an option makes no sense.
@@ -706,7 +706,7 @@ def as_tensor(value: TensorLike, side: str) -> Tensor:
     """A dense tensor with values.
 
     Raises:
-        ConfigError: It is none; `side` says which.
+        ConfigError: It is not one; the message names `side`.
     """
     if isinstance(value, np.ndarray):
         try:

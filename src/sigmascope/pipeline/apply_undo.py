@@ -2,12 +2,12 @@
 
 Before a choice is applied, `Structure` notes how the pipeline is put together, so that just what the choice changed
 can be put back. What it notes are references: attributes of the pipeline, of every module, attention processor and
-hook, and what their dicts and lists hold. Values of tensors are left to `Weights`. Moving weights and laying them
-out anew loses nothing. Narrowing them does: then the originals are kept in RAM.
+hook, and what their dicts and lists hold. Values of tensors are left to `Weights`. Moving weights or changing their
+memory format loses nothing. Narrowing them does; then the originals are kept in RAM.
 
-Choices on the same models lie one over the other: if the lower one were undone first, the upper one would put back
-later what the lower one had made. So the process keeps a list of the choices in force, whoever applied them, and
-`require_last_applied` refuses to undo one that has others over it.
+Choices on the same models must be undone in reverse order: otherwise undoing the later one would bring back what the
+earlier one had made. So the process keeps a list of all choices in force, whoever applied them, and
+`require_last_applied` refuses to undo one before the later ones.
 """
 
 import weakref
@@ -127,7 +127,7 @@ class AppliedChoice:
             Names of weights that somebody else changed meanwhile; their new values stay, in the old dtype.
 
         Raises:
-            OptimizationError: Originals were not kept, or later choices or hooks of others lie over its own.
+            OptimizationError: Originals were not kept, or later choices or others' hooks come first.
         """
         if not self._is_exact:
             raise OptimizationError(
@@ -354,7 +354,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 _IN_FORCE: list[weakref.ref[AppliedChoice]] = []
-"""Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
+"""Weak references: once an optimizer is gone, its choices cannot be undone, and its models may be freed."""
 
 
 def require_last_applied(choices: Sequence[AppliedChoice]) -> None:

@@ -88,7 +88,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What became of one case."""
+    """The result of one case."""
 
     case: BenchCase
     made: Made | None = None
@@ -210,7 +210,7 @@ def run_benchmark(
 
 
 class RunFiles:
-    """A folder for the runs of one benchmark: in one folder, runs of two would be taken for one.
+    """A folder for the runs of one benchmark. Runs of two benchmarks in one folder would count as one.
 
     Raises:
         ConfigError: There are runs in it already.
@@ -441,8 +441,8 @@ class PipelineStages:
     lasts from the denoiser's first call to the decoding. A step lasts from the denoiser's first call in it to
     the pipeline's callback; where the pipeline has no callback, each call of the denoiser is a step.
 
-    A benchmark may wait for the device, which a monitor must not do: a stage whose work is only queued would end at
-    once, and the one that waits for the result would seem to have taken its time. It waits at the edges of stages, and
+    Unlike a monitor, a benchmark may wait for the device. Without waiting, a stage that only queues work would end at
+    once, and its time would count for the stage that waits for the result. It waits where stages begin and end, and
     within no step.
     """
 

@@ -118,7 +118,7 @@ def encode_latents(
     past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
-    """Encode with the first strategy that does not run out of memory, to a latent that is finite.
+    """Encode with the first strategy that fits into memory and gives a finite latent.
 
     The latent is the VAE's own, neither scaled nor shifted: what `vae.encode(x).latent_dist.mode()` gives, with the
     VAE's own tiling and slicing as they are set. The VAE is as before when this returns or raises: placement, dtype, modes, tiling and slicing, buffers.
@@ -138,7 +138,7 @@ def encode_latents(
         sample: Draw the latent from the VAE's distribution; otherwise take its mode.
         generator: Of that draw. A failed attempt leaves its state as it was.
         output_device: Where to put the latent; None: where the VAE computes, whatever the strategy.
-        dummy: Where all else fails, give zeros of the right shape. They are not an encoding, and the record says so.
+        dummy: If everything else fails, give zeros of the right shape. They are not an encoding, and the record says so.
         predict: Predict the peak of each attempt, which takes a fraction of a second the first time for each VAE
             and size. Without it "auto" assumes that all fits, and refuses the CPU for the weights alone.
         past: Runs or records from which the predictions learn, beside the run that is being recorded.
@@ -186,7 +186,7 @@ def decode_latents(
     past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
-    """Decode with the first strategy that does not run out of memory, to pictures that are finite.
+    """Decode with the first strategy that fits into memory and gives finite pictures.
 
     Args:
         vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `decode`.
@@ -276,7 +276,7 @@ class _Planned:
     in_float32: bool = False
 
     def record(self, reason: str | None = None) -> StrategyAttempt:
-        """Its record before it is made, with the reason if it is passed over."""
+        """The attempt's record before it begins, with the reason if it is skipped."""
         unknown = self.expected.unavailable.get("bytes")
         return StrategyAttempt(
             self.name,

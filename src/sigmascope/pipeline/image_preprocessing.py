@@ -84,7 +84,7 @@ def pictures(
             many there are.
 
     Raises:
-        ConfigError: No pictures, sizes that differ, axes or numbers that are none of these.
+        ConfigError: There are no pictures, their sizes differ, or their axes or numbers cannot be understood.
     """
     channels = facts.image_channels or 3
     tensor, form = gathered(frames, channels)
@@ -178,7 +178,7 @@ def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
         channels: Of the pictures, into which PIL images are converted.
 
     Raises:
-        ConfigError: There is none, they differ in size or type, or it is something else.
+        ConfigError: There are no pictures, they differ in size or type, or they are something else.
     """
     if isinstance(frames, Sequence) and not isinstance(frames, str | bytes):
         apart = without_mask(frames)
@@ -271,7 +271,7 @@ def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
 
 
 def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
-    """The same pixels in another range, in float32 or better; as they are where nothing is to do."""
+    """The same pixels in another range, in float32 or wider; unchanged if they have it already."""
     if not pixels.is_floating_point():
         pixels = pixels.float()
     if values == wanted:

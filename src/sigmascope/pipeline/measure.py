@@ -316,7 +316,7 @@ class Trials:
     count: "Count"
 
     def run(self, name: str) -> Seen:
-        """Warm up, then time. What fails is told by its error; Ctrl-C goes through."""
+        """Warm up, then time. A failure becomes the set-up's `error`; Ctrl-C is raised."""
         facts = pipeline_facts(self.pipeline)
         try:
             warmed = [seconds_of(self._once(name, facts)[0]) for _ in range(self.warmup)]
@@ -328,7 +328,7 @@ class Trials:
         return Seen(_summed_up([run for run, _ in timed], warmed), image, same)
 
     def run_again(self, seen: Seen, name: str) -> Seen:
-        """Run a set-up that was seen before, and take all of its runs together."""
+        """Run a set-up again, and combine all of its runs."""
         again = self.run(name).set_up
         if again.error is not None or seen.set_up.error is not None:
             return seen
@@ -485,9 +485,9 @@ def judge(
 ) -> tuple[bool, str]:
     """Whether a choice stays by what was measured, and why.
 
-    It pays if it saves the least gain of time in the median and between the fastest runs, which other load on the
-    machine disturbs least, and the ratio's interval says faster too; or if it saves as much of the device's peak
-    memory, and no time is lost by a choice that was to bring time.
+    It pays if it saves the least gain of time, both in the median and between the fastest runs (which other load
+    disturbs least), and the ratio's interval is below 1. It also pays if it saves as much of the device's peak memory;
+    a choice for speed must not lose time then.
     """
     least_gain = demands.least_gain
     if after.error is not None:

@@ -1,4 +1,4 @@
-"""A model and memory borrowed for an attempt, and given back: put back as it was, run from copies in RAM, freed.
+"""What an attempt borrows and gives back: it restores a model, runs it from copies in RAM, and frees memory.
 
 `as_before` puts back what an attempt changed, whatever ended it; `Structure` finds that out. `put_in_ram` lets a model
 run on the CPU without moving it: copies of its weights take their places for a while. What an attempt changes for a
@@ -42,7 +42,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
-    """Put things back if what is done here fails: placement, dtype, attributes, buffers, caches.
+    """Restore modules and objects if the block fails: placement, dtype, attributes, buffers, caches.
 
     A VAE that fails half way may keep its intermediate results, as those of causal videos do in their
     caches of features; with the attributes as they were, these are let go. What cannot be put back is told in a
@@ -57,7 +57,7 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
     placed = [_Placed.of(tensor) for tensor in tensors_of(modules)]
 
     def put_back() -> None:
-        """Everything that can be; what cannot, for want of room where it was, is told when the rest is done."""
+        """Put back everything that can be. What does not fit where it was is reported once the rest is done."""
         undos = (*structure.changes_since(), *(tensor.put_back for tensor in placed))
         failures = [error for undo in undos if (error := _tried(undo)) is not None]
         if failures:
@@ -420,8 +420,8 @@ def let_go(error: BaseException, outer: BaseException | None = None) -> None:
 
     Args:
         error: Caught, and done with.
-        outer: What was being handled already when the attempt began. It and what lies behind it are
-            somebody else's, and stay.
+        outer: The exception that was being handled when the attempt began. It and its causes belong to others, and
+            stay.
     """
     for link in list(_chain(error, outer)):
         traceback.clear_frames(link.__traceback__)
@@ -452,7 +452,7 @@ def free_memory(*devices: torch.device) -> None:
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all that was queued; does nothing for the CPU.
 
-    Whoever only queues work is done with it before the device, and hears of its errors later.
+    Code that only queues work ends before the device does, and learns of errors later.
     """
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)

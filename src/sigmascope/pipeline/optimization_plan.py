@@ -526,11 +526,11 @@ class PlanningContext:
         return self.hardware.absence or "no accelerator: it runs on the CPU"
 
     def why_not(self, effect: ImageEffect) -> str | None:
-        """Why a choice that needs an accelerator may not do that much to the image; None: it may."""
+        """Why a choice with this effect on the image, which needs an accelerator, is not allowed; None: it is."""
         return self.too_much(effect) if self.hardware.is_accelerator else self.no_accelerator
 
     def too_much(self, effect: ImageEffect) -> str | None:
-        """Why that much may not happen to the image; None: it may."""
+        """Why this effect on the image is not allowed; None: it is."""
         if IMAGE_EFFECTS.index(effect) <= IMAGE_EFFECTS.index(self.config.image):
             return None
         return f'it changes the image by {effect}, but the configuration allows only "{self.config.image}"'
@@ -619,7 +619,7 @@ class _Hold(Generic[T]):
 
 
 class ProcessSetting(Generic[T]):
-    """Put back as it was once nobody holds it any more, in whatever order they let go."""
+    """A setting that is put back once nobody holds it any more, in whatever order holders let go."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
         self._read = read

@@ -67,7 +67,7 @@ class PipelineOptimizer:
     """Plans, applies, undoes and measures what diffusers and torch offer for a pipeline.
 
     Args:
-        config: What may be done; None: whatever keeps the image but for number formats.
+        config: What may be done; None: anything that changes the image by no more than narrower number formats.
         hardware: What to plan for; None: this machine, read when a plan is made.
 
     Examples:
@@ -452,7 +452,7 @@ def _without_guidance(parts: PipelineParts, settings: GenerationSettings) -> Non
 def shrink_to_fit(
     parts: PipelineParts, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
 ) -> None:
-    """Make the size smaller until what is needed beside weights fits; weights can take turns, this cannot."""
+    """Make the size smaller until the memory needed beside weights fits; unlike weights, it cannot be offloaded."""
     if not {"height", "width"} <= settings.keys():
         return
     wanted = (int(settings["height"]), int(settings["width"]))

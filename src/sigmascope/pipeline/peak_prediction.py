@@ -1,9 +1,8 @@
 """The peak memory of an encoding or decoding, predicted before it begins.
 
 A twin of the VAE is run in its stead: the same layers without weights, rebuilt from its config or copied. The VAE
-itself is never called, and nothing about it changes. The twin is on PyTorch's "meta" device, where tensors have a
-size and no content. Every tensor made is counted until it is let go of, so that the count is what an allocator
-would have seen.
+itself is never called, and nothing about it changes. The twin is on PyTorch's "meta" device, where tensors have a size
+but no content. Every tensor counts until it is freed, so that the count is what an allocator would have seen.
 
 Past runs, where there are some, correct the count by what they really took (`learn`).
 """
@@ -203,7 +202,7 @@ def _own_estimate(vae: object, wanted: Planned) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a twin held at its highest, what went in apart, and what came out.
+    """The most that a twin held, not counting its input, and what came out.
 
     Attributes:
         tensor_bytes: All tensors.
@@ -252,8 +251,8 @@ def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
 def fits(prediction: Prediction, memory: MemorySnapshot, device: str | None = None) -> tuple[bool, str]:
     """Whether a predicted peak has room, and the numbers behind it as a sentence.
 
-    A quarter of the prediction must be free on top of it in RAM, a tenth elsewhere. What is unknown is no reason to skip
-    anything: then it fits as far as is known, and the sentence says so.
+    Beyond the prediction, a quarter of it must be free in RAM, or a tenth on a device. If something is unknown, the
+    answer is that it fits, and the sentence says what is unknown.
 
     Args:
         prediction: From `predict_peak`.
@@ -453,7 +452,7 @@ class Counted:
 
     Attributes:
         result: What the code returned, on the meta device.
-        tensor_bytes: Most that its tensors held at one time, those that it was given apart.
+        tensor_bytes: The most that its tensors held at one time, its inputs not counted.
         peak_bytes: The same with what convolutions take for themselves while they run.
         at_norms: At each group norm, what was held beside its features, and these.
     """

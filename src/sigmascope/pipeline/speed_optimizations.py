@@ -139,7 +139,7 @@ FUSED_QKV: Final = "fused_qkv"
 
 
 def consider_fused_qkv(context: PlanningContext, name: str, model: nn.Module) -> Choice | str:
-    """On request only: LoRAs loaded afterwards would change layers that no longer work."""
+    """On request only: LoRAs loaded afterwards would change layers that are no longer used."""
     asked = context.config.fuse_qkv
     parts = list(model.modules())
     if asked is False:
@@ -178,7 +178,7 @@ def _can_fuse(model: nn.Module) -> bool:
 
 
 def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
-    """Fuse. The layers of their own stay, so that undoing it takes the fused ones away."""
+    """Fuse. The separate layers stay, so that undoing only removes the fused ones."""
     model_of(pipeline, choice).fuse_qkv_projections()
 
 
@@ -358,7 +358,7 @@ _THRESHOLD: Final = 0.05
 _ATTENTION: Final = r".*(?:blocks|layers)\.\d+\.(?:attn\d?|self_attn|cross_attn)"
 _BLOCK_LISTS: Final = ("blocks", "transformer_blocks", "single_transformer_blocks", "layers")
 _CACHES_BY_BRANCH: Final = ("first_block", "taylorseer")
-"""Those that keep a state for each branch of guidance; the pipeline has to say which of them it computes."""
+"""Caches that keep a state for each branch of guidance; the pipeline has to say which branch it computes."""
 _REASONS: Final = {
     "first_block": "Steps whose first block changes little skip the other blocks (FirstBlockCache).",
     "pyramid": "Attention is computed in every other step (Pyramid Attention Broadcast, arXiv 2408.12588).",

@@ -173,7 +173,7 @@ def _check_count(work: Work, made: Tensor, what: str, of: str) -> None:
 
 
 def direct(work: Work) -> Outcome:
-    """All at once, where the VAE computes, and as its host has set it: its own tiles are part of that."""
+    """The whole picture at once, where the VAE computes, with the VAE's own tiles if its host has switched them on."""
     with _undisturbed(work):
         result = _finite(work, work.finish(work.part(work.source, work.vae.device)))
     return Outcome(copy_back(result, work.output_device or work.vae.home))
@@ -193,7 +193,7 @@ def _finite(work: Work, result: Tensor) -> Tensor:
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """How many elements are NaN and Inf, in words; None where all are finite, or it holds no such numbers."""
+    """How many elements are NaN and Inf, in words; None if all are finite, or if the dtype has neither."""
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return None
     values = tensor.detach()
@@ -268,7 +268,7 @@ def _of_all(seen: Sequence[TileFacts]) -> TileFacts:
 
 
 def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFacts:
-    """What is known of tiles before anything is cut: by the VAE, where it cuts its own."""
+    """What is known of tiles before anything is cut, also of the VAE's own."""
     cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
     shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
     if tiles.overlap is None and cuts_its_own:

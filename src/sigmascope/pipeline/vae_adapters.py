@@ -23,12 +23,12 @@ from sigmascope.records.latents import NEEDS_TILES, VaeFacts
 from sigmascope.stages.latent_facts import inner_vae, is_comfyui_vae, vae_facts
 
 _PICTURE_VAES_WITH_FRAMES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
-"""VAEs that have an axis for frames and make pictures: several are a batch, and no video."""
+"""VAEs that have an axis for frames but make pictures: several pictures are a batch, not a video."""
 _WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
 """Decoders that mix the pictures of a batch, and must be told how many belong together."""
 _ENCODED = ("latent_dist", "latents", "latent", "sample", "samples")
 _RESULT_NAMES = ("sample", "samples", "images", "frames")
-"""Under which `encode` and `decode` may give their result; the first that is there counts."""
+"""Names under which `encode` and `decode` may give their result; the first that is there counts."""
 _FALLBACKS = (
     "encode_tiled_",
     "encode_tiled_1d",

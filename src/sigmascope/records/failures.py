@@ -162,7 +162,7 @@ _ERRNO: Final = re.compile(r"\[Errno ([0-9]{1,4})\]")
 
 
 def cause_in_words(message: str) -> str | None:
-    """What a message says, in words of our own; None if it is none that is known. Our own words stay as they are."""
+    """What a message says, in words of our own; None if the message is unknown. Our own words stay as they are."""
     text = message[:_LONGEST_MESSAGE].removeprefix(": ").strip()
     if _OWN.fullmatch(text):
         return text
@@ -229,7 +229,7 @@ class Raised:
 
 
 def raised_in(trace: str) -> list[Raised]:
-    """The exceptions of a stack trace, that which was raised first at the beginning; no word of a message is in them."""
+    """The exceptions of a stack trace, in the order in which they were raised, without any word of their messages."""
     found: list[Raised] = []
     for block in f"\n{trace}".split(f"\n{_HEADER}\n")[1:]:
         lines = block.splitlines()

@@ -75,17 +75,17 @@ with tiling on, was trained on tiles of 256 pixels, by whose size its decoder me
 class TileFacts:
     """The tiles of one attempt, in pixels whichever way the VAE went; `count` is by frame or chunk.
 
-    The overlaps are what neighbours really have in common, at least, which may be more than was asked for; 0 where
-    one tile is as high or wide as the picture. Of a VAE's own tiles they are what it was asked for.
+    The overlaps are the smallest real ones, which may be larger than asked for; 0 where one tile is as high or wide as
+    the picture. For a VAE's own tiles they are those asked for.
 
     Attributes:
         by: Who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
         norm_statistics: What the VAE's group norms saw: the "whole" picture, a copy of it as small as a tile
             ("estimated"), or each tile by itself ("per_tile"); None of a single tile, and where nothing was computed.
-        norm_reason: Why they did not see the whole, or why attention did not although they did.
-        overlap_difference: Relative L2 of what neighbours gave from each other where they overlap, before it was
-            blended, or of features under estimated statistics from those under the true ones, if that is more; None
-            where that was not seen. It is a loose sign of what tiles cost: the error may be more or less.
+        norm_reason: Why group norms did not see the whole picture; or, if they did, why attention did not.
+        overlap_difference: Relative L2 difference of neighbours in their overlap, before blending; or of features under
+            estimated statistics from those under the tiles' own, if that is larger. None if it was not measured. It
+            only hints at the error of tiling, which may be larger or smaller.
     """
 
     height: int
@@ -103,8 +103,8 @@ class TileFacts:
 class StrategyAttempt:
     """One strategy that was tried, or passed over.
 
-    Both peaks count the same: bytes beyond what was in use on `device` when the attempt began. Weights that
-    the attempt itself moves there belong to them, weights that were there do not.
+    Both peaks are bytes beyond what was in use on `device` when the attempt began. They include weights that the
+    attempt itself moves there, but not weights that were there already.
 
     Attributes:
         name: Which strategy.
@@ -511,6 +511,6 @@ def _misprediction_finding(attempt: StrategyAttempt, direction: Direction) -> It
 
 
 def without_known(findings: Iterable[Finding], known: Iterable[Finding]) -> list[Finding]:
-    """Those whose id is not among the known ones; hyphens in ids are underscores."""
+    """The findings whose id is not among the known ones; a hyphen counts as an underscore."""
     ids = {finding.id.replace("-", "_") for finding in known}
     return [finding for finding in findings if finding.id.replace("-", "_") not in ids]

@@ -1,7 +1,7 @@
 """The runs of several processes as one, and back: one process a GPU, as torchrun and accelerate start them.
 
 Each process records its own run. Merged, each is a stage named for its rank, on one clock, with all of its own
-stages inside. The clock is the machines' own: ranks on machines whose clocks differ are apart by as much.
+stages inside. Times are those of the machines' clocks: if the clocks differ, so do the ranks' times.
 """
 
 import uuid

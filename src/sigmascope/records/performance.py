@@ -55,7 +55,7 @@ class PerformanceMetrics:
         performance_score: See `sigmascope.analysis.generations.performance_score`.
         image_resolution: (width, height).
         timestamp: When the generation began, ISO 8601 in UTC.
-        assumed: Which of the fields hold a default that nobody gave and nothing was seen to be otherwise.
+        assumed: Names of the fields that still hold a default: nobody gave a value, and none was measured.
         derived_time_per_step: What `generation_time_per_step` was set to as total / steps; None: it was not.
     """
 

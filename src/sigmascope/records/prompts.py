@@ -31,7 +31,7 @@ class Privacy:
         keeps_text: Prompts as they are.
         keeps_hash: The SHA-256 of prompts.
         keeps_words: Other texts, which may quote a prompt: what stages raised, arguments, paths of requests.
-        kept: What of prompts that is, in words.
+        kept: What is kept of prompts, in words.
     """
 
     name: PromptPrivacy
@@ -124,14 +124,14 @@ def stored_prompts(prompts: Prompts, privacy: PromptPrivacy) -> dict[str, Stored
 
 
 def privacy_of(name: str, given: str | None = None) -> Privacy:
-    """The row of a privacy; one that does not exist is refused, rather than to keep what nobody meant to keep.
+    """The row of a privacy level. An unknown level is refused, so that nothing is kept by mistake.
 
     Args:
         name: Of the privacy.
         given: How the user gave it, for the error; None: as `prompt_privacy`.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: There is no privacy of this name.
     """
     if name not in PRIVACIES:
         *others, last = map(repr, PRIVACIES)
@@ -173,11 +173,11 @@ def prompt_sha256(text: str) -> str:
 
 
 def quoting(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], bool]:
-    """A function that tells whether a text may quote one of the prompts, so that it is not to be kept.
+    """A function that tells whether a text may quote one of the prompts, and must not be kept.
 
-    It may if it has a word of theirs in it: also as a part of another word, in capitals, in other forms of the same
-    letters, in hexadecimal, percent-encoded or with escapes. Words are runs of three letters or more, and each letter of
-    a script without spaces; of a prompt without any, the prompt itself.
+    It may if it contains a word of theirs, even inside another word, in capitals, in other forms of the same letters,
+    in hexadecimal, percent-encoded or with escapes. Words are runs of three letters or more, and each letter of a
+    script without spaces; of a prompt without any, the prompt itself.
 
     Raises:
         ConfigError: As of `stored_prompts`.

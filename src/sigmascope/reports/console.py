@@ -250,7 +250,7 @@ def with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
 
 
 def stage_name(depth: int, stage: Stage) -> Text:
-    """Whether it went well, and its name, further in the deeper it lies."""
+    """A mark of success and the stage's name, indented by its depth."""
     mark, style = ("✓", "green") if stage.success else ("✗", "red")
     return Text("  " * depth).append(mark, style).append(f" {stage.name}")
 

@@ -115,7 +115,7 @@ SURFACE: Final = Surface(
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this folder, which makes what it is given harmless and knows no name that it is not given."""
+    """A template of this folder. It makes its values harmless, and an undefined name in it is an error."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sigmascope.reports", ""),
         autoescape=True,

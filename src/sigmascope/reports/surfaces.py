@@ -29,7 +29,7 @@ class Surface:
     Attributes:
         name: Of its option in `sigmascope show`, without the dashes.
         help: Of that option.
-        render: The text that says what a privacy lets it say of runs.
+        render: Gives the text of runs, with what a privacy lets it keep of prompts.
         is_file: Whether it is written to a file, which the option names; if not, it is printed.
         noun: What the file is called.
         is_private: Whether only its owner may read the file (mode 0600).

@@ -70,8 +70,8 @@ def write_trace(
     Args:
         runs: Each becomes a process, at the time at which it began; or one alone, or what has one, such as a `Watch`.
         path: The file; viewers expect the ending .json.
-        prompts: What the trace says of prompts that the runs hold as text. But for "full", what stages raised is told
-            by type and place alone.
+        prompts: What the trace says of prompts that the runs hold as text. Unless it is "full", errors of stages have
+            only their type and place.
 
     Raises:
         ConfigError: A run holds what cannot be a time; the message says where.
@@ -86,8 +86,8 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
 
     Args:
         runs: Each becomes a process, at the time at which it began.
-        prompts: What the trace says of prompts that the runs hold as text. But for "full", what stages raised is told
-            by type and place alone.
+        prompts: What the trace says of prompts that the runs hold as text. Unless it is "full", errors of stages have
+            only their type and place.
 
     Raises:
         ConfigError: A run holds what cannot be a time; the message says where.
