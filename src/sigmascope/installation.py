@@ -1,7 +1,7 @@
 """How to install what is missing into the installation at hand.
 
 Sigmascope may lie in a checkout, come from a wheel or a repository, or from an index: `direct_url.json`
-(PEP 610) says which. Where nobody can say, the packages of an extra are named one by one, which works anywhere.
+(PEP 610) says which. If nothing says it, the packages of an extra are named one by one, which works anywhere.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Text of others on its way out: nothing in it acts on a terminal, a log or a page, and no stream fails of it.
+"""Foreign text made safe to show: it controls no terminal, log or page, and no stream fails because of it.
 
-`printable` takes out what nobody can see, and `Harmless` does so in whatever rich prints. `never_failing` lets a stream write marks in place of the characters that its
-encoding lacks: those that we use ourselves have plain ones (`PLAIN`), all others are escaped.
+`printable` replaces invisible characters, and `Harmless` removes them from whatever rich prints. `never_failing` lets a
+stream replace characters that its encoding lacks: our own symbols have plain substitutes (`PLAIN`), all others are
+escaped.
 """
 
 import codecs
@@ -33,7 +34,7 @@ _PICTOGRAMS: Final = range(0x2300, 0x2800), range(0x1F000, 0x20000)
 
 
 def printable(text: object) -> str:
-    """The text with every character that no one can see as U+FFFD, but for spaces and new lines.
+    """The text with every invisible character as U+FFFD, except for spaces and new lines.
 
     Escape sequences set a terminal's title, clear its screen or answer in the user's name; marks of direction
     show a line as another one.
@@ -46,8 +47,8 @@ def printable(text: object) -> str:
 class Harmless:
     """Anything that rich renders, without what a terminal obeys or the stream's encoding lacks; colours stay.
 
-    Lines are divided before that. So what has no width is left out, where `printable` would show a mark for it and push
-    the end of a line out of sight.
+    Rich has divided the lines before that. So characters without a width are left out: marks for them, as `printable`
+    shows, would push the end of a line out of sight.
     """
 
     def __init__(self, renderable: "RenderableType") -> None:
@@ -73,7 +74,7 @@ def _visible(text: str) -> str:
 
 
 def never_failing(stream: Any) -> None:
-    """Let a stream write what its encoding lacks as plain marks; one that cannot be told so stays as it is."""
+    """Let a stream write plain marks for what its encoding lacks; one that cannot be set so stays as it is."""
     with suppress(AttributeError, OSError, ValueError):  # it is no text stream, or closed
         stream.reconfigure(errors=PLAIN)
 

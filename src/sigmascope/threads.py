@@ -1,4 +1,4 @@
-"""The start of a thread of ours, so that Ctrl-C leaves none that nobody knows."""
+"""Start threads so that Ctrl-C leaves none behind that nobody knows of."""
 
 import threading
 
@@ -6,7 +6,7 @@ import threading
 def start_thread(thread: threading.Thread, stop: threading.Event) -> None:
     """Start a thread that ends once `stop` is set.
 
-    Ctrl-C in the middle of that sets it: the thread may run already, and the caller has not learnt of it.
+    Ctrl-C during the start sets `stop` too: the thread may run already without the caller knowing of it.
 
     Raises:
         RuntimeError: The system gives no more threads.

@@ -300,7 +300,7 @@ class Exchange:
         )
 
     def _status_of(self, error: BaseException | None) -> int | None:
-        """What the client gets of an exception before any answer: 500, which the server or the framework sends."""
+        """The status that the client gets for an exception before any answer: 500, by the server or framework."""
         return 500 if isinstance(error, Exception) and not self._disconnected else None
 
     def _with_id(self, headers: Iterable[Any]) -> list[Any]:

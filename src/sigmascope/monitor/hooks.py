@@ -300,7 +300,7 @@ class MethodHook:
 
 
 def _inherited(kind: Any, name: str) -> object:
-    """What a class has from its bases under that name, and no replacement of ours."""
+    """What a class inherits under that name, without our replacements."""
     for base in kind.__mro__[1:]:
         hook = _METHOD_HOOKS.get((id(base), name))
         attribute = vars(base).get(name, _INHERITED) if hook is None else hook._before

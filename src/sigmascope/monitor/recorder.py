@@ -367,7 +367,7 @@ def with_findings(run: Run, guard: Guard) -> Run:
             run,
             unavailable={**run.unavailable, "findings": imported.reason or "no analysis could be imported"},
         )
-    found: list[Finding] = list(run.findings)
+    all_findings: list[Finding] = list(run.findings)
     unavailable = dict(run.unavailable)
     analyses = (
         ("rules", diagnostics.diagnose),
@@ -376,22 +376,26 @@ def with_findings(run: Run, guard: Guard) -> Run:
         ("vae", diagnostics.find_vae_findings),
     )
     for name, analysis in analyses:
-        findings = guard.reading(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
-        found += findings.value or ()
-        if findings.reason is not None:
-            unavailable[f"findings.{name}"] = findings.reason
+        reading = guard.reading(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
+        all_findings += reading.value or ()
+        if reading.reason is not None:
+            unavailable[f"findings.{name}"] = reading.reason
     kept = tuple(
         finding
-        for finding in found
-        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, found)
+        for finding in all_findings
+        if finding.id not in _LEFT_TO_RULES and not _is_said_better(finding, all_findings)
     )
     return replace(run, findings=kept, unavailable=unavailable)
 
 
-def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
+def _is_said_better(rule: Finding, findings: list[Finding]) -> bool:
     """Whether a stage's own analysis, which has seen more than the record, already says what the rule says."""
     known = _SAID_BY_ANALYSES.get(rule.id, ())
-    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False
+    return (
+        any(finding.stage == rule.stage and finding.id.startswith(known) for finding in findings)
+        if known
+        else False
+    )
 
 
 def current_recorder() -> Recorder | None:

@@ -1,11 +1,11 @@
 """One stage while it is open, what it is measured with, and the record that it becomes.
 
 A recorder has one `Instruments`: its probes, each behind its guard. A `Scope` reads them when the stage opens and
-closes and at the end of each step, and keeps the steps row after row in `StepColumns`. Of scopes that a long run
-keeps no longer `FoldedScopes` has the sums. The accelerator and the facts of the machine are found out once a process.
+closes and at the end of each step, and keeps the steps row after row in `StepColumns`. `FoldedScopes` has the sums of
+scopes that a long run no longer keeps. The accelerator and the facts of the machine are found out once a process.
 
 An event is recorded on the current stream at both edges of a step, which costs the host a few
-microseconds. Events that have passed are read when the stage closes; those still ahead, when the run is.
+microseconds. Events that have passed are read when the stage closes, later ones when the run is read.
 """
 
 import threading
@@ -176,13 +176,13 @@ class Scope:
                 instruments.guard.call("gpu_timing", lambda: instruments.stage_edges.add(edges, began, end))
 
     def take_closed(self, child: "Scope") -> None:
-        """Know of a scope inside that it is over, where it may be folded later. With `peaks.LOCK` held."""
+        """Note that an inner scope is over, if it may be folded later. With `peaks.LOCK` held."""
         if not self.stays_whole:
             is_known = child.name in self._closed or len(self._closed) < _MOST_NAMES
             self._closed.setdefault(child.name if is_known else OTHERS, deque()).append(child)
 
     def take_out(self, kept: int) -> "list[Scope]":
-        """Let go of the oldest closed scopes inside that are too many of their name. With `peaks.LOCK` held."""
+        """Remove the oldest closed inner scopes of each name that has too many. With `peaks.LOCK` held."""
         gone = []
         for closed in self._closed.values():
             while len(closed) > kept:
@@ -238,7 +238,7 @@ class Scope:
         return stage_gpu_seconds(self._edges)
 
     def freeze_steps(self, run_started_ns: int) -> Stage:
-        """Return a stage of what a scope that was never opened has: steps, from the first to the last."""
+        """Return the steps of a scope that was never opened as a stage, which lasts from the first to the last."""
         started_ns, ended_ns = self.columns.edges() or (run_started_ns, run_started_ns)
         return Stage(
             name=self.name,
@@ -266,7 +266,7 @@ class Scope:
 
 
 class FoldedScopes:
-    """Sums of closed scopes that a recorder keeps no longer. With `peaks.LOCK` held."""
+    """Sums of closed scopes that a recorder no longer keeps. With `peaks.LOCK` held."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept
@@ -619,8 +619,8 @@ class StepTimings:
         """Take the marks at a step's edges; without both it stays None.
 
         Args:
-            row: The step's number, from 0. A step that was not told of, as timing had failed or Ctrl-C came just then,
-                is None and no other's time.
+            row: The step's number, from 0. A step that was missed, because timing had failed or Ctrl-C came just then,
+                stays None.
             start: At its beginning.
             end: At its end.
         """
@@ -653,7 +653,7 @@ class StepTimings:
 
 
 class StageEdges:
-    """The edges of stages that are over, those that ended first before the others. With `peaks.LOCK` held.
+    """The edges of stages that are over, in the order in which they ended. With `peaks.LOCK` held.
 
     Each stage that ends reads those before it, so that a long run holds no more events than the device has ahead of it.
     """

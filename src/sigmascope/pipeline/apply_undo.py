@@ -212,11 +212,11 @@ def _forget_registries(models: dict[str, nn.Module]) -> None:
     """Let models look again for the hooks below them: diffusers keeps a list, which may hold some that are gone."""
     for model in models.values():
         parts = list(model.modules())
-        present = {id(found) for part in parts if (found := getattr(part, _HOOK_REGISTRY, None)) is not None}
+        present = {id(own) for part in parts if (own := getattr(part, _HOOK_REGISTRY, None)) is not None}
         for part in parts:
             registry: Any = getattr(part, _HOOK_REGISTRY, None)
             listed = getattr(registry, "_child_registries_cache", None) or ()
-            if any(id(one) not in present for one in listed):
+            if any(id(child) not in present for child in listed):
                 registry._child_registries_cache = None
 
 

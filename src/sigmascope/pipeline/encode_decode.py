@@ -344,7 +344,7 @@ class _Engine:
         return outcome.tensor, record
 
     def _first_of(self, attempts: "Iterable[_Planned | StrategyAttempt]") -> Outcome | None:
-        """The first result; None after all of them, or where one was not finite, which calls for other ways."""
+        """The first result; None if none succeeded, or if one was not finite, which needs other strategies."""
         diagnosis = self.diagnosis
         for planned in attempts:
             if isinstance(planned, StrategyAttempt):

@@ -109,7 +109,9 @@ def _is_colours_and_alpha(tensor: Tensor, axes: Layout, wanted: int | None) -> b
 def _converts_alpha(frames: object, channels: int) -> bool:
     """Whether a PIL image among them lost its alpha when it was converted."""
     images: Sequence[Any] = frames if isinstance(frames, list | tuple) else [frames]
-    return channels != COLOURS_AND_ALPHA and any(_has_bands(one) and "A" in one.getbands() for one in images)
+    return channels != COLOURS_AND_ALPHA and any(
+        _has_bands(image) and "A" in image.getbands() for image in images
+    )
 
 
 def _axes(tensor: Tensor, facts: VaeFacts, *, host_has_masks: bool) -> Layout:

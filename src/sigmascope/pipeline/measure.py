@@ -192,14 +192,14 @@ class Measurement:
         return "\n".join(_lines(self))
 
 
-def _lines(found: Measurement) -> Iterator[str]:
-    yield f"As found: {_figures(found.first)}"
-    for result in found.results:
+def _lines(measurement: Measurement) -> Iterator[str]:
+    yield f"As found: {_figures(measurement.first)}"
+    for result in measurement.results:
         sign = "+" if result.kept else "-"
         yield f"{sign} {result.choice.name}: {_figures(result.after)}, image {result.image}. {result.verdict}"
-    factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
-    yield f"With the choices that paid: {_figures(found.last)}{factor}, image {found.image}"
-    if found.repeatable is False:
+    factor = "" if measurement.factor is None else f", {measurement.factor:.2f} times as fast"
+    yield f"With the choices that paid: {_figures(measurement.last)}{factor}, image {measurement.image}"
+    if measurement.repeatable is False:
         yield "The unchanged pipeline did not give the same image twice: pass a seed or a generator in the call."
 
 
@@ -324,7 +324,7 @@ class Trials:
         except Exception as failure:  # noqa: BLE001 - a set-up that does not run is a result
             return Seen(SetUp(error=describe(failure)))
         image = timed[0][1]
-        same = None if image is None else all(compare_images(one, image).identical for _, one in timed)
+        same = None if image is None else all(compare_images(other, image).identical for _, other in timed)
         return Seen(_summed_up([run for run, _ in timed], warmed), image, same)
 
     def run_again(self, seen: Seen, name: str) -> Seen:
@@ -450,7 +450,7 @@ class _Course:
 
 def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: Seen) -> Measurement:
     dropped = (result for result in results if not result.kept)
-    left = tuple(NotTaken(one.choice.kind, one.choice.component, one.verdict) for one in dropped)
+    left = tuple(NotTaken(result.choice.kind, result.choice.component, result.verdict) for result in dropped)
     paid = tuple(result.choice for result in results if result.kept)
     reduced = replace(plan, choices=paid, not_taken=(*plan.not_taken, *left))
     last = last if paid else first
@@ -602,8 +602,11 @@ def _became_blank(new: Tensor, old: Tensor) -> bool:
     """Whether any picture of a batch, or the one there is, lost all that the old one shows."""
     if not new.numel():
         return False
-    pictures = (one.reshape(len(one), -1) if one.dim() > 3 else one.reshape(1, -1) for one in (new, old))
-    is_flat, was_flat = (one.amin(1) == one.amax(1) for one in pictures)
+    pictures = (
+        picture.reshape(len(picture), -1) if picture.dim() > 3 else picture.reshape(1, -1)
+        for picture in (new, old)
+    )
+    is_flat, was_flat = (picture.amin(1) == picture.amax(1) for picture in pictures)
     return bool((is_flat & ~was_flat).any())
 
 

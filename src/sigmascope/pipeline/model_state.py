@@ -359,8 +359,11 @@ def execution_device(modules: Iterable[nn.Module]) -> torch.device | None:
     """Where accelerate's hooks will move a model or its parts to compute; None without such hooks."""
     for part in _parts(modules):
         hook = vars(part).get("_hf_hook")
-        for one in (hook, *getattr(hook, "hooks", ())):  # several on one module are in one that has them all
-            place = getattr(one, "execution_device", None)
+        for inner_hook in (
+            hook,
+            *getattr(hook, "hooks", ()),
+        ):  # several on one module are in one that has them all
+            place = getattr(inner_hook, "execution_device", None)
             if place is not None:
                 return torch.device(place)
     return None

@@ -446,7 +446,7 @@ def default_side(parts: PipelineParts) -> int:
     factor = spatial_factor(parts)
     sizes = [getattr(parts.pipeline, "default_sample_size", None)]
     sizes += [config_value(model, "sample_size") for model in parts.of_role("denoiser").values()]
-    size = next((one for one in sizes if isinstance(one, int)), None)
+    size = next((side for side in sizes if isinstance(side, int)), None)
     return _USUAL_SIDE if size is None else size * factor
 
 
@@ -543,7 +543,7 @@ class PlanningContext:
     @property
     def largest(self) -> tuple[str, int]:
         """The model with the most weights as planned, and how many bytes these are."""
-        name = max(self.weights, key=lambda one: self.weights[one], default="")
+        name = max(self.weights, key=lambda component: self.weights[component], default="")
         return name, self.weights.get(name, 0)
 
     @property

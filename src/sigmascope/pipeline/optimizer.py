@@ -414,7 +414,7 @@ def _of_pipeline(parts: PipelineParts) -> GenerationSettings:
 def _of_model(parts: PipelineParts) -> GenerationSettings:
     settings = _by_name(str(parts.facts.architecture))
     sizes = [part.config.get("sample_size") for part in parts.facts.of_role("denoiser").values()]
-    size = next((one for one in sizes if isinstance(one, int)), None)
+    size = next((side for side in sizes if isinstance(side, int)), None)
     for argument in ("height", "width") if size is not None and parts.facts.architecture == "UNet" else ():
         settings.put(argument, default_side(parts), f"Its configuration: {size} latent elements.")
     return settings

@@ -221,29 +221,29 @@ class DryRun:
     at_norms: tuple[tuple[int, int], ...] = ()
 
 
-def _with_what_is_around(found: DryRun, wanted: Planned) -> int:
+def _with_what_is_around(part_run: DryRun, wanted: Planned) -> int:
     """The dry run of a part, the copy of its input, and the output that all parts are put together in."""
-    itemsize = found.output_itemsize
-    total = found.peak_bytes + math.prod(wanted.part) * itemsize
+    itemsize = part_run.output_itemsize
+    total = part_run.peak_bytes + math.prod(wanted.part) * itemsize
     parts = -(-wanted.shape[0] // wanted.part[0])
-    whole = math.prod(found.output_shape)
+    whole = math.prod(part_run.output_shape)
     if wanted.tile is not None:
         size = wanted.tile.size(latents=wanted.direction == "encoding")
-        whole = math.prod(found.output_shape[:-2]) * math.prod(size)
+        whole = math.prod(part_run.output_shape[:-2]) * math.prod(size)
         total += whole * max(itemsize, 4) if wanted.tile.count > 1 else 0
         if wanted.together and wanted.device_type == "cpu":
-            total += _waiting_bytes(found, wanted.tile)
+            total += _waiting_bytes(part_run, wanted.tile)
     if parts > 1:
         total += whole * itemsize * parts
     return total + wanted.moved_weights_bytes
 
 
-def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
+def _waiting_bytes(part_run: DryRun, tile: TilePlan) -> int:
     """What tiles hold that wait at a norm, with the features of the whole, at this norm and at the one before."""
     tiled = math.prod(axis.tile * len(axis.starts) for axis in (tile.rows, tile.columns))
     share = tile.rows.length * tile.columns.length / tiled
     waiting = [
-        (tile.count - 1) * held + 2 * share * tile.count * features for held, features in found.at_norms
+        (tile.count - 1) * held + 2 * share * tile.count * features for held, features in part_run.at_norms
     ]
     return round(max(waiting, default=0.0)) if tile.count > 1 else 0
 
@@ -422,8 +422,8 @@ def _recipe_of(module: Any, own_tiles: bool) -> _Recipe:
 
 def _copy_without_weights(module: nn.Module, own_tiles: bool) -> nn.Module:
     """Its layers without weights and hooks: whoever put hooks on must not hear of this run."""
-    tensors = (one for part in module.modules() for one in tensors_on(part))
-    memo: dict[int, Any] = {id(one): _without_content(one) for one in tensors}
+    tensors = (tensor for part in module.modules() for tensor in tensors_on(part))
+    memo: dict[int, Any] = {id(tensor): _without_content(tensor) for tensor in tensors}
     twin: nn.Module = copy.deepcopy(module, memo)
     if getattr(twin, "use_tiling", False) and not _keeps_tiling(module, own_tiles):
         vars(twin)["use_tiling"] = False
@@ -580,11 +580,11 @@ def learn(past: Iterable[Run | EncodingRecord]) -> Experience:
 
 
 def _records(past: Iterable[Run | EncodingRecord]) -> Iterable[EncodingRecord]:
-    for one in past:
-        if isinstance(one, EncodingRecord):
-            yield one
+    for recorded in past:
+        if isinstance(recorded, EncodingRecord):
+            yield recorded
             continue
-        for stage in one.walk():
+        for stage in recorded.walk():
             record = _record_in(stage.facts.get(RECORD_FACT))
             if record is not None:
                 yield record

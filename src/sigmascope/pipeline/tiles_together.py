@@ -68,7 +68,7 @@ def why_apart(modules: Sequence[nn.Module]) -> str | None:
         return "hooks move or cast its weights layer by layer"
     if _is_compiled(parts):
         return "it is compiled"
-    if any(is_traceable_wrapper_subclass(one) for one in tensors_of(modules)):
+    if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_of(modules)):
         return "its weights are of a tensor subclass of their own"
     return None
 
@@ -214,7 +214,9 @@ class _Norm(_Meeting):
             here = area[..., above[0], left[0]].float()
             if here.numel():
                 there = self._whole[..., above[1], left[1]].to(here)
-                self._differences.append(torch.stack([one.square().sum() for one in (here - there, there)]))
+                self._differences.append(
+                    torch.stack([values.square().sum() for values in (here - there, there)])
+                )
 
     def difference(self) -> Tensor | None:
         """Relative L2 difference of neighbours before they met; None if no tiles overlap."""
@@ -266,8 +268,8 @@ class _Attention(_Meeting):
         """Keep the keys and values of a tile's own positions."""
         rows, columns = self.spans(place, asked.sides[-2:])
         key, value = (
-            torch.unflatten(one, -2, asked.sides)[..., rows.own, columns.own, :].flatten(-3, -2)
-            for one in (asked.key, asked.value)
+            torch.unflatten(tensor, -2, asked.sides)[..., rows.own, columns.own, :].flatten(-3, -2)
+            for tensor in (asked.key, asked.value)
         )
         self._pairs.append((key, value))
 
@@ -455,7 +457,7 @@ class _Held:
         Returns:
             Whether `laid_down` is one of the tile's storages, and was emptied.
         """
-        weights = {id(one.untyped_storage()) for one in tensors_of(self._modules)}
+        weights = {id(tensor.untyped_storage()) for tensor in tensors_of(self._modules)}
         own = [find() for find, is_own in list(self._known.values()) if is_own]
         for storage in own:
             if storage is None or id(storage) in weights or not storage.nbytes():
@@ -624,7 +626,7 @@ class SmallCopy:
             means, variances = (torch.stack(values) for values in zip(*seen, strict=True))
             true_mean = means.mean(0)
             true_variance = (variances + (means - true_mean).square()).mean(0)
-            deviation, true_deviation = ((one + _NORM_EPS).sqrt() for one in (variance, true_variance))
+            deviation, true_deviation = ((value + _NORM_EPS).sqrt() for value in (variance, true_variance))
             off = torch.stack([(mean - true_mean) / true_deviation, deviation / true_deviation - 1])
             yield off.square().sum(0).mean().sqrt()
 
@@ -706,5 +708,9 @@ def _attributes(modules: Sequence[nn.Module]) -> list[object]:
     values = [
         own[name] for own in parts for name in own if name not in ("_parameters", "_buffers", "_modules")
     ]
-    inner = (one.values() if isinstance(one, dict) else one for one in values if isinstance(one, dict | list))
+    inner = (
+        value.values() if isinstance(value, dict) else value
+        for value in values
+        if isinstance(value, dict | list)
+    )
     return [*values, *itertools.chain.from_iterable(inner)]

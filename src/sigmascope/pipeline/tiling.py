@@ -96,7 +96,7 @@ def in_tiles(
         handled = sys.exception()
         try:
             return _together(
-                [Tile(one, function, tensor[one.where(latents=latents)], whole) for one in places],
+                [Tile(place, function, tensor[place.where(latents=latents)], whole) for place in places],
                 whole,
                 blend,
             )

@@ -108,7 +108,7 @@ class ModuleVae:
         told = getattr(self.vae, "dtype", None)
         if isinstance(told, torch.dtype) and has_diffusers_hooks(self.modules):
             return told
-        floating = (one.dtype for one in tensors_of(self.modules) if one.is_floating_point())
+        floating = (tensor.dtype for tensor in tensors_of(self.modules) if tensor.is_floating_point())
         dtype = next(floating, told)
         return dtype if isinstance(dtype, torch.dtype) else None
 

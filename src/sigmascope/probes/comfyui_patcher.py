@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.comfyui_weight_adapter import Found, Standing, applied, is_list_of_patches, settled
+from sigmascope.probes.comfyui_weight_adapter import (
+    PatcherEntry,
+    Standing,
+    applied,
+    is_list_of_patches,
+    settled,
+)
 from sigmascope.probes.models import named_modules_in
 from sigmascope.probes.reading import (
     Reading,
@@ -67,35 +73,35 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
 def _patches(patcher: Any) -> Iterator[AppliedPatch]:
     readers = (replaced, _registered, hooked, wrapped, bypassed)
-    all_found = [found for read in readers for found in read(patcher)]
-    counts = Counter(found.key for found in all_found)
+    entries = [entry for read in readers for entry in read(patcher)]
+    counts = Counter(entry.key for entry in entries)
     kept = kept_weights(patcher)
     weights = {key: (original_weight(patcher, key, kept), weight_at(patcher.model, key)) for key in counts}
     indices: Counter[str] = Counter()
-    for found in all_found:
-        original, now = weights[found.key]
-        for patch in applied(found, indices[found.key], original):
-            alone = counts[found.key] == 1 and (found.key not in kept or kept[found.key].is_own)
+    for entry in entries:
+        original, now = weights[entry.key]
+        for patch in applied(entry, indices[entry.key], original):
+            alone = counts[entry.key] == 1 and (entry.key not in kept or kept[entry.key].is_own)
             yield settled(patch, original, now, alone=alone)
-        indices[found.key] += 1
+        indices[entry.key] += 1
 
 
-def replaced(patcher: object) -> Iterator[Found]:
+def replaced(patcher: object) -> Iterator[PatcherEntry]:
     """Tensors among `object_patches`, most of which are other things: a sampling, a dtype, a function."""
     kept = mapping(patcher, "object_patches_backup")
     for key, value in mapping(patcher, "object_patches").items():
         if isinstance(value, Tensor):
             standing = _TO_BE_REPLACED if key not in kept else _REPLACED
-            yield Found(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
+            yield PatcherEntry(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
 
 
-def _registered(patcher: Any) -> Iterator[Found]:
+def _registered(patcher: Any) -> Iterator[PatcherEntry]:
     standings = Standings(patcher)
     patches = {str(key): sequence(entries) for key, entries in list(patcher.patches.items())}
     sources = sources_of(patches)
     for key, entries in patches.items():
         for index, kept in enumerate(entries):
-            yield Found(key, kept, standings.of(key, kept), sources.get((key, index)))
+            yield PatcherEntry(key, kept, standings.of(key, kept), sources.get((key, index)))
 
 
 class Standings:
@@ -291,7 +297,7 @@ def _files_by_strength(
     return {("call", *trace): group for trace, group in only.items()}
 
 
-def hooked(patcher: object) -> Iterator[Found]:
+def hooked(patcher: object) -> Iterator[PatcherEntry]:
     """The changes in `hook_patches`. A hook's own strength multiplies those of its entries."""
     hooks = _hooks_in_force(patcher)
     kept = mapping(patcher, "hook_backup")
@@ -300,7 +306,7 @@ def hooked(patcher: object) -> Iterator[Found]:
         for key, entries in patches.items():
             standing = _IN_FORCE if hook is not None and key in kept else _WAITING_FOR_SAMPLING
             for entry in entries:
-                yield Found(key, _times(entry, hook), standing, f"hook {place + 1}")
+                yield PatcherEntry(key, _times(entry, hook), standing, f"hook {place + 1}")
 
 
 def _hooks_in_force(patcher: object) -> tuple[Any, ...]:
@@ -316,7 +322,7 @@ def _times(entry: Any, hook: object) -> object:
     return (own * strength, *rest)
 
 
-def wrapped(patcher: object) -> Iterator[Found]:
+def wrapped(patcher: object) -> Iterator[PatcherEntry]:
     """Functions in `weight_wrapper_patches` (since 2025), of which only the host knows what they do."""
     model = attribute(patcher, "model")
     for key, functions in mapping(patcher, "weight_wrapper_patches").items():
@@ -325,10 +331,10 @@ def wrapped(patcher: object) -> Iterator[Found]:
         for function in sequence(functions):
             why = f"wrapped around the weight of {type(module).__name__} in each forward pass"
             standing = Standing("lazy", why) if _holds(in_place, function) else _TO_BE_WRAPPED
-            yield Found(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
+            yield PatcherEntry(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
 
 
-def bypassed(patcher: object) -> Iterator[Found]:
+def bypassed(patcher: object) -> Iterator[PatcherEntry]:
     """The adapters that a patcher's injections put beside layers.
 
     An injection is a pair of functions that share a manager, whose hooks each have a module, an adapter, its
@@ -345,7 +351,7 @@ def bypassed(patcher: object) -> Iterator[Found]:
         key = names.get(id(attribute(hook, "module")), "")
         standing = _WAITING_FOR_LOADING if attribute(hook, "original_forward") is None else _BESIDE
         entry = (attribute(hook, "multiplier"), attribute(hook, "adapter"), 1.0, None, None)
-        yield Found(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
+        yield PatcherEntry(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
 
 
 def _hooks_of(function: Any) -> list[object]:

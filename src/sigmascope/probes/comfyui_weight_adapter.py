@@ -65,7 +65,7 @@ class Standing(NamedTuple):
     reason: str
 
 
-class Found(NamedTuple):
+class PatcherEntry(NamedTuple):
     """One entry of a patcher.
 
     Attributes:
@@ -83,31 +83,31 @@ class Found(NamedTuple):
     bypass: bool = False
 
 
-def applied(found: Found, index: int, weight: Tensor | None) -> Iterator[AppliedPatch]:
+def applied(held: PatcherEntry, index: int, weight: Tensor | None) -> Iterator[AppliedPatch]:
     """The changes that one entry stands for; an entry that cannot be read is one change of the type "unknown".
 
     Args:
-        found: The entry.
+        held: The entry.
         index: Its place among those of its weight.
         weight: The weight before any change; None if the model has none of that name.
     """
     try:
-        parts = parts_of(read_entry(found.kept), weight)
+        parts = parts_of(read_entry(held.kept), weight)
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
-        yield _unreadable(found, index, describe(error))
+        yield _unreadable(held, index, describe(error))
         return
     for part in parts:
-        yield _applied_part(found, index, _without_magnitudes(part) if found.bypass else part, weight)
+        yield _applied_part(held, index, _without_magnitudes(part) if held.bypass else part, weight)
 
 
-def _unreadable(found: Found, index: int, reason: str) -> AppliedPatch:
+def _unreadable(held: PatcherEntry, index: int, reason: str) -> AppliedPatch:
     return AppliedPatch(
-        found.key,
+        held.key,
         "unknown",
-        patch_type_by_words(found.kept),
-        str(type(found.kept)),
-        *found.standing,
-        found.source,
+        patch_type_by_words(held.kept),
+        str(type(held.kept)),
+        *held.standing,
+        held.source,
         index,
         strength=None,
         strength_model=None,
@@ -178,21 +178,21 @@ class Part:
     kept_value: object
 
 
-def _applied_part(found: Found, index: int, part: Part, weight: Tensor | None) -> AppliedPatch:
+def _applied_part(held: PatcherEntry, index: int, part: Part, weight: Tensor | None) -> AppliedPatch:
     entry, change = part.entry, part.change
     shape = None if weight is None else tuple(weight.shape)
     unavailable = {**change.unavailable, **entry.unavailable}
     if shape is None:
         unavailable["weight_shape"] = "the model has no weight of that name"
-    state, reason = _standing_of_part(part, shape, found.standing)
+    state, reason = _standing_of_part(part, shape, held.standing)
     return AppliedPatch(
-        found.key,
+        held.key,
         change.adapter_type,
         _PATCH_TYPES.get(change.kind) or patch_type_by_words(part.kept_value),
         str(type(part.kept_value)),
         state,
         reason,
-        found.source,
+        held.source,
         index,
         strength=entry.strength,
         strength_model=entry.strength_model,

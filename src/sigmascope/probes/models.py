@@ -158,10 +158,10 @@ def pipeline_facts(pipeline: object) -> PipelineFacts:
         pipeline: What has `components` (diffusers), a mapping of names to components, or a denoiser alone.
     """
     class_name = type(pipeline).__name__
-    found = attempt(lambda: _parts(pipeline))
-    parts = found.value or {}
+    named_parts = attempt(lambda: _parts(pipeline))
+    parts = named_parts.value or {}
     architecture = detect_architecture(pipeline)
-    unavailable = {} if found.reason is None else {"components": found.reason}
+    unavailable = {} if named_parts.reason is None else {"components": named_parts.reason}
     if architecture.value is None:
         unavailable["architecture"] = architecture.reason or "unknown"
     readings = {
@@ -250,8 +250,8 @@ def _denoisers(pipeline: object) -> list[nn.Module]:
 def _source(pipeline: object) -> str | None:
     """`_name_or_path`, which diffusers keeps in the configuration."""
     config = getattr(pipeline, "config", None)
-    found = config.get(_SOURCE) if isinstance(config, Mapping) else None
-    return short_path(found) if isinstance(found, str) and found else None
+    source = config.get(_SOURCE) if isinstance(config, Mapping) else None
+    return short_path(source) if isinstance(source, str) and source else None
 
 
 def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:

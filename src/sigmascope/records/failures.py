@@ -172,10 +172,10 @@ def cause_in_words(message: str) -> str | None:
     if OUT_OF_MEMORY.search(text):
         return memory_in_words(text)
     for pattern, kinds, words in _COMPILED:
-        found = pattern.search(text)
-        if found is not None:
-            kinds_of_all = kinds or ("sides",) * len(found.groups())
-            return words.format(*map(_value, kinds_of_all, found.groups()))
+        match = pattern.search(text)
+        if match is not None:
+            kinds_of_all = kinds or ("sides",) * len(match.groups())
+            return words.format(*map(_value, kinds_of_all, match.groups()))
     return None
 
 

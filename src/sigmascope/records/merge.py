@@ -274,7 +274,7 @@ def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapsho
 
 
 def _only_of(fact: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: one for name, one in fact.items() if name in names}
+    return {name: figure for name, figure in fact.items() if name in names}
 
 
 def renamed(run: Run, devices: Mapping[str, str]) -> Run:

@@ -63,11 +63,11 @@ def find_latent(output: object) -> LatentSearch:
     if output is None:
         return LatentSearch(None, "none", "no latent was given")
     structure = _structure(output)
-    found = attempt(lambda: _find_in(output))
-    if found.reason is not None:
-        return LatentSearch(None, structure, found.reason, raised=True)
+    reading = attempt(lambda: _find_in(output))
+    if reading.reason is not None:
+        return LatentSearch(None, structure, reading.reason, raised=True)
     reason = f"no tensor was found in it ({structure})"
-    return LatentSearch(found.value, structure, reason if found.value is None else None)
+    return LatentSearch(reading.value, structure, reason if reading.value is None else None)
 
 
 def _structure(output: object) -> str:

@@ -201,8 +201,8 @@ def _same_memory(tensor: Tensor, other: Tensor) -> bool:
 def _merged_by_host(held: Weights, fresh: dict[str, list[AppliedPatch]]) -> dict[str, Tensor]:
     """The weights that ComfyUI keeps the originals of and that hold just this patcher's changes, new ones among them.
 
-    Where they hold a clone's instead, the changes in `fresh` are in no weight of this patcher's: they only stand
-    registered.
+    If the weights hold a clone's changes instead, those in `fresh` are only registered, and in no weight of this
+    patcher.
     """
     merged: dict[str, Tensor] = {}
     for key, kept in held.kept.items():

@@ -119,33 +119,33 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
         number of `layers`, in how many of them it is `active` or merged, the hash of its `content` (None: with the
         reason in `no_content`), and of its file the name and SHA-256 where these are known.
     """
-    found: dict[str, dict[str, Any]] = {}
+    loras: dict[str, dict[str, Any]] = {}
     for name, module in models_in(pipeline).items():
         if getattr(module, "peft_config", None):
             for layer in modules_in(module):
                 if "scaling" in vars(layer):
-                    _add_lora_layer(found, name, layer)
+                    _add_lora_layer(loras, name, layer)
             for adapter in adapters_in(module)["denoiser"]:
-                lora = found.get(f"{name}.{adapter}")
+                lora = loras.get(f"{name}.{adapter}")
                 if lora is not None:
                     lora |= _content(
                         adapter_fingerprint(module, adapter) if why_not is None else Reading(None, why_not)
                     )
                     lora |= LORA_FILES.of(module, adapter)
-        found |= _attached(name, module)
-    return found
+        loras |= _attached(name, module)
+    return loras
 
 
 def _content(reading: Reading[str]) -> dict[str, str | None]:
     return {"content": reading.value} | ({} if reading.reason is None else {"no_content": reading.reason})
 
 
-def _add_lora_layer(found: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
+def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
     standing = standing_of(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
         strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
-        lora = found.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
+        lora = loras.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
         if strength is not None:
             least, most = lora["strength"] or (strength, strength)
             lora["strength"] = (min(least, strength), max(most, strength))
@@ -161,21 +161,21 @@ _ATTACHED_CONTENT: "WeakKeyDictionary[Any, Reading[str]]" = WeakKeyDictionary()
 def _attached(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
     """What `attach_lora` put on a model, by the names of the files."""
     attaching = sys.modules.get(_ATTACHING)
-    found: dict[str, dict[str, Any]] = {}
+    loras: dict[str, dict[str, Any]] = {}
     for lora in [] if attaching is None else attaching.attached_to(module):
         name = "attached" if lora.path is None else lora.path.stem
-        while f"{component}.{name}" in found:
+        while f"{component}.{name}" in loras:
             name += "'"
         content = _ATTACHED_CONTENT.get(lora.handle)
         if content is None:
             content = _ATTACHED_CONTENT[lora.handle] = attempt(lambda lora=lora: _of_factors(lora.factors))  # type: ignore[misc]
-        found[f"{component}.{name}"] = {
+        loras[f"{component}.{name}"] = {
             "strength": (lora.scale, lora.scale),
             "layers": lora.layers,
             "active": lora.layers if lora.scale else 0,
             **_content(content),
         }
-    return found
+    return loras
 
 
 def _of_factors(factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> str:

@@ -226,7 +226,7 @@ class Session:
             observer.failed(failure)
 
     def _close_left(self) -> None:
-        """Close what threads and tasks that are no more have left open."""
+        """Close stages that ended threads and tasks have left open."""
         while self.left_open:
             stack = self.left_open.popleft()
             self.guard.read("watch.stages", stack.end)
@@ -359,7 +359,7 @@ class StageStack:
         self.outputs = HeldOutputs(in_call=pipeline_id is not None)
 
     def __del__(self) -> None:
-        """A thread or task that is no more may have left stages open, such as a denoising that nobody says is over.
+        """A thread or task that has ended may have left stages open, such as a denoising whose end nothing announced.
 
         They are closed elsewhere: what is running just now may hold a lock that closing them takes.
         """
