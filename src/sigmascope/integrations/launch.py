@@ -39,7 +39,7 @@ def launch(program: Sequence[str], settings: Settings) -> NoReturn:
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ConfigError(
-            "Python was started with -E, -I or -S, with which a program cannot be watched from outside.",
+            "Python was started with -E, -I or -S, so the program cannot be watched from outside.",
             hint="Leave the option out, or call sigmascope.watch() in the program.",
         )
     command = [sys.executable, *interpreter_options(sys.orig_argv, len(sys.argv)), *program]

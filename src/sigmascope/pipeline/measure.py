@@ -351,7 +351,7 @@ def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
     where, peaks = _peaks(runs)
     gaps = {} if peaks else {"peak_bytes": "the peak of neither device nor process could be read"}
     if not steps:
-        gaps["step_seconds"] = "the denoiser was called no more than once"
+        gaps["step_seconds"] = "the denoiser was called at most once"
     return SetUp(
         tuple(seconds_of(run) for run in runs),
         median(steps) if steps else None,

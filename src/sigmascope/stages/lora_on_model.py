@@ -640,8 +640,8 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
     if unexplained:
         key = unexplained[0]
         message = (
-            f"{name}: {len(unexplained)} weights changed, and no registered change explains it, "
-            f"such as {key}."
+            f"{name}: {len(unexplained)} weights changed, such as {key}, and no registered change "
+            "explains it."
         )
         advice = "A LoRA was fused and its adapter deleted, or something else wrote into the weights."
         evidence = {"keys": len(unexplained), "example": key}

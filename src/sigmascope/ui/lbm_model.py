@@ -514,7 +514,9 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(limits) from error
     except UnidentifiedImageError as error:
-        raise Refusal(415, "This is not a readable picture.", f"Choose one in {FORMATS_IN_WORDS}.") from error
+        raise Refusal(
+            415, "This is not a readable picture.", f"Choose a picture as {FORMATS_IN_WORDS}."
+        ) from error
     except DECODER_ERRORS as error:
         raise Refusal(
             415, "The picture is damaged and cannot be decoded.", "Save or fetch it again."

@@ -132,7 +132,7 @@ def test_a_python_that_nothing_comes_into_is_refused(option: str) -> None:
     )
     done = subprocess.run([sys.executable, option, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == ConfigError.exit_code
-    assert "with which a program cannot be watched" in " ".join(done.stderr.split())
+    assert "so the program cannot be watched" in " ".join(done.stderr.split())
 
 
 def test_errors_of_places_are_errors_of_writing() -> None:
