@@ -405,7 +405,7 @@ def compare_runs(
         progress: Called with (dumps done, dumps in all, name).
 
     Raises:
-        ConfigError: As of `compare_dumps`; no dump of both has a tensor of `names`.
+        ConfigError: As for `compare_dumps`; no dump of both has a tensor of `names`.
         CheckpointError: A dump cannot be read.
     """
     names_a, names_b = list(a), set(b)

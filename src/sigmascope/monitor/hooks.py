@@ -150,7 +150,7 @@ class HookSet:
 def _before_target(
     heard: "ByIdentity[tuple[type, Before]]", owner: type, target: object, args: Arguments, kwargs: Keywords
 ) -> After | None:
-    """Tell whoever hears this object by this class; a base's method that its own one calls is part of that."""
+    """Tell the listeners of this object and class; a base's method that its own method calls is part of that call."""
     known = heard.get(target)
     return known[1](target, args, kwargs) if known is not None and known[0] is owner else None
 
@@ -158,7 +158,7 @@ def _before_target(
 def _before_replicas(
     heard: "ByIdentity[tuple[type, Before]]", wrapper: Any, args: Arguments, kwargs: Keywords
 ) -> After | None:
-    """Tell whoever hears the module that a wrapper replicates; on one device it calls the module itself."""
+    """Tell the listeners of the module that a wrapper replicates; on one device it calls the module itself."""
     if len(wrapper.device_ids) < 2 or heard.get(wrapper) is not None:
         return None
     known = heard.get(wrapper.module)

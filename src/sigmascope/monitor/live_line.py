@@ -93,7 +93,7 @@ class LiveLine:
     now and then. In both it leaves one line when it is over.
 
     Args:
-        stream: Where to; None: what `sys.stderr` is at the time.
+        stream: Where to write; None: `sys.stderr` at that time.
         hz: How often to draw it.
         plain_every_seconds: Seconds between a generation's lines if there is no terminal.
     """

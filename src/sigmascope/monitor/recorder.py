@@ -654,7 +654,7 @@ def pop(frame: Frame) -> None:
 
 
 def stage_here(clock: Clock) -> Frame | None:
-    """Return the stage that is open here, be it another recorder's with the same clock."""
+    """Return the stage that is open here, even another recorder's with the same clock."""
     stages = (frame for frame in frames_here() if frame.scope.was_opened)
     return next((frame for frame in stages if frame.recorder.clock is clock), None)
 

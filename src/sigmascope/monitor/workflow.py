@@ -663,7 +663,7 @@ class WorkflowMonitor:
             text_encoding_analysis: Likewise.
             model_sampling_analysis: Likewise.
             latent_generation_analysis: Likewise.
-            console: Where to; standard output by default.
+            console: Where to print; standard output by default.
         """
         given = {
             "lora_application": lora_analysis,

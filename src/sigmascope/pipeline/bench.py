@@ -184,7 +184,7 @@ def run_benchmark(
         load_seconds: What loading took, to be noted in each run.
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
-        progress: Told after each generation.
+        progress: Called after each generation.
 
     Raises:
         ConfigError: No case, the same twice, one that the pipeline cannot be called with, or a folder with other runs.

@@ -117,7 +117,7 @@ class Hardware:
         device: As torch calls it.
         name: Of the device.
         total_bytes: Its memory.
-        free_bytes: Of that, what nobody uses now; None: not read, and then all of it counts.
+        free_bytes: What is free of it now; None: not read, and then all of it counts.
         capability: (major, minor) of an NVIDIA device.
         ram_available_bytes: RAM that can be taken now.
         cpu_bfloat16: Whether the CPU multiplies bfloat16 (AMX or AVX512-BF16).

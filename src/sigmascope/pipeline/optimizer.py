@@ -222,7 +222,7 @@ class PipelineOptimizer:
             min_psnr: Drop a choice if the image is farther than this from the first one, in dB, or if that is not
                 known.
             keep: Leave what paid applied; `undo` then takes it back.
-            progress: Told of each run.
+            progress: Called after each run.
 
         Raises:
             ConfigError: A number of runs or a demand that makes no sense.

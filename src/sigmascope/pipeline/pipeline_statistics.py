@@ -83,7 +83,7 @@ def pipeline_statistics(
         seed: Of noise and projections.
         fingerprint: Of the denoiser's weights, for the file.
         unfinished: Sums of a run that was killed, to go on from.
-        progress: Told after each call of the denoiser.
+        progress: Called after each call of the denoiser.
 
     Raises:
         ConfigError: There is no prompt, or no denoiser, or no gradient comes through the sampling.
@@ -160,11 +160,11 @@ def saved_pipeline_statistics(
         device: Where it does.
         gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
         save_to: Write the file of statistics here. A run that was killed then goes on where it was.
-        options: As of `pipeline_statistics`.
+        options: As for `pipeline_statistics`.
 
     Raises:
         CheckpointError: It cannot be loaded.
-        SigmascopeError: As of `pipeline_statistics`.
+        SigmascopeError: As for `pipeline_statistics`.
     """
     from sigmascope.pipeline.bench import load_pipeline
 
@@ -202,16 +202,16 @@ def fit_pipeline_lora(
     Args:
         base: The denoiser that the LoRA is for, without it.
         tuned: The pipeline of diffusers that the LoRA is to give back.
-        lora: As of `fit_lora`.
+        lora: As for `fit_lora`.
         prompts: A picture each.
-        options: As of `fit_lora`; the seed is that of the first picture's noise too.
+        options: As for `fit_lora`; the seed is that of the first picture's noise too.
         call: Further arguments of the pipeline's call: steps, guidance, size.
         batch_size: Prompts a call, in recording and in the fit.
-        progress: Told after each call of the tuned denoiser and each step of the fit.
+        progress: Called after each call of the tuned denoiser and each step of the fit.
 
     Raises:
         ConfigError: There is no prompt, or no denoiser.
-        SigmascopeError: As of `fit_lora`.
+        SigmascopeError: As for `fit_lora`.
         Exception: Whatever the pipeline raises.
     """
     _require_prompts(prompts)
@@ -244,17 +244,17 @@ def fit_saved_pipeline_lora(
         lora: The file.
         save_to: The file to write.
         prompts: A picture each; or how many prompts of random words to make.
-        options: As of `fit_pipeline_lora`; the seed is that of random words too.
+        options: As for `fit_pipeline_lora`; the seed is that of random words too.
         call: Further arguments of the pipeline's call.
-        batch_size: As of `fit_pipeline_lora`.
+        batch_size: As for `fit_pipeline_lora`.
         dtype: In which it computes.
         device: Where it does.
         gradient_checkpointing: Spend a second forward pass of each block to keep less of it.
-        progress: As of `fit_pipeline_lora`.
+        progress: As for `fit_pipeline_lora`.
 
     Raises:
         CheckpointError: A pipeline cannot be loaded.
-        SigmascopeError: As of `fit_pipeline_lora` and `save_fitted`.
+        SigmascopeError: As for `fit_pipeline_lora` and `save_fitted`.
     """
     from sigmascope.pipeline.bench import load_pipeline
 

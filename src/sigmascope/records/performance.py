@@ -93,16 +93,16 @@ class PerformanceMetrics:
 
     @property
     def misses_target(self) -> bool:
-        """Whether it took longer than a target that somebody gave."""
+        """Whether it took longer than a target that the caller gave."""
         return self.target_met is False and not self.target_assumed
 
     @property
     def target_assumed(self) -> bool:
-        """Whether its target is a default that nobody gave."""
+        """Whether its target is the default, not one that the caller gave."""
         return "target_generation_time" in self.assumed
 
     def fill_assumed(self, seen: CallFacts | None, steps: int) -> None:
-        """Put what was seen of a generation in the place of defaults that nobody gave."""
+        """Replace defaults with what was seen of a generation, except for values that the caller gave."""
         call = seen or CallFacts()
         values: dict[str, Any] = {
             "num_inference_steps": call.num_inference_steps or steps,
@@ -148,7 +148,7 @@ class StepTimeDict(TypedDict):
 
 
 class AssumedDict(TypedDict, total=False):
-    """What of a generation are defaults that nobody gave; a key is there only where there are such.
+    """Which values of a generation are only defaults; a key is there only if there are any.
 
     `assumed` names them in a summary. With `target_assumed`, status and score of a comparison are those of the default.
     """

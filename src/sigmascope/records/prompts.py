@@ -180,7 +180,7 @@ def quoting(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], bool]:
     script without spaces; of a prompt without any, the prompt itself.
 
     Raises:
-        ConfigError: As of `stored_prompts`.
+        ConfigError: As for `stored_prompts`.
     """
     if privacy_of(privacy).keeps_text:
         return lambda text: False
@@ -211,7 +211,7 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     escapes of Python or JSON. Prompts below 8 characters are found as whole words only, where their script has such.
 
     Raises:
-        ConfigError: As of `stored_prompts`.
+        ConfigError: As for `stored_prompts`.
     """
     kept = privacy_of(privacy)
     if kept.keeps_text:

@@ -398,7 +398,7 @@ class Run:
         """Print the verdict, where the time went and the findings, as `sigmascope.print_run` does.
 
         Args:
-            console: Where to; standard output by default.
+            console: Where to print; standard output by default.
             full: Whether to print every stage, device, tensor and finding as well.
         """
         from sigmascope import print_run

@@ -63,7 +63,7 @@ def print_run(run: Recorded, console: Console | None = None, *, full: bool = Fal
 
     Args:
         run: The record, or what has one, such as a `Watch`.
-        console: Where to; standard output by default, plain when that is no terminal.
+        console: Where to print; standard output by default, without colour if it is not a terminal.
         full: Whether to print every stage, device, tensor and finding as well.
     """
     shown = run_of(run)

@@ -268,7 +268,7 @@ def print_latent_generation_start(
     Args:
         baseline: What `capture_latent_generation_baseline` gave.
         step: What the step is called.
-        console: Where to; standard output by default.
+        console: Where to print; standard output by default.
     """
     latent_summary.print_lines(latent_summary.start_lines(baseline, step), console)
 
@@ -278,7 +278,7 @@ def print_encoding_event(event: EncodingEvent, console: Console | None = None) -
 
     Args:
         event: A strategy that begins or ends.
-        console: Where to; standard output by default.
+        console: Where to print; standard output by default.
     """
     latent_summary.print_lines(latent_summary.event_lines(event), console)
 

@@ -42,7 +42,7 @@ _BASES: Final = (
 
 
 _TOLD: Final[dict[Any, Any]] = {}
-"""Of which watches that nobody entered was told already, as Python keeps it."""
+"""Watches that were never entered and have been reported, as Python's `warnings` keeps it."""
 _NEVER_ENTERED: Final = "sigmascope.watch(...) alone records nothing. Write: with sigmascope.watch(pipe) as run: ..., or @sigmascope.watch()."
 
 
