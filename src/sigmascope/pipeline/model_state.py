@@ -359,10 +359,8 @@ def execution_device(modules: Iterable[nn.Module]) -> torch.device | None:
     """Where accelerate's hooks will move a model or its parts to compute; None without such hooks."""
     for part in _parts(modules):
         hook = vars(part).get("_hf_hook")
-        for inner_hook in (
-            hook,
-            *getattr(hook, "hooks", ()),
-        ):  # several on one module are in one that has them all
+        # Several hooks on one module are inside a hook that has them all.
+        for inner_hook in (hook, *getattr(hook, "hooks", ())):
             place = getattr(inner_hook, "execution_device", None)
             if place is not None:
                 return torch.device(place)

@@ -206,7 +206,7 @@ def _mode_of(distribution: Any) -> object:
 
 def _no_tensor(method: str, output: object) -> ModelMismatchError:
     return ModelMismatchError(
-        f"The VAE's {method} gave a {type(output).__name__} without a tensor.",
+        f"The VAE's {method} gave a {type(output).__name__} that holds no tensor.",
         hint=f"Its {method} should give a tensor, or what diffusers' {method} gives.",
     )
 

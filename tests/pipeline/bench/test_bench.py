@@ -158,7 +158,7 @@ def test_what_a_benchmark_saves_can_be_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cases", "words"),
-    [((), "no case"), ((BenchCase(), BenchCase()), "there twice"), ((BenchCase(batch=9),), "too many")],
+    [((), "no case"), ((BenchCase(), BenchCase()), "given twice"), ((BenchCase(batch=9),), "too many")],
 )
 def test_cases_that_make_no_sense_are_refused_before_anything_runs(
     cases: tuple[BenchCase, ...], words: str, tmp_path: Path

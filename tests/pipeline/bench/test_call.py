@@ -56,7 +56,9 @@ def test_what_the_user_gives_wins_over_what_the_case_leaves_open() -> None:
     ],
 )
 def test_runs_are_not_named_for_a_case_that_they_are_not_of(case: BenchCase, name: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^--call {name}: the case {case.label} has .*Give {flag} alone"):
+    with pytest.raises(
+        ConfigError, match=rf"^--call {name}: the case {case.label} already sets it to .*Give only {flag}"
+    ):
         check_call(OfImages(), case, {name: 9})
 
 

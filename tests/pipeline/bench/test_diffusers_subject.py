@@ -35,7 +35,7 @@ def test_an_image_to_image_pipeline_takes_its_picture() -> None:
 
 def test_a_pipeline_that_takes_no_picture_says_so() -> None:
     subject = DiffusersSubject("tiny", TinyPipeline(), CPU, arguments={"image": "a picture"})
-    with pytest.raises(ConfigError, match="--image: TinyPipeline takes no image"):
+    with pytest.raises(ConfigError, match="--image: TinyPipeline does not take image"):
         subject.check(BenchCase())
 
 

@@ -251,7 +251,7 @@ Change = Callable[[dict[str, Path]], dict[str, Any]]
         ({"scales": float("nan")}, ConfigError, "scale nan is not a finite"),
         ({"seed": -1}, ConfigError, "--seed is -1"),
         ({"output": "grid.gif"}, ConfigError, r"--output grid\.gif"),
-        ({"call": {"colour": 1}}, ConfigError, "takes no colour"),
+        ({"call": {"colour": 1}}, ConfigError, "does not take colour"),
         ({"call": {"clip_skip": lambda: 1}}, ConfigError, "cannot be told"),
         ({"subject": torch.nn.Linear(1, 1)}, ConfigError, "Linear is neither"),
     ],

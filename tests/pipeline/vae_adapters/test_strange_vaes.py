@@ -70,7 +70,7 @@ def test_frames_of_a_video_that_are_lost_are_told() -> None:
 
 
 def test_tiles_of_no_size_at_all_are_refused_without_a_config() -> None:
-    with pytest.raises(ModelMismatchError, match="no whole factor"):
+    with pytest.raises(ModelMismatchError, match="not a whole number"):
         encode_latents(Strange(Tensor.flatten), PIXELS, strategies="tiled", predict=False)
 
 
