@@ -176,7 +176,7 @@ def direct(work: Work) -> Outcome:
     """The whole picture at once, where the VAE computes, with the VAE's own tiles if its host has switched them on."""
     with _undisturbed(work):
         result = _finite(work, work.finish(work.part(work.source, work.vae.device)))
-    return Outcome(copy_back(result, work.output_device or work.vae.home))
+    return Outcome(copy_back(result, work.output_device or work.vae.home), work.vae.own_tiles(work.pixels))
 
 
 def _finite(work: Work, result: Tensor) -> Tensor:
@@ -348,9 +348,8 @@ def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) 
         torch.autocast("cpu", enabled=False) if in_float32 else nullcontext(),
     ):
         put_in_ram(vae.modules, in_float32=in_float32)
-        facts = None
         if tiles is None:
-            raw = work.part(work.source, _CPU)
+            raw, facts = work.part(work.source, _CPU), vae.own_tiles(work.pixels)
         else:
             apart = "RAM does not hold the whole"  # which is why there are tiles
             raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False, apart=apart)

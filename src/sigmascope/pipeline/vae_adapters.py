@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.pipeline.image_preprocessing import Values, rescaled
 from sigmascope.pipeline.model_state import execution_device, has_diffusers_hooks, modules_in, tensors_of
-from sigmascope.records.latents import NEEDS_TILES, VaeFacts
+from sigmascope.records.latents import NEEDS_TILES, TileFacts, VaeFacts
 from sigmascope.stages.latent_facts import inner_vae, is_comfyui_vae, vae_facts
 
 _PICTURE_VAES_WITH_FRAMES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
@@ -88,6 +88,21 @@ class ModuleVae:
         self.one_each = type(vae).__name__ in _PICTURE_VAES_WITH_FRAMES
         self.decodes_batch_together = _takes_frame_count(vae)
 
+    def own_tiles(self, pixels: tuple[int, int]) -> TileFacts | None:
+        """The tiles that it cuts a picture of this height and width into, as its host has set it.
+
+        None: it is put through whole, or is one that computes rightly in its tiles alone, or does not say how it cuts.
+        """
+        if not self.switches_in_tiles or not self.vae.use_tiling:
+            return None
+        sides = [_tile_side(self.vae, side) for side in ("height", "width")]
+        if None in sides:
+            return None
+        (height, in_common), (width, beside) = (side for side in sides if side is not None)
+        if pixels[0] <= height and pixels[1] <= width:
+            return None
+        return TileFacts(min(height, pixels[0]), min(width, pixels[1]), in_common, beside, by="vae")
+
     @property
     def device(self) -> torch.device:
         """Where it computes: where a hook of accelerate's will move it, or where its weights are."""
@@ -141,6 +156,17 @@ class ModuleVae:
                 f"vae: {type(self.vae).__name__} has no {method}().",
                 hint="Give a VAE of diffusers or ComfyUI, or any object with that method.",
             )
+
+
+def _tile_side(vae: object, side: Literal["height", "width"]) -> tuple[int, int] | None:
+    """How long a tile of diffusers' is in pixels, and how much of it its neighbour has too; None: the VAE does not say."""
+    length = getattr(vae, f"tile_sample_min_{side}", getattr(vae, "tile_sample_min_size", None))
+    if not isinstance(length, int):
+        return None
+    if isinstance(stride := getattr(vae, f"tile_sample_stride_{side}", None), int):
+        return length, length - stride
+    share = getattr(vae, f"tile_overlap_factor_{side}", getattr(vae, "tile_overlap_factor", None))
+    return (length, int(length * share)) if isinstance(share, float) else None
 
 
 def _takes_frame_count(vae: object) -> bool:
@@ -244,6 +270,9 @@ class ComfyuiVae:
         self.one_each = bool(getattr(vae, "not_video", False))
         self.switches_in_tiles: dict[str, object] = {}
         self.float32_switches: dict[str, object] = {"vae_dtype": torch.float32}
+
+    def own_tiles(self, _pixels: tuple[int, int]) -> None:
+        """None: it cuts tiles only when asked to."""
 
     @property
     def device(self) -> torch.device:

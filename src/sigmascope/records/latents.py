@@ -432,9 +432,10 @@ def _fallback_finding(
 
 def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) -> Iterator[Finding]:
     """An output that is not what the whole would have given, as far as its tiles show."""
-    tile = next((attempt.tile for attempt in attempts if attempt.outcome == "succeeded"), None)
-    if tile is None:
+    made = next((attempt for attempt in attempts if attempt.outcome == "succeeded"), None)
+    if made is None or made.tile is None:
         return
+    tile = made.tile
     difference = tile.overlap_difference
     if difference is None:
         cost = _UNSEEN_COST if tile.by == "vae" else None
@@ -448,7 +449,9 @@ def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) ->
         "warning" if difference is not None and difference >= _TILES_DIFFER_MUCH else "info",
         f"{cost} Group norms saw {norms_saw(tile.norm_statistics)}{why}.",
         {"overlap_difference": difference, "norm_statistics": tile.norm_statistics, "count": tile.count},
-        "Use larger tiles or a larger overlap.",
+        "Switch the VAE's own tiling off (vae.disable_tiling()): if memory runs out, the tiles that follow are nearer."
+        if tile.by == "vae" and made.name != "tiled"
+        else "Use larger tiles or a larger overlap.",
         VAE_STAGES[direction],
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sigmascope import encode_latents
 from sigmascope.errors import ConfigError
+from sigmascope.records.latents import findings_of_record
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample
@@ -147,10 +148,28 @@ def test_tiling_that_was_switched_on_is_part_of_what_directly_means(kl: "Sample"
     vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 4
     with torch.no_grad():
         theirs = vae.encode(kl.pixels).latent_dist.mode()
-    latent, _ = encode_latents(vae, kl.pixels, strategies=strategy, predict=False)
+    latent, record = encode_latents(vae, kl.pixels, strategies=strategy, predict=False)
     assert torch.equal(latent, theirs)
     assert not torch.allclose(latent, kl.latent, atol=1e-3)
     assert (vae.use_tiling, vae.use_slicing) == (True, True)
+    tile = record.attempts[0].tile
+    assert tile is not None
+    assert (tile.height, tile.width, tile.overlap_height, tile.by) == (32, 32, 8, "vae")
+    (finding,) = findings_of_record(record)
+    assert finding.id == "vae_tiles_differ"
+    assert "vae.disable_tiling()" in (finding.advice or "")
+
+
+def test_a_picture_of_one_tile_is_not_cut(kl: "Sample") -> None:
+    vae = type(kl.vae).from_config(kl.vae.config).eval()
+    with torch.no_grad():
+        whole = vae.encode(kl.pixels).latent_dist.mode()
+    vae.enable_tiling()
+    vae.tile_sample_min_size = max(kl.pixels.shape[-2:])
+    latent, record = encode_latents(vae, kl.pixels, strategies="direct", predict=False)
+    assert torch.equal(latent, whole)
+    assert record.attempts[0].tile is None
+    assert list(findings_of_record(record)) == []
 
 
 def test_a_vae_in_training_encodes_as_one_that_is_not_and_trains_on(kl: "Sample") -> None:
