@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope import units
+from sigmascope.cli import options
 from sigmascope.cli.console import Console, facts, needs_extra, plain, print_json, progress_bar, table
 from sigmascope.cli.options import AsJson, option_groups
 from sigmascope.errors import ConfigError
@@ -77,21 +78,12 @@ class BenchRequest:
     ] = 1
     frames: Annotated[int | None, typer.Option("--frames", help="Frames of a video.")] = None
     prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt for every generation.")] = None
-    image: Annotated[
-        Path | None, typer.Option("--image", help="Picture to start from, for pipelines that take one.")
-    ] = None
-    call: Annotated[
-        list[str] | None,
-        typer.Option("--call", help="Another argument of the call, such as guidance_scale=1.0. Repeatable."),
-    ] = None
+    image: Annotated[Path | None, options.start_image()] = None
+    call: Annotated[list[str] | None, options.call()] = None
     seed: Annotated[int, typer.Option("--seed", help="Seed of the noise, the same for every repeat.")] = 0
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto"
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto (bf16 on an accelerator, else float32), float32, bf16, fp16.")
-    ] = "auto"
-    offload: Annotated[
-        str, typer.Option("--offload", help="Keep weights in RAM until needed: none, model, sequential.")
-    ] = "none"
+    device: Annotated[str, options.device()] = "auto"
+    dtype: Annotated[str, options.dtype()] = "auto"
+    offload: Annotated[str, options.offload()] = "none"
     target: Annotated[float | None, typer.Option("--target", help="Seconds that a generation may take.")] = (
         None
     )
@@ -115,7 +107,7 @@ def bench(request: BenchRequest) -> None:
         from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, RunFiles, run_benchmark
 
     target = DEFAULT_TARGET if request.target is None else request.target
-    options = BenchOptions(request.repeat, request.warmup, request.seed, target)
+    bench_options = BenchOptions(request.repeat, request.warmup, request.seed, target)
     cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
     output = request.output or _DEFAULT_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     RunFiles(output).tidy()  # refused now rather than after loading
@@ -124,7 +116,7 @@ def bench(request: BenchRequest) -> None:
     logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
     with progress_bar("Measuring") as progress:
         results = run_benchmark(
-            subject, cases, options, output=output, load_seconds=load_seconds, progress=progress
+            subject, cases, bench_options, output=output, load_seconds=load_seconds, progress=progress
         )
     if request.as_json:
         print_json(
@@ -161,7 +153,7 @@ def cases_of(
     """
     if frames is not None and frames < 1:
         raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
-    sizes = [None] if resolution is None else [_parse_size(part) for part in _split_list(resolution)]
+    sizes = [None] if resolution is None else [parse_size(part) for part in _split_list(resolution)]
     counts = [None] if steps is None else [_parse_number(part, "--steps") for part in _split_list(steps)]
     batches = [_parse_number(part, "--batch") for part in _split_list(batch)]
     return tuple(
@@ -170,12 +162,17 @@ def cases_of(
     )
 
 
-def _parse_size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
+    """Read `1024x768`, or `512` for a square.
+
+    Raises:
+        ConfigError: It is no size.
+    """
     match = _SIZE_PATTERN.fullmatch(text.lower())
     if match is None or int(match[1]) * int(match[2] or 1) == 0:
         raise ConfigError(
             f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
-            hint="Write several as 512,1024x768.",
+            hint="For example 512 or 1024x768.",
         )
     return int(match[1]), int(match[2] or match[1])
 

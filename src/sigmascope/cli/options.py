@@ -477,7 +477,7 @@ def flag(name: str, help_text: str, panel: str | None = None, **settings: Any) -
 def _in_panel(name: str, help_text: str, **settings: Any) -> Callable[..., Any]:
     """An option that each command shows in a panel of its own, and may describe in its own words."""
 
-    def option(panel: str, help_text: str = help_text) -> Any:
+    def option(panel: str | None = None, help_text: str = help_text) -> Any:
         return typer.Option(name, help=help_text, rich_help_panel=panel, **settings)
 
     return option
@@ -496,3 +496,33 @@ tile_size = _in_panel(
     "--tile_size", "Run the VAE in tiles of this many pixels, so that large pictures need little memory."
 )
 as_json = _in_panel("--json", "Print the outcome as JSON on stdout.")
+start_image = _in_panel("--image", "Picture to start from, for pipelines that take one.")
+call = _in_panel("--call", "Another argument of the call, such as negative_prompt=blurry. Repeatable.")
+offload = _in_panel("--offload", "Keep weights in RAM until needed: none, model, sequential.")
+dtype = _in_panel("--dtype", "auto (bf16 on an accelerator, else float32), float32, bf16, fp16.")
+
+
+def numbers_in(flag: str, text: str) -> tuple[float, ...]:
+    """Read `0.7,0.3`.
+
+    Raises:
+        ConfigError: A part is no number.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        hint = f"Separate them by commas: {flag} 0.7,0.3."
+        raise ConfigError(f"{flag} {text}: these are not numbers.", hint=hint) from error
+
+
+def prompts_in(path: Path) -> list[str]:
+    """The lines of a text file that are not empty.
+
+    Raises:
+        ConfigError: It cannot be read as UTF-8.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read ({error}).", hint="Give a UTF-8 file.") from error
+    return [line.strip() for line in lines if line.strip()]

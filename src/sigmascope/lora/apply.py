@@ -234,8 +234,9 @@ class AttachedLora:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.left_out: tuple[str, ...] = tuple(left_out)
         self._strength = Strength(finite_scale(scale), path)
+        file = "" if path is None else f"{path}: "
         self._branches = [
-            LoraBranch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
+            LoraBranch(target.name, PlacedFactors(file + target.name, target.factors, layer), self._strength)
             for target in targets
             for layer in target.layers
         ]

@@ -81,8 +81,7 @@ class BenchOptions:
         for name, value, least in (("repeat", self.repeat, 1), ("warmup", self.warm_up, 0)):
             if value < least:
                 raise ConfigError(f"--{name} is {value}.", hint=f"Give {least} or more.")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 to 2**63 - 1.")
+        check_seed(self.seed)
         seconds_above_zero("--target", self.target)
 
 
@@ -371,6 +370,16 @@ class DiffusersSubject:
             output = self.pipeline(**arguments)
         wait()
         return what_was_made(output)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch does not take.
+
+    Raises:
+        ConfigError: It is below 0, or above 2**63 - 1.
+    """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed is {seed}.", hint="Give a number from 0 to 2**63 - 1.")
 
 
 def parameters_of(pipeline: object) -> frozenset[str]:

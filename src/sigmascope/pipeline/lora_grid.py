@@ -3,16 +3,15 @@
 Each cell is kept as a PNG named by the hash of all that it depends on, so only missing ones are painted.
 """
 
-import base64
 import io
 import json
-import math
 import pickle
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -25,19 +24,20 @@ from torch import Tensor, nn
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints.checkpoint import file_sha256
-from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path, require_writable
 from sigmascope.lora.apply import attach_lora, attached_to, finite_scale
 from sigmascope.lora.reader import load_lora
-from sigmascope.pipeline.bench import call_arguments, check_call
-from sigmascope.pipeline.measure import image_of
+from sigmascope.pipeline.bench import call_arguments, check_call, check_seed
+from sigmascope.pipeline.measure import compare_images, image_of
 from sigmascope.probes import model_fingerprints
 from sigmascope.probes.models import components_of, modules_in
 from sigmascope.probes.peft import adapters_of, standing_of
+from sigmascope.probes.reading import attempt
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BenchCase
 from sigmascope.records.run import Finding
-from sigmascope.reports.html import template
+from sigmascope.reports.html import jpeg_uri, template
 
 _ROUNDING_ON_ACCELERATORS: Final = 2 / 255
 _TILE_WIDTH: Final = 320
@@ -66,12 +66,11 @@ class GridSubject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GridLora:
-    """A LoRA of a grid. `modules` counts those that fit the model; `is_zero` says that all its changes are zero."""
+    """A LoRA of a grid. `modules` counts those that fit the model."""
 
     label: str
     path: Path
     modules: int
-    is_zero: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,12 @@ class GridCell:
     @property
     def figures(self) -> str:
         """The distance from the picture without a LoRA, in words."""
-        if self.lora is None or self.mean_difference is None:
-            return "" if self.lora is None else "not compared"
-        digits = ".1f" if self.mean_difference >= 0.01 else ".2g"
-        share = f"{100 * self.mean_difference:{digits}} %"
-        return "identical" if self.psnr_db is None else f"{share}  {self.psnr_db:.1f} dB"
+        if self.lora is None:
+            return ""
+        if self.mean_difference is None:
+            return "of another size"
+        share = f"{100 * self.mean_difference:.3g} %"
+        return "identical" if self.psnr_db is None else f"{share}, {self.psnr_db:.1f} dB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +149,13 @@ class LoraGrid:
         found = []
         blank = [cell.row for cell in self.cells if cell.lora is None and cell.one_colour]
         for row in blank:
-            what = (
-                f"Without a LoRA, {self.kind} {row + 1} gives one colour: there is nothing to compare with."
-            )
+            what = f"Without a LoRA, {self.kind} {row + 1} is of one colour: no difference can be seen."
             advice = "Look for NaN or a safety checker: run the model in bfloat16 or float32."
             found.append(Finding("lora_grid.blank_without_lora", "error", what, {"row": row}, advice))
         for lora in self.idle if len(blank) < len(self.rows) else ():
-            why = "its factors are zero" if lora.is_zero else "no picture changes"
-            advice = "Look into it with sigmascope lora inspect."
-            values = {"modules": lora.modules}
-            what = f"{lora.label} does nothing: {why}."
-            found.append(Finding("lora_grid.does_nothing", "error", what, values, advice))
+            what = f"{lora.label} does nothing: no picture changes."
+            advice = f"See why: sigmascope lora inspect {lora.path.name}"
+            found.append(Finding("lora_grid.does_nothing", "error", what, {"modules": lora.modules}, advice))
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,9 +177,6 @@ def lora_grid(
     output: str | Path,
     scales: float | Sequence[float] = (0.5, 1.0),
     seed: int = 0,
-    num_inference_steps: int | None = None,
-    guidance_scale: float | None = None,
-    size: tuple[int, int] | None = None,
     call: Mapping[str, Any] | None = None,
     hide_prompts: bool = False,
     progress: Progress = no_progress,
@@ -200,10 +193,7 @@ def lora_grid(
         output: A `.png` or `.html` file; the other is written beside it, and the folder `<name>.cells`.
         scales: Strengths. 0 is left out: that is the picture without a LoRA.
         seed: The same in every cell.
-        num_inference_steps: For the pipeline's call, as are the next three; None leaves its default.
-        guidance_scale: How closely pictures follow the prompt.
-        size: (width, height) in pixels.
-        call: Other arguments of the call, such as `negative_prompt`.
+        call: Arguments of the pipeline's call, such as `num_inference_steps`, `width` and `negative_prompt`.
         hide_prompts: Show "prompt 1" in place of the words.
         progress: Told after each cell.
 
@@ -221,29 +211,24 @@ def lora_grid(
         raise ConfigError("--lora is missing.", hint="Give at least one LoRA file.")
     if not used:
         raise ConfigError("--scales names no strength but 0.", hint="Give numbers such as 0.5,1.")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed is {seed}.", hint="Give a number from 0 to 2**63 - 1.")
+    check_seed(seed)
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-    arguments = dict(call or {}) | ({} if guidance_scale is None else {"guidance_scale": guidance_scale})
     if not isinstance(subject, GridSubject):
-        width, height = size or (None, None)
-        case = BenchCase(width, height, steps=num_inference_steps)
-        subject = _PipelineRows(subject, texts, case, arguments)
-    elif texts or arguments or num_inference_steps is not None or size is not None:
-        hint = "Give prompts, steps, guidance, size and call with a diffusers pipeline alone."
+        subject = _PipelineRows(subject, texts, dict(call or {}))
+    elif texts or call:
+        hint = "Give prompts and call with a diffusers pipeline alone."
         raise ConfigError(f"A {type(subject).__name__} has rows and settings of its own.", hint=hint)
     known = tuple(_examined(subject.model, path, paths) for path in dict.fromkeys(paths))
     numbered = tuple(f"{subject.kind} {1 + row}" for row in range(len(subject.rows)))
     titles = numbered if hide_prompts else tuple(subject.rows)
-    painted = _painted(subject, known, used, seed, folder, progress)
-    cells = tuple(sorted(painted, key=lambda cell: cell.row))
+    cells = sorted(_painted(subject, known, used, seed, folder, progress), key=lambda cell: cell.row)
     about = (subject.name, subject.kind, titles, known, used, seed, subject.summary())
-    grid = LoraGrid(*about, cells, folder)
+    grid = LoraGrid(*about, tuple(cells), folder)
     with atomic_path(sheet) as temporary:
         grid_sheet(grid).save(temporary, format="PNG")
+    shown = {"grid": grid, "title": f"LoRA grid of {grid.name}", "uri": _data_uri, "version": __version__}
     with atomic_path(page) as temporary:
-        shown = template("lora_grid.html.jinja").render(grid=grid, uri=_data_uri, version=__version__)
-        temporary.write_text(shown, encoding="utf-8")
+        temporary.write_text(template("lora_grid.html.jinja").render(shown), encoding="utf-8")
     return grid
 
 
@@ -264,7 +249,6 @@ class _PipelineRows:
 
     model: Any
     rows: tuple[str, ...]
-    case: BenchCase
     arguments: Mapping[str, Any]
     kind: str = "prompt"
 
@@ -276,7 +260,7 @@ class _PipelineRows:
         if not self.rows or not all(prompt.strip() for prompt in self.rows):
             what = f"--prompt is {'empty' if self.rows else 'missing'}."
             raise ConfigError(what, hint='Give at least one, such as --prompt "a red fox".')
-        check_call(self.model, self.case, self.arguments)
+        check_call(self.model, BenchCase(), self.arguments)
         loaded_from = getattr(getattr(self.model, "config", None), "_name_or_path", None)
         self.name = Path(loaded_from or type(self.model).__name__).name
 
@@ -286,17 +270,15 @@ class _PipelineRows:
             "pipeline": type(self.model).__name__,
             "runs_on": getattr(getattr(self.model, "_execution_device", None), "type", None),
             "scheduler": [type(scheduler).__name__, dict(getattr(scheduler, "config", {}))],
-            "call": [self.case.as_dict(), self.arguments, self.rows[row]],
+            "call": [self.arguments, self.rows[row]],
         }
 
     def summary(self) -> str:
-        case, numbers = self.case, {k: v for k, v in self.arguments.items() if isinstance(v, int | float)}
-        size = [] if case.width is None else [f"{case.width}×{case.height}"]
-        steps = [] if case.steps is None else [f"{case.steps} steps"]
-        return ", ".join([*size, *steps, *(f"{name} {value}" for name, value in numbers.items())])
+        numbers = {name: value for name, value in self.arguments.items() if isinstance(value, int | float)}
+        return ", ".join(f"{name} {value}" for name, value in numbers.items())
 
     def paint(self, row: int, seed: int) -> Image.Image:
-        arguments = call_arguments(self.model, self.case, self.rows[row], seed, self.arguments)
+        arguments = call_arguments(self.model, BenchCase(), self.rows[row], seed, self.arguments)
         return picture_of(self.model(**arguments))
 
 
@@ -316,16 +298,11 @@ def picture_of(output: object) -> Image.Image:
 
 def _examined(model: object, path: Path, paths: Sequence[Path]) -> GridLora:
     """A LoRA that fits, before anything is painted."""
-    lora = load_lora(path)
-    try:
-        with attach_lora(model, lora, 0.0) as attached:
-            modules = len(attached.applied)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"--lora {path}: {error.message}", hint=error.hint) from error
-    is_zero = not any(bool(module.up.any()) and bool(module.down.any()) for module in lora.modules.values())
+    with attach_lora(model, load_lora(path), 0.0) as attached:
+        modules = len(attached.applied)
     has_namesake = any(other.stem == path.stem and other != path for other in paths)
     label = f"{path.resolve().parent.name}/{path.stem}" if has_namesake else path.stem
-    return GridLora(label, path, modules, is_zero)
+    return GridLora(label, path, modules)
 
 
 def _painted(
@@ -336,7 +313,7 @@ def _painted(
     folder: Path,
     progress: Progress,
 ) -> Iterator[GridCell]:
-    """Every cell, those without a LoRA first; a LoRA is attached only where a picture with it is missing."""
+    """Every cell, those without a LoRA first. Only those that are missing or damaged are painted."""
     parts = components_of(subject.model) or {"": subject.model}
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     versions = [getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES]
@@ -345,49 +322,36 @@ def _painted(
     total, done = len(settings) * (1 + len(loras) * len(scales)), 0
     bare: list[Path] = []
     for index, lora in [(None, None), *enumerate(loras)]:
-        digest, paths = lora and file_sha256(lora.path), {}
-        for scale, (row, depends_on) in product(scales if lora else (None,), enumerate(settings)):
-            key = f"{depends_on} {digest} {scale}"
-            paths[scale, row] = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.png"
-        bare = bare or list(paths.values())
-        missing = {at for at, path in paths.items() if not _is_whole(path)}
-        with ExitStack() as stack:
-            attached = None
-            if lora and missing:
-                attached = stack.enter_context(attach_lora(subject.model, load_lora(lora.path)))
-            for (scale, row), path in paths.items():
+        digest = lora and file_sha256(lora.path)
+        with attach_lora(subject.model, load_lora(lora.path)) if lora else nullcontext() as attached:
+            for scale, (row, depends_on) in product(scales if lora else (None,), enumerate(settings)):
+                key = f"{depends_on} {digest} {scale}"
+                path = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.png"
+                is_kept = attempt(partial(_opened, path)).value is not None  # whole, not only there
                 if attached is not None and scale is not None:
                     attached.scale = scale
-                if is_missing := (scale, row) in missing:
-                    image = subject.paint(row, seed)
+                if not is_kept:
                     with atomic_path(path) as temporary:
-                        image.save(temporary, format="PNG")
+                        subject.paint(row, seed).save(temporary, format="PNG")
+                if lora is None:
+                    bare.append(path)
                 done += 1
                 what = f"{lora.label} at {scale:g}" if lora else "no LoRA"
                 progress(done, total, f"{what}, {subject.kind} {row + 1}")
-                yield GridCell(row, index, scale, path, not is_missing, **_compared(path, bare[row]))
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a cell was painted before, and its file is not damaged."""
-    try:
-        _opened(path)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return False
-    return True
+                yield GridCell(row, index, scale, path, is_kept, **_compared(path, bare[row]))
 
 
 def _compared(path: Path, bare: Path) -> dict[str, Any]:
     """What a picture shows, and how far it is from the one without a LoRA."""
-    this, that = (np.asarray(_opened(file), np.float64) / 255 for file in (path, bare))
+    this, that = (torch.from_numpy(np.array(_opened(file), np.float64)) / 255 for file in (path, bare))
     seen: dict[str, Any] = {"one_colour": bool((this == this[0, 0]).all())}
     if path == bare or this.shape != that.shape:
         return seen
-    apart = np.abs(this - that)
+    apart = (this - that).abs()
     return seen | {
         "is_idle": bool(apart.max() <= _ROUNDING_ON_ACCELERATORS),
         "mean_difference": float(apart.mean()),
-        "psnr_db": -10 * math.log10(np.square(apart).mean()) if apart.any() else None,
+        "psnr_db": compare_images(this, that).psnr_db,
     }
 
 
@@ -444,4 +408,4 @@ def _data_uri(path: Path) -> str:
     image, stream = _opened(path), io.BytesIO()
     image.thumbnail((1024, 1024))
     image.save(stream, "JPEG", quality=90)
-    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return jpeg_uri(stream.getvalue())

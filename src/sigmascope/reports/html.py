@@ -127,6 +127,11 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
+def jpeg_uri(jpeg: bytes) -> str:
+    """A picture as the address of an `img`, so that a page needs no other file."""
+    return f"data:image/jpeg;base64,{b64encode(jpeg).decode()}"
+
+
 def private_runs(runs: Recorded | Iterable[Recorded], prompts: PromptPrivacy) -> list[Run]:
     """The runs without what the reader of a report is not to see.
 
@@ -199,7 +204,7 @@ def _thumbnails(run: Run) -> Iterator[dict[str, Any]]:
         text = small.get("jpeg")
         if not isinstance(text, str) or len(text) > _MOST_THUMBNAIL_DIGITS or not _JPEG.fullmatch(text):
             continue
-        yield {"uri": f"data:image/jpeg;base64,{b64encode(bytes.fromhex(text)).decode()}"}
+        yield {"uri": jpeg_uri(bytes.fromhex(text))}
 
 
 def _as_script_text(text: str) -> Markup:

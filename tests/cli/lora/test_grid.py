@@ -37,7 +37,10 @@ def test_a_pipeline_paints_a_picture_and_a_page(sigmascope: Run, folder: Path, t
     assert found["rows"] == ["a red fox", "the lazy dog"]
     assert [cell["scale"] for cell in found["cells"]] == [None, -1.0, 2.0] * 2
     assert [cell["psnr_db"] is None for cell in found["cells"]] == [True, False, False] * 2
-    assert (found["model"], found["settings"]) == ("tiny-sd", "32×32, 1 steps, guidance_scale 2.0")
+    assert (found["model"], found["settings"]) == (
+        "tiny-sd",
+        "num_inference_steps 1, guidance_scale 2.0, width 32, height 32",
+    )
     assert load_image(found["picture"]).width >= 640
     assert Path(found["page"]).read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -59,7 +62,7 @@ def test_a_lora_that_does_nothing_ends_with_1(sigmascope: Run, folder: Path) -> 
         *QUICK,
     )
     assert code == 1
-    assert "fresh does nothing: its factors are zero." in out
+    assert "fresh does nothing: no picture changes." in out
     assert "nothing changes" in out
 
 
@@ -100,12 +103,21 @@ def test_an_lbm_translates_pictures_in_place_of_prompts(sigmascope: Run, tmp_pat
         (("{pipeline}", "--lora", "{lora}", "--prompts", "none.txt"), "'none.txt' does not exist"),
         (("{pipeline}", "--lora", "{lora}", "--prompts", "in.png"), "--prompts in.png cannot be read"),
         (("{pipeline}", "--lora", "{lora}", "--images", "x"), "--images is for LBMs"),
-        (("{pipeline}", "--lora", "{lora}", "--prompt", "a", "--scales", "a"), "--scales: expected numbers"),
+        (
+            ("{pipeline}", "--lora", "{lora}", "--prompt", "a", "--scales", "a"),
+            "--scales a: these are not numbers",
+        ),
         (("{pipeline}", "--lora", "{lora}", "--prompt", "a", "-o", "x.gif"), "--output x.gif"),
-        (("{pipeline}", "--lora", "{lora}", "--prompt", "a", "--resolution", "8,16"), "several sizes"),
+        (
+            ("{pipeline}", "--lora", "{lora}", "--prompt", "a", "--resolution", "8,16"),
+            "expected WIDTHxHEIGHT or one side",
+        ),
         (("pocket", "--lora", "{lora}"), "There is no picture to translate"),
-        (("pocket", "--lora", "{lora}", "--prompt", "a"), "--prompt is for pipelines"),
-        (("pocket", "--lora", "{lora}", "--images", "in.png", "-o", "in.png"), "--output in.png is an input"),
+        (("pocket", "--lora", "{lora}", "--prompt", "a"), "--prompt is for Diffusers pipelines"),
+        (
+            ("pocket", "--lora", "{lora}", "--images", "in.png", "-o", "in.png"),
+            "--output in.png is the input in.png",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_named(

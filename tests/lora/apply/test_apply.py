@@ -2,7 +2,9 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from math import nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -410,10 +412,12 @@ def test_factors_beyond_float16_share_the_change_so_that_both_fit(up: float, dow
         torch.testing.assert_close(model(x), plain + 4 * up * down, rtol=2e-3, atol=2e-3)
 
 
-def test_a_change_beyond_float16_is_refused_with_the_layer() -> None:
+def test_a_change_beyond_float16_is_refused_with_the_file_and_the_layer() -> None:
     model, lora = half_model_and_lora(1e6, 1e6)
-    with pytest.raises(NonFiniteError, match=r"0: the LoRA's factors hold NaN or Inf in torch\.float16"):
+    with pytest.raises(NonFiniteError, match=r"^0: the LoRA's factors hold NaN or Inf in torch\.float16"):
         attach_lora(model, lora)
+    with pytest.raises(NonFiniteError, match=r"^wide\.safetensors: 0: the LoRA's factors"):
+        attach_lora(model, replace(lora, path=Path("wide.safetensors")))
 
 
 def test_threads_that_run_one_layer_in_two_dtypes_do_not_mix_them() -> None:

@@ -22,7 +22,8 @@ from sigmascope.lbm.images import load_image, psnr
 from sigmascope.pipeline.lora_grid import picture_of
 
 PROMPTS = ("a red fox", "the lazy dog <b>&")
-SETTINGS: dict[str, Any] = {"num_inference_steps": 1, "size": (32, 32)}
+CALL: dict[str, Any] = {"num_inference_steps": 1, "width": 32, "height": 32}
+SETTINGS: dict[str, Any] = {"call": CALL}
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,7 @@ def test_the_picture_is_what_the_pipeline_paints_by_itself_and_no_hook_stays(
     assert not any(module._forward_hooks for module in pipeline.unet.modules())
 
 
-def test_a_lora_that_does_nothing_is_named_with_the_reason(
-    pipeline: Any, loras: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_lora_that_does_nothing_is_named(pipeline: Any, loras: dict[str, Path], tmp_path: Path) -> None:
     made = lora_grid(
         pipeline,
         [loras["style"], loras["fresh"]],
@@ -103,7 +102,7 @@ def test_a_lora_that_does_nothing_is_named_with_the_reason(
     )
     assert [lora.label for lora in made.idle] == ["fresh"]
     assert [cell.figures for cell in made.cells if cell.lora == 1] == ["identical"]
-    assert [found.message for found in made.findings()] == ["fresh does nothing: its factors are zero."]
+    assert [found.message for found in made.findings()] == ["fresh does nothing: no picture changes."]
     assert "fresh does nothing" in (tmp_path / "g.html").read_text()
     assert [lora["does_nothing"] for lora in made.as_dict()["loras"]] == [False, True]
     assert json.loads(json.dumps(made.as_dict())) == made.as_dict()
@@ -123,8 +122,9 @@ def test_cells_are_painted_once_and_again_only_for_what_changed(
     assert grid() == [True] * 4
     assert painted == []
     assert grid(scales=(1.0, 0.5)) == [True, True, False] * 2
-    for changed in ({"seed": 1}, {"num_inference_steps": 2}, {"guidance_scale": 2.0}, {"size": (40, 32)}):
-        assert grid(**changed) == [False] * 4
+    assert grid(seed=1) == [False] * 4
+    for changed in ({"num_inference_steps": 2}, {"guidance_scale": 2.0}, {"width": 40}):
+        assert grid(call=CALL | changed) == [False] * 4
     with torch.no_grad():
         weight = pipeline.unet.conv_in.weight
         kept = weight.clone()
@@ -322,8 +322,8 @@ def test_cells_are_told_apart_by_the_content_of_pictures_arrays_and_tensors(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path, values: list[Any]
 ) -> None:
     def paint(value: Any) -> bool:
-        call = {"cross_attention_kwargs": {"unused": value}}
-        arguments: dict[str, Any] = {"output": tmp_path / "grid.png", "scales": 1.0, "call": call, **SETTINGS}
+        call = CALL | {"cross_attention_kwargs": {"unused": value}}
+        arguments: dict[str, Any] = {"output": tmp_path / "grid.png", "scales": 1.0, "call": call}
         return lora_grid(pipeline, loras["style"], PROMPTS[0], **arguments).cells[0].reused
 
     assert [paint(value) for value in (values[0], copy.deepcopy(values[0]), values[1])] == [

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from sigmascope.cli.bench import POCKET, call_values, cases_of, checked_offload, dtype_of
+from sigmascope.cli import options
+from sigmascope.cli.bench import POCKET, call_values, checked_offload, dtype_of, parse_size
 from sigmascope.cli.console import (
     Console,
     findings,
@@ -20,7 +21,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
-from sigmascope.cli.options import AsJson, flag
+from sigmascope.cli.options import AsJson, flag, numbers_in, prompts_in
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,20 +36,13 @@ sigmascope lora grid owner/name --lora a.safetensors --lora b.safetensors --prom
 
 sigmascope lora grid pocket --lora my_lora.safetensors --images photos
 """
-_LBM, _PIPELINE, _RUN = "LBM", "Diffusers pipeline", "How to run"
+_LBM, _PIPELINE, _RUN = "LBMs", "Diffusers pipelines", "How to run"
 _MODEL_HELP = "A folder that diffusers wrote, a name on the hub, an LBM checkpoint, or pocket."
 _OUTPUT_HELP = "A .png or .html; the other and a folder .cells are made beside it."
 _LORA_HELP = "LoRA file of any format; repeatable."
 _PROMPTS_HELP = "A text file with a prompt in each line."
-_GUIDANCE_HELP = "Of the pipeline's call."
-_IMAGE_HELP = "Picture to start from, for pipelines that take one."
-_CALL_HELP = "Another argument of the call, such as negative_prompt=blurry; repeatable."
-_OFFLOAD_HELP = "Keep weights in RAM until needed: none, model, sequential."
-_HIDE_HELP = "Write prompt 1, prompt 2, … on the grid."
 _IMAGES_HELP = "A picture to translate, or a folder of them, in place of prompts; repeatable."
-_CONFIG_HELP = "The model's YAML; else that beside it."
 _RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square; of an LBM also bucket or keep."
-_DTYPE_HELP = "auto (bf16 on an accelerator, else float32), float32, bf16, fp16."
 
 
 @app.command("grid", epilog=EPILOG)
@@ -59,18 +53,18 @@ def grid(
     output: Annotated[Path, typer.Option("--output", "-o", help=_OUTPUT_HELP)] = Path("lora-grid.png"),
     prompt: Annotated[list[str] | None, flag("--prompt", "A row of the grid; repeatable.", _PIPELINE)] = None,
     prompts: Annotated[Path | None, flag("--prompts", _PROMPTS_HELP, _PIPELINE, exists=True)] = None,
-    guidance_scale: Annotated[float | None, flag("--guidance_scale", _GUIDANCE_HELP, _PIPELINE)] = None,
-    image: Annotated[Path | None, flag("--image", _IMAGE_HELP, _PIPELINE)] = None,
-    call: Annotated[list[str] | None, flag("--call", _CALL_HELP, _PIPELINE)] = None,
-    offload: Annotated[str, flag("--offload", _OFFLOAD_HELP, _PIPELINE)] = "none",
-    hide_prompts: Annotated[bool, flag("--hide_prompts", _HIDE_HELP, _PIPELINE)] = False,
+    guidance_scale: Annotated[float | None, flag("--guidance_scale", "Of its call.", _PIPELINE)] = None,
+    image: Annotated[Path | None, options.start_image(_PIPELINE)] = None,
+    call: Annotated[list[str] | None, options.call(_PIPELINE)] = None,
+    offload: Annotated[str, options.offload(_PIPELINE)] = "none",
+    hide_prompts: Annotated[bool, flag("--hide_prompts", "Show numbers, not prompts.", _PIPELINE)] = False,
     images: Annotated[list[Path] | None, flag("--images", _IMAGES_HELP, _LBM)] = None,
-    config_path: Annotated[Path | None, flag("--config_path", _CONFIG_HELP, _LBM)] = None,
+    config_path: Annotated[Path | None, options.config_path(_LBM)] = None,
     seed: Annotated[int, flag("--seed", "The same in every cell.", _RUN)] = 0,
     steps: Annotated[int | None, flag("--steps", "Denoising steps.", _RUN, min=1)] = None,
     resolution: Annotated[str | None, flag("--resolution", _RESOLUTION_HELP, _RUN)] = None,
-    device: Annotated[str, flag("--device", "auto, cpu, cuda, cuda:1, mps, xpu.", _RUN)] = "auto",
-    dtype: Annotated[str, flag("--dtype", _DTYPE_HELP, _RUN)] = "auto",
+    device: Annotated[str, options.device(_RUN)] = "auto",
+    dtype: Annotated[str, options.dtype(_RUN)] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Paint prompts without a LoRA and with each LoRA at each scale, side by side.
@@ -83,55 +77,47 @@ def grid(
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import LESS_FOR_INFERENCE, explain_out_of_memory, resolve_device
         from sigmascope.lbm.images import load_image
+        from sigmascope.lora.file import refuse_files
         from sigmascope.pipeline.bench import load_pipeline
         from sigmascope.pipeline.lora_grid import lora_grid, output_paths
 
-    try:
-        strengths = [float(part) for part in scales.split(",")]
-    except ValueError:
-        hint = "Write several as 0.5,1,1.5."
-        raise ConfigError(f"--scales: expected numbers, got {scales!r}.", hint=hint) from None
+    settings: dict[str, Any] = {"output": output, "scales": numbers_in("--scales", scales), "seed": seed}
     sheet, page, folder = output_paths(output)
-    inputs = [path for path in (*lora, *(images or []), image, prompts) if path and path.exists()]
-    for target in (sheet, page):
-        if target.exists() and any(map(target.samefile, inputs)):
-            raise ConfigError(f"--output {target} is an input.", hint="Give the name of a new file.")
+    inputs = [path for path in (*lora, *(images or []), image, prompts) if path is not None]
+    refuse_files(sheet, inputs, "--output")
+    refuse_files(page, inputs, "--output")
     torch_device = resolve_device(device)
     placed: dict[str, Any] = {"dtype": dtype_of(dtype, torch_device), "device": torch_device}
     path = Path(model)
     is_pipeline = model != POCKET and ((path / "model_index.json").is_file() or not path.exists())
-    of_pipelines = {"prompt": prompt, "prompts": prompts, "guidance_scale": guidance_scale, "image": image}
-    of_pipelines |= {"call": call, "hide_prompts": hide_prompts, "offload": offload != "none"}
-    foreign = {"images": images, "config_path": config_path} if is_pipeline else of_pipelines
-    for name, given in foreign.items():
-        if given:
-            others, hint = ("LBMs", "Give --prompt.") if is_pipeline else ("pipelines", "Give --images.")
-            raise ConfigError(f"--{name} is for {others}, and {model} is none.", hint=hint)
+    foreign: dict[str, object] = {"images": images, "config_path": config_path}
+    if not is_pipeline:
+        foreign = {"prompt": prompt, "prompts": prompts, "image": image, "call": call}
+        foreign |= {"guidance_scale": guidance_scale is not None, "hide_prompts": hide_prompts}
+        foreign["offload"] = offload != "none"
+    others = _LBM if is_pipeline else _PIPELINE
+    for name, is_given in foreign.items():
+        if is_given:
+            raise ConfigError(f"--{name} is for {others}, and {model} is none.", hint="Leave it out.")
     with explain_out_of_memory("the model with its pictures", LESS_FOR_INFERENCE):
-        settings: dict[str, Any] = {}
         with progress_bar("Loading") as progress:
             if is_pipeline:
-                size = cases_of(None, resolution, "1", None)
-                if len(size) > 1:
-                    raise ConfigError("--resolution names several sizes.", hint="Give one.")
-                settings = {
-                    "prompts": [*(prompt or []), *_lines(prompts)],
-                    "num_inference_steps": steps,
-                    "guidance_scale": guidance_scale,
-                    "size": resolution and (size[0].width, size[0].height),
-                    "call": call_values(call or []) | ({"image": load_image(image)} if image else {}),
-                }
-                if not settings["prompts"]:
+                texts = [*(prompt or []), *(prompts_in(prompts) if prompts else [])]
+                if not texts:
                     hint = 'Give --prompt "a red fox", or --prompts FILE with one in each line.'
                     raise ConfigError("There is no prompt.", hint=hint)
+                given: dict[str, Any] = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
+                given["image"] = load_image(image) if image else None
+                given["width"], given["height"] = parse_size(resolution) if resolution else (None, None)
+                arguments = {name: value for name, value in given.items() if value is not None}
+                settings |= {"prompts": texts, "call": call_values(call or []) | arguments}
                 subject = load_pipeline(model, offload=checked_offload(offload, torch_device), **placed)
             else:
                 placed["progress"] = progress
                 subject = _lbm(model, config_path, images or [], steps or 1, resolution or "bucket", **placed)
-        settings |= {"output": output, "scales": strengths, "seed": seed, "hide_prompts": hide_prompts}
         try:
             with progress_bar("Painting") as progress:
-                made = lora_grid(subject, lora, **settings, progress=progress)
+                made = lora_grid(subject, lora, **settings, hide_prompts=hide_prompts, progress=progress)
         except KeyboardInterrupt:
             say(f"Stopped. What was painted is kept in {folder}; the same command goes on.", err=True)
             raise
@@ -142,14 +128,6 @@ def grid(
         Console().print(title("Picture", sheet), title("Page", page), sep="\n")
     if made.idle:
         raise typer.Exit(1)
-
-
-def _lines(path: Path | None) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines() if path else []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read ({error}).", hint="Give a UTF-8 file.") from error
-    return [line.strip() for line in lines if line.strip()]
 
 
 def _lbm(model: str, config: Path | None, images: list[Path], steps: int, side: str, **loading: Any) -> Any:
@@ -172,16 +150,12 @@ def print_grid(console: Console, grid: "LoraGrid") -> None:
     """Show how far each LoRA at each scale is from no LoRA, on average; and what is wrong."""
     reused = sum(cell.reused for cell in grid.cells)
     console.print(title("LoRA grid", f"{len(grid.cells)} cells, {reused} of them kept from before"))
-    shown = table("LoRA", "Scale", "Difference", "PSNR", left=("LoRA",))
+    shown = table("LoRA", "Scale", "Mean difference", left=("LoRA",))
     for (index, lora), scale in product(enumerate(grid.loras), grid.scales):
         cells = [cell for cell in grid.cells if (cell.lora, cell.scale) == (index, scale)]
-        known = [cell.mean_difference for cell in cells if cell.mean_difference is not None]
-        ratios = [
-            cell.psnr_db for cell in cells if cell.psnr_db is not None
-        ]  # none where pictures are identical
-        difference = Text(f"{100 * fmean(known):.3g} %" if known else "-")
-        if known and all(cell.is_idle for cell in cells):
+        shares = [cell.mean_difference for cell in cells if cell.mean_difference is not None]
+        difference = Text(f"{100 * fmean(shares):.3g} %" if shares else "-")
+        if shares and all(cell.is_idle for cell in cells):
             difference = Text("nothing changes", style="bold red")
-        psnr = f"{fmean(ratios):.1f} dB" if ratios else "-"
-        shown.add_row(plain(lora.label), f"{scale:g}", difference, psnr)
+        shown.add_row(plain(lora.label), f"{scale:g}", difference)
     console.print(shown, findings(grid.findings()))

@@ -40,6 +40,7 @@ from sigmascope.cli.options import (
     SaveTo,
     Statistics,
     Verbose,
+    numbers_in,
     option_groups,
 )
 from sigmascope.errors import ConfigError
@@ -145,7 +146,8 @@ def merge(
     added in float32 and rounded once; all other weights are copied bit for bit.
     """
     plan = ranks.plan()
-    strengths, how = _parse_weights(weights), _method(method, density, seed)
+    strengths = None if weights is None else numbers_in("--weights", weights)
+    how = _method(method, density, seed)
     if into is not None:
         for_loras = {
             "--save_precision": save_precision,
@@ -178,22 +180,6 @@ def merge(
         print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
-
-
-def _parse_weights(text: str | None) -> tuple[float, ...] | None:
-    """Read `0.7,0.3`.
-
-    Raises:
-        ConfigError: A part is no number.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--weights {text}: these are not numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
-        ) from error
 
 
 def _method(method: Method, density: float | None, seed: int | None) -> "MergeMethod":

@@ -19,7 +19,7 @@ from sigmascope.cli.console import (
     progress_bar,
     title,
 )
-from sigmascope.cli.options import AsJson, SaveTo, option_groups
+from sigmascope.cli.options import AsJson, SaveTo, option_groups, prompts_in
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,13 +152,7 @@ class CalibrationFlags:
     @property
     def texts(self) -> list[str] | int:
         """The prompts, or the number of random ones to make."""
-        if self.prompts is None:
-            return self.noise or 0
-        try:
-            lines = self.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--prompts {self.prompts}: {error}", hint="Name a text file.") from error
-        return [line.strip() for line in lines if line.strip()]
+        return self.noise or 0 if self.prompts is None else prompts_in(self.prompts)
 
     @property
     def call(self) -> dict[str, object]:
