@@ -333,12 +333,11 @@ def checkpoint_fingerprint(checkpoint: Checkpoint, progress: Progress = no_progr
     return digest.hexdigest()
 
 
-def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) -> str:
+def file_sha256(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's bytes, as download pages give it.
 
     Args:
         path: The file.
-        progress: Called with (bytes done, bytes in all, file name).
 
     Returns:
         64 hexadecimal digits.
@@ -349,11 +348,8 @@ def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) 
     file = Path(path)
     digest = hashlib.sha256()
     with reading(file), file.open("rb", buffering=0) as stream:
-        total, done = os.fstat(stream.fileno()).st_size, 0
         while piece := stream.read(_HASHED_PIECE_BYTES):
             digest.update(piece)
-            done += len(piece)
-            progress(done, total, file.name)
     return digest.hexdigest()
 
 

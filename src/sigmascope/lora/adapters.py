@@ -94,35 +94,29 @@ class WeightChange(Protocol):
         ...
 
 
-def form_delta(
-    name: str,
-    change: "LoraFactors | WeightChange",
-    base: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Form the ΔW of a file's module, if memory can hold it: small factors may declare a weight of terabytes.
+def form_delta(name: str, change: "LoraFactors | WeightChange", base: Tensor | None = None) -> Tensor:
+    """Form in float32 the ΔW of a file's module, if memory can hold it: small factors may declare a weight of terabytes.
 
     Args:
         name: Of the module, for the message.
         change: It.
         base: The weight that is changed, where there is one.
-        dtype: Of the result.
 
     Raises:
         LoraFormatError: The machine has not the memory.
         NonFiniteError: The product overflows.
         SigmascopeError: As from `change.delta`.
     """
-    size = require_memory(name, change.weight_shape, at_least_float32(dtype))
+    size = require_memory(name, change.weight_shape, torch.float32)
     try:
-        delta = change.delta(dtype=dtype) if isinstance(change, LoraFactors) else change.delta(base, dtype)
+        delta = change.delta() if isinstance(change, LoraFactors) else change.delta(base)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "allocate" in str(error):
             raise LoraFormatError(f"{name}: there is no memory for {size}.", hint=_MORE_MEMORY) from error
         raise
     if not bool(torch.isfinite(delta).all()):
         raise NonFiniteError(
-            f"{name}: the product of its tensors is too large for {str(dtype).removeprefix('torch.')}.",
+            f"{name}: the product of its tensors is too large for float32.",
             hint="Make the LoRA again: no real change is that large.",
         )
     return delta

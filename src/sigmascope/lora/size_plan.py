@@ -330,11 +330,6 @@ def save_plan_picture(path: str | PathLike[str], plan: LoraPlan) -> None:
         temporary.write_bytes(content)
 
 
-def plan_svg(plan: LoraPlan) -> str:
-    """Draw a plan as an SVG document, 960 pixels in width."""
-    return svg.drawn(".svg", (_WIDTH, _HEIGHT), _shapes(plan)).decode()
-
-
 def _shapes(plan: LoraPlan) -> list[svg.Shape]:
     points = [*plan.fixed, *plan.curve]
     least, most = min(one.bytes for one in points), max(one.bytes for one in points)
