@@ -179,7 +179,7 @@ def test_a_damaged_dump_is_one_clear_error_with_exit_code_2(
         (["a", "same", "--name", "=x"], "lacks a name"),
         (["a", "same", "--name", "nope"], "has no tensor 'nope'"),
         (["a", "same", "--name", "cond", "--name", "cond=x"], "given twice"),
-        (["a", "same", "--picture", "e.gif"], "no SVG or PNG"),
+        (["a", "same", "--picture", "e.gif"], "is not SVG or PNG"),
         (["a", "same", "--picture", "a.safetensors/e.svg"], "cannot be reached"),
         (["a", "same", "--token-axis", "7"], "3 axes"),
     ],

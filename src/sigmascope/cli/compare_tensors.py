@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sigmascope.cli.console import (
     Console,
+    check_picture,
     facts,
     listed,
     number,
@@ -28,7 +29,7 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
-from sigmascope.svg import FAINT, PICTURES, Axis, Bar, Label, Line, Shape
+from sigmascope.svg import FAINT, Axis, Bar, Label, Line, Shape
 
 if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import DumpComparison, RunComparison, TensorComparison
@@ -110,7 +111,7 @@ def compare_tensors(
     different values or another layout, 2 for an error.
     """
     try:
-        _check_picture(picture, (a, b))
+        check_picture(picture, dict.fromkeys((a, b), "is an input"))
         comparison = _compare(a, b, _name_pairs(name), (rtol, atol, token_axis))
         if picture is not None:
             save_token_picture(picture, comparison, f"{a.name} against {b.name}")
@@ -125,27 +126,6 @@ def compare_tensors(
             say(f"Picture: {picture}")
     if not (comparison.agrees and (any_layout or comparison.same_layout)):
         raise typer.Exit(BEYOND_TOLERANCE)
-
-
-def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
-
-    Raises:
-        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: It cannot be written, or its folder cannot be made.
-    """
-    if path is None:
-        return
-    from sigmascope.checkpoints.checkpoint import is_existing
-    from sigmascope.files import require_writable
-
-    if path.suffix.lower() not in PICTURES:
-        raise ConfigError(
-            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
-        )
-    require_writable(path)
-    if is_existing(path) and any(is_existing(other) and path.samefile(other) for other in inputs):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
 
 
 def _compare(

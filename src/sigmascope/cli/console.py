@@ -26,12 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.errors import ConfigError
-from sigmascope.files import atomic_path
+from sigmascope.files import atomic_path, require_writable
 from sigmascope.installation import install_extra
 from sigmascope.plain_text import Harmless, printable
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.progress import no_progress
-from sigmascope.svg import Shape, drawn
+from sigmascope.svg import PICTURES, Shape, drawn
 from sigmascope.units import format_size
 
 if TYPE_CHECKING:
@@ -337,6 +337,33 @@ def leaving_on_sigterm() -> Iterator[None]:
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
+
+
+def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
+    """Refuse a bad place for the picture before the work begins.
+
+    Args:
+        path: As typed.
+        uses: What other files are for, whose place it cannot take.
+
+    Raises:
+        ConfigError: The name does not end in a picture's suffix, or another file would be replaced.
+        WriteError: It cannot be written, or its folder cannot be made.
+    """
+    if path is None:
+        return
+    from sigmascope.checkpoints.checkpoint import is_same_file
+
+    if path.suffix.lower() not in PICTURES:
+        kinds = " or ".join(ending.removeprefix(".").upper() for ending in PICTURES)
+        raise ConfigError(
+            f"--picture {path} is not {kinds}.",
+            hint=f"Give a name that ends in {' or '.join(PICTURES)}.",
+        )
+    require_writable(path)
+    for other, use in uses.items():
+        if is_same_file(path, other):
+            raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
 def save_picture(path: Path, size: tuple[int, int], shapes: Sequence[Shape]) -> None:

@@ -1,15 +1,12 @@
 import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from sigmascope.cli.root import run
+from tests.cli.lora.conftest import Terminal
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = {
@@ -20,29 +17,10 @@ SHAPES = {
 PROJ = "denoiser.down_blocks.1.attentions.0.proj_in"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Inspect = Callable[..., Outcome]
-
-
 @pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+def inspect(terminal: Terminal) -> Terminal:
     """Run `sigmascope lora inspect` in this process, with an 80-column terminal's width."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "inspect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return Outcome(int(stopped.value.code or 0), out, err)
-
-    return call
+    return partial(terminal, "lora", "inspect")
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -76,7 +54,7 @@ def half(lora: Path) -> Path:
     return lora
 
 
-def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Inspect) -> None:
+def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Terminal) -> None:
     outcome = inspect(lora, "--model", model)
     assert outcome.code == 0
     (line,) = (line for line in outcome.out.splitlines() if line.startswith("Modules that match"))
@@ -84,7 +62,7 @@ def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Insp
 
 
 def test_what_does_not_match_is_named_with_reason_and_nearest(
-    half: Path, model: Path, inspect: Inspect
+    half: Path, model: Path, inspect: Terminal
 ) -> None:
     outcome = inspect(half, "--model", model)
     assert outcome.code == 1
@@ -93,7 +71,7 @@ def test_what_does_not_match_is_named_with_reason_and_nearest(
     assert "nearest: denoiser.conv_in" in outcome.out
 
 
-def test_reasons_are_grouped_with_what_to_do(half: Path, model: Path, inspect: Inspect) -> None:
+def test_reasons_are_grouped_with_what_to_do(half: Path, model: Path, inspect: Terminal) -> None:
     words = " ".join(inspect(half, "--model", model).out.split())
     assert (
         "1 module has a name that the model does not have. Compare the names with the model's nearest ones"
@@ -101,12 +79,12 @@ def test_reasons_are_grouped_with_what_to_do(half: Path, model: Path, inspect: I
     )
 
 
-def test_lines_fit_eighty_columns(half: Path, model: Path, inspect: Inspect) -> None:
+def test_lines_fit_eighty_columns(half: Path, model: Path, inspect: Terminal) -> None:
     lines = inspect(half, "--model", model, "--relative_strength").out.splitlines()
     assert max(map(len, lines)) <= 80
 
 
-def test_json_holds_the_inspection_and_the_verdict(half: Path, model: Path, inspect: Inspect) -> None:
+def test_json_holds_the_inspection_and_the_verdict(half: Path, model: Path, inspect: Terminal) -> None:
     found = json.loads(inspect(half, "--model", model, "--json").out)
     verdict = found["model"]["verdict"]
     assert found["total_modules"] == verdict["total_modules"] == 3
@@ -116,7 +94,7 @@ def test_json_holds_the_inspection_and_the_verdict(half: Path, model: Path, insp
 
 
 def test_relative_strength_is_the_norm_of_the_change_by_that_of_the_weight(
-    lora: Path, model: Path, inspect: Inspect
+    lora: Path, model: Path, inspect: Terminal
 ) -> None:
     found = json.loads(inspect(lora, "--model", model, "--relative_strength", "--json").out)
     measured = found["model"]["relative_strength"]["modules"][PROJ]
@@ -126,13 +104,13 @@ def test_relative_strength_is_the_norm_of_the_change_by_that_of_the_weight(
     assert measured["relative_change"] == pytest.approx(float(delta.norm() / weight.norm()), rel=1e-7)
 
 
-def test_relative_strength_needs_a_model(lora: Path, inspect: Inspect) -> None:
+def test_relative_strength_needs_a_model(lora: Path, inspect: Terminal) -> None:
     outcome = inspect(lora, "--relative_strength")
     assert outcome.code == 2
     assert "--relative_strength" in outcome.err
 
 
-def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspect: Terminal) -> None:
     picture = tmp_path / "blocks.svg"
     assert inspect(lora, "--picture", picture).code == 0
     tips = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("title")]
@@ -146,7 +124,7 @@ def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspec
 
 
 def test_the_picture_shows_what_does_not_match_in_red(
-    half: Path, model: Path, tmp_path: Path, inspect: Inspect
+    half: Path, model: Path, tmp_path: Path, inspect: Terminal
 ) -> None:
     picture = tmp_path / "blocks.svg"
     inspect(half, "--model", model, "--picture", picture)
@@ -155,7 +133,7 @@ def test_the_picture_shows_what_does_not_match_in_red(
     assert "1 of 1 do not match" in drawn
 
 
-def test_a_png_is_drawn_too(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+def test_a_png_is_drawn_too(lora: Path, tmp_path: Path, inspect: Terminal) -> None:
     pytest.importorskip("PIL")
     picture = tmp_path / "blocks.png"
     assert inspect(lora, "--picture", picture).code == 0
@@ -163,19 +141,19 @@ def test_a_png_is_drawn_too(lora: Path, tmp_path: Path, inspect: Inspect) -> Non
 
 
 @pytest.mark.parametrize("name", ["blocks.pdf", "blocks"])
-def test_other_pictures_are_refused(lora: Path, tmp_path: Path, inspect: Inspect, name: str) -> None:
+def test_other_pictures_are_refused(lora: Path, tmp_path: Path, inspect: Terminal, name: str) -> None:
     outcome = inspect(lora, "--picture", tmp_path / name)
     assert outcome.code == 2
     assert not (tmp_path / name).exists()
 
 
-def test_a_missing_model_is_named(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+def test_a_missing_model_is_named(lora: Path, tmp_path: Path, inspect: Terminal) -> None:
     outcome = inspect(lora, "--model", tmp_path / "none.safetensors")
     assert outcome.code == 1
     assert "none.safetensors" in outcome.err
 
 
-def test_markup_in_names_is_text(tmp_path: Path, model: Path, inspect: Inspect) -> None:
+def test_markup_in_names_is_text(tmp_path: Path, model: Path, inspect: Terminal) -> None:
     path = tmp_path / "odd.safetensors"
     name = "denoiser.[bold]\x1b[31mred"
     save_file({f"{name}.lora_up.weight": randn(4, 1), f"{name}.lora_down.weight": randn(1, 4)}, path)

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -13,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.cli.lora.conftest import Terminal
 
-from sigmascope.cli.root import run
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 
@@ -22,29 +21,10 @@ if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Validate = Callable[..., Outcome]
-
-
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Validate:
+def call(terminal: Terminal) -> Terminal:
     """`sigmascope lora validate` in this process, with an 80-column terminal's width."""
-
-    def validate(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "validate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return Outcome(int(stopped.value.code or 0), out, err)
-
-    return validate
+    return partial(terminal, "lora", "validate")
 
 
 @pytest.fixture
@@ -59,7 +39,7 @@ def arguments(files: "ModelPair", *more: object) -> list[object]:
     return ["--base_model_path", files.base, "--tuned_model_path", files.tuned, "--lora_path", lora, *more]
 
 
-def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> None:
+def test_the_picture_shows_every_layer(files: "ModelPair", call: Terminal) -> None:
     target = files.base.with_name("errors.svg")
     outcome = call(*arguments(files, "--picture", target))
     assert outcome.code == 0
@@ -73,7 +53,7 @@ def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> No
     [("errors.gif", "is not SVG or PNG"), ("lora.safetensors/errors.svg", "cannot be reached")],
 )
 def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
-    place: str, message: str, files: "ModelPair", call: Validate
+    place: str, message: str, files: "ModelPair", call: Terminal
 ) -> None:
     outcome = call(*arguments(files, "--picture", files.base.with_name("x").parent / place))
     assert outcome.code != 0
@@ -82,7 +62,7 @@ def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
 
 
 def test_a_picture_in_the_place_of_the_layer_names_is_refused_as_that(
-    files: "ModelPair", call: Validate
+    files: "ModelPair", call: Terminal
 ) -> None:
     names = files.base.with_name("lora_layer_names.txt")
     names.write_text("conv_in\n")
@@ -94,7 +74,7 @@ def test_a_picture_in_the_place_of_the_layer_names_is_refused_as_that(
     assert names.read_text() == "conv_in\n"
 
 
-def test_what_fails_draws_no_picture(files: "ModelPair", call: Validate) -> None:
+def test_what_fails_draws_no_picture(files: "ModelPair", call: Terminal) -> None:
     lora = files.base.with_name("lora.safetensors")
     kept = {key: value for key, value in load_file(lora).items() if not key.startswith("denoiser.conv_out.")}
     save_file(kept, lora)
@@ -106,7 +86,7 @@ def test_what_fails_draws_no_picture(files: "ModelPair", call: Validate) -> None
     assert f"The picture {picture} was not drawn" in outcome.err
 
 
-def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair", call: Validate) -> None:
+def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair", call: Terminal) -> None:
     """The LoRA of another fine-tuning: every module fits, and every layer becomes worse."""
     lora = files.base.with_name("lora.safetensors")
     minus = {
@@ -123,7 +103,7 @@ def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair"
     assert (report["fidelity"], report["success_rate"]) == (0.0, 100.0)
 
 
-def test_a_lora_whose_modules_fit_nothing_is_told_in_one_sentence(files: "ModelPair", call: Validate) -> None:
+def test_a_lora_whose_modules_fit_nothing_is_told_in_one_sentence(files: "ModelPair", call: Terminal) -> None:
     lora = files.base.with_name("lora.safetensors")
     elsewhere = {key.replace("denoiser.", "denoiser.elsewhere."): one for key, one in load_file(lora).items()}
     save_file(elsewhere, lora)
@@ -137,20 +117,20 @@ def test_a_lora_whose_modules_fit_nothing_is_told_in_one_sentence(files: "ModelP
     assert "unmatched: " not in said
 
 
-def test_a_lora_of_this_model_is_for_no_other(files: "ModelPair", call: Validate) -> None:
+def test_a_lora_of_this_model_is_for_no_other(files: "ModelPair", call: Terminal) -> None:
     report = json.loads(call(*arguments(files, "--json")).out)
     assert report["fidelity"] == pytest.approx(100 * (1 - report["relative_error"]))
     assert "lora.other_model" not in {finding["id"] for finding in report["findings"]}
 
 
-def test_json_names_what_each_module_is(files: "ModelPair", call: Validate) -> None:
+def test_json_names_what_each_module_is(files: "ModelPair", call: Terminal) -> None:
     report = json.loads(call(*arguments(files, "--json")).out)
     assert {module["kind"] for module in report["modules"]} == {"lora"}
     assert report["images"] is None
 
 
 def test_a_pair_with_a_missing_key_can_be_compared_where_asked(
-    make_model_pair: "MakePair", call: Validate
+    make_model_pair: "MakePair", call: Terminal
 ) -> None:
     def drop(base: "State", tuned: "State") -> None:
         del tuned["denoiser.conv_out.weight"]
@@ -188,7 +168,7 @@ def pocket(pocket_lora: Path, tmp_path: Path) -> list[object]:
 
 
 @pytest.mark.slow
-def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: Validate) -> None:
+def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: Terminal) -> None:
     outcome = call(*pocket)
     assert outcome.code == 0
     assert "Against the tuned model's pictures" in outcome.out
@@ -198,7 +178,7 @@ def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: 
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
-def test_images_are_in_the_json(pocket: list[object], call: Validate) -> None:
+def test_images_are_in_the_json(pocket: list[object], call: Terminal) -> None:
     outcome = call(*pocket, "--json", "--seed", 3, "--num_inference_steps", 2, "--config_path", CONFIG_PATH)
     images = json.loads(outcome.out)["images"]
     assert (images["seed"], images["num_inference_steps"]) == (3, 2)
@@ -209,7 +189,7 @@ def test_images_are_in_the_json(pocket: list[object], call: Validate) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--num_inference_steps", "--resolution"])
-def test_options_of_images_without_images_are_refused(flag: str, files: "ModelPair", call: Validate) -> None:
+def test_options_of_images_without_images_are_refused(flag: str, files: "ModelPair", call: Terminal) -> None:
     outcome = call(*arguments(files, flag, 1))
     assert outcome.code == 2
     assert f"{flag} is for --images only" in outcome.err
@@ -226,7 +206,7 @@ def test_options_of_images_without_images_are_refused(flag: str, files: "ModelPa
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_work(
-    flag: str, value: object, message: str, pocket: list[object], call: Validate
+    flag: str, value: object, message: str, pocket: list[object], call: Terminal
 ) -> None:
     outcome = call(*pocket, flag, value)
     assert outcome.code == 2
@@ -235,7 +215,7 @@ def test_options_that_cannot_work_are_refused_before_the_work(
 
 
 def test_a_missing_extra_is_named(
-    pocket: list[object], call: Validate, monkeypatch: pytest.MonkeyPatch
+    pocket: list[object], call: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sigmascope.lbm.image_validation", None)
     monkeypatch.setitem(sys.modules, "diffusers", None)
@@ -247,7 +227,7 @@ def test_a_missing_extra_is_named(
     assert "[lbm]" in outcome.err
 
 
-def test_work_in_any_number_of_threads(files: "ModelPair", call: Validate) -> None:
+def test_work_in_any_number_of_threads(files: "ModelPair", call: Terminal) -> None:
     reports = [json.loads(call(*arguments(files, "--json", "--workers", n)).out) for n in (1, 3)]
     assert reports[0]["modules"] == reports[1]["modules"]
     assert torch.get_num_threads() >= 1

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sigmascope.cli.console import (
     Console,
+    check_picture,
     counts,
     facts,
     findings,
@@ -32,7 +33,6 @@ from sigmascope.cli.console import (
     table,
     title,
 )
-from sigmascope.cli.lora.validate import check_picture
 from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip

@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from sigmascope.cli.console import Console, facts, layer, percent, print_json, progress_bar, say, table, title
+from sigmascope.cli.console import (
+    Console,
+    check_picture,
+    facts,
+    layer,
+    percent,
+    print_json,
+    progress_bar,
+    say,
+    table,
+    title,
+)
 from sigmascope.cli.lora.extract import TargetCoverage, Workers
 from sigmascope.cli.lora.validate import (
     ImageFlags,
     check_image_flags,
-    check_picture,
     likeness_cells,
     run_images,
 )

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sigmascope.cli.console import (
     Console,
+    check_picture,
     facts,
     findings,
     needs_extra,
@@ -31,7 +32,6 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.svg import PICTURES
 from sigmascope.units import counted, printable
 
 if TYPE_CHECKING:
@@ -191,34 +191,6 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
                 hint="Give the name of a new text file.",
             )
     return path
-
-
-def check_picture(path: Path | None, uses: Mapping[Path, str]) -> None:
-    """Refuse a bad place for the picture before the work begins.
-
-    Args:
-        path: As typed.
-        uses: What other files are for, whose place it cannot take.
-
-    Raises:
-        ConfigError: The name does not end in a picture's suffix, or another file would be replaced.
-        WriteError: It cannot be written, or its folder cannot be made.
-    """
-    if path is None:
-        return
-    from sigmascope.checkpoints.checkpoint import is_same_file
-    from sigmascope.files import require_writable
-
-    if path.suffix.lower() not in PICTURES:
-        kinds = " or ".join(ending.removeprefix(".").upper() for ending in PICTURES)
-        raise ConfigError(
-            f"--picture {path} is not {kinds}.",
-            hint=f"Give a name that ends in {' or '.join(PICTURES)}.",
-        )
-    require_writable(path)
-    for other, use in uses.items():
-        if is_same_file(path, other):
-            raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:

@@ -1,16 +1,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from sigmascope.cli.root import run
+from tests.cli.lora.conftest import Terminal
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State
@@ -18,29 +15,10 @@ if TYPE_CHECKING:
 CONV_IN = "denoiser.conv_in.weight"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Sigmascope = Callable[..., Outcome]
-
-
 @pytest.fixture
-def sigmascope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sigmascope:
+def sigmascope(terminal: Terminal) -> Terminal:
     """Run the command line in this process, with an 80-column terminal's width."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return Outcome(int(stopped.value.code or 0), out, err)
-
-    return call
+    return terminal
 
 
 def models(files: "ModelPair") -> list[object]:
@@ -64,7 +42,7 @@ def drop_module(path: Path, module: str) -> None:
 
 
 def test_extract_then_validate_shows_blocks_bands_and_success_rate(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair(dtype=torch.bfloat16)
     made = sigmascope(*extract_arguments(files, "--rank", 9999, "--conv_rank", 9999))
@@ -78,7 +56,7 @@ def test_extract_then_validate_shows_blocks_bands_and_success_rate(
 
 
 def test_reports_fit_80_columns_and_are_plain_outside_a_terminal(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair(dtype=torch.bfloat16)
     made = sigmascope(*extract_arguments(files, "--rank", 2, "--conv_rank", 9999, "--verbose"))
@@ -89,7 +67,7 @@ def test_reports_fit_80_columns_and_are_plain_outside_a_terminal(
         assert "…" not in outcome.out
 
 
-def test_json_is_all_that_reaches_stdout(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+def test_json_is_all_that_reaches_stdout(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     files = make_model_pair()
     made = json.loads(sigmascope(*extract_arguments(files, "--json")).out)
     proved = json.loads(sigmascope(*validate_arguments(files, "--json")).out)
@@ -98,7 +76,7 @@ def test_json_is_all_that_reaches_stdout(make_model_pair: "MakePair", sigmascope
     assert proved["relative_error"] == pytest.approx(made["relative_error"], rel=1e-4)
 
 
-def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     files = make_model_pair()
     options = {
         "--rank": 3,
@@ -127,7 +105,7 @@ def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope
 
 
 def test_layer_names_are_listed_beside_the_lora_or_where_they_are_told(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
@@ -141,7 +119,7 @@ def test_layer_names_are_listed_beside_the_lora_or_where_they_are_told(
 
 
 def test_an_incomplete_lora_exits_with_1_and_names_the_layer(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
@@ -154,7 +132,7 @@ def test_an_incomplete_lora_exits_with_1_and_names_the_layer(
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_list_of_layer_names_stays_when_the_lora_fails(
-    asked: bool, make_model_pair: "MakePair", sigmascope: Sigmascope
+    asked: bool, make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
@@ -176,7 +154,7 @@ def test_a_list_of_layer_names_stays_when_the_lora_fails(
 
 
 def test_a_lora_that_leaves_layers_out_on_purpose_can_pass(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files, "--target_coverage", "attention"))
@@ -185,7 +163,7 @@ def test_a_lora_that_leaves_layers_out_on_purpose_can_pass(
 
 
 def test_a_file_name_that_looks_like_markup_is_shown_as_it_is(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     target = files.base.with_name("[red]x[bold].safetensors")
@@ -195,7 +173,7 @@ def test_a_file_name_that_looks_like_markup_is_shown_as_it_is(
 
 
 def test_a_layer_name_that_looks_like_markup_is_shown_as_it_is(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     def add(base: "State", tuned: "State") -> None:
         base["denoiser.[/x].0.weight"], tuned["denoiser.[/x].0.weight"] = torch.zeros(4, 4), torch.eye(4)
@@ -207,7 +185,7 @@ def test_a_layer_name_that_looks_like_markup_is_shown_as_it_is(
     assert "[/x]" in validation.out
 
 
-def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     files = make_model_pair()
     files.base.unlink()
     outcome = sigmascope(*extract_arguments(files))
@@ -215,9 +193,7 @@ def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Sigmas
     assert "base.safetensors: there is no base model" in outcome.err
 
 
-def test_a_base_with_a_typo_in_its_name_is_guessed(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
-) -> None:
+def test_a_base_with_a_typo_in_its_name_is_guessed(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     files = make_model_pair()
     arguments = map(str, extract_arguments(files))
     outcome = sigmascope(*(one.replace("base.safetensors", "bose.safetensors") for one in arguments))
@@ -230,7 +206,7 @@ def test_a_base_with_a_typo_in_its_name_is_guessed(
 
 
 def test_a_missing_base_is_made_from_its_backbone(
-    sigmascope: Sigmascope, backbone: Path, backbone_config: dict[str, Any], tmp_path: Path
+    sigmascope: Terminal, backbone: Path, backbone_config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(backbone_config))  # JSON is YAML too
     create = [
@@ -253,7 +229,7 @@ def test_a_missing_base_is_made_from_its_backbone(
 
 
 def test_a_backbone_that_cannot_be_had_is_named(
-    make_model_pair: "MakePair", sigmascope: Sigmascope, monkeypatch: pytest.MonkeyPatch
+    make_model_pair: "MakePair", sigmascope: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> str:
         raise OSError("no network")
@@ -278,13 +254,13 @@ def extract_command(folder: Path, *, tuned: str) -> list[str]:
 
 
 def test_a_base_that_exists_is_used_under_create_base_model(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     assert sigmascope(*extract_arguments(make_model_pair(), "--create_base_model")).code == 0
 
 
 def test_options_of_base_creation_alone_are_refused(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     outcome = sigmascope(*extract_arguments(make_model_pair(), "--config_path", "config.yaml"))
     assert outcome.code == 2
@@ -307,7 +283,7 @@ def nan_weight(base: "State", tuned: "State") -> None:
 
 
 def test_layer_names_never_replace_an_input_or_another_kind_of_file(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
@@ -322,7 +298,7 @@ def test_layer_names_never_replace_an_input_or_another_kind_of_file(
 
 
 def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+    make_model_pair: "MakePair", sigmascope: Terminal
 ) -> None:
     files = make_model_pair()
     sigmascope(*extract_arguments(files))
@@ -336,7 +312,7 @@ def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
     assert "10 of 10 modules" in asked.out
 
 
-def test_a_folder_is_no_lora(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+def test_a_folder_is_no_lora(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "validate", *models(make_model_pair()), "--lora_path", ".")
     assert outcome.code == 2
     assert "--lora_path . is a folder" in outcome.err

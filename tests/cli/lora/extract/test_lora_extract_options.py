@@ -2,17 +2,14 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from sigmascope.cli.root import run
+from tests.cli.lora.conftest import Terminal
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State
@@ -21,30 +18,10 @@ ATTENTION = "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q
 CONV_IN = "denoiser.conv_in"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Outcome]
-
-
 @pytest.fixture
-def sigmascope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process, with an 80-column terminal's width."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setenv("TERMINAL_WIDTH", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return Outcome(int(stopped.value.code or 0), out, err)
-
-    return call
+def sigmascope(terminal: Terminal) -> Terminal:
+    """Terminal the command line in this process, with an 80-column terminal's width."""
+    return terminal
 
 
 def target(files: "ModelPair") -> Path:
@@ -57,7 +34,7 @@ def arguments(files: "ModelPair", *more: object) -> list[object]:
 
 
 @pytest.fixture
-def extract(make_model_pair: "MakePair", sigmascope: Run) -> Callable[..., dict[str, Any]]:
+def extract(make_model_pair: "MakePair", sigmascope: Terminal) -> Callable[..., dict[str, Any]]:
     """Extract with these options, and give the report."""
 
     def call(*options: object, edit: Any = None) -> dict[str, Any]:
@@ -220,7 +197,7 @@ def test_what_does_not_fit_is_left_out_on_request_and_named(extract: Extract, fl
 
 @pytest.mark.parametrize("flag", UNFIT)
 def test_what_does_not_fit_is_refused_with_the_flag_that_lets_it_pass(
-    make_model_pair: "MakePair", sigmascope: Run, flag: str
+    make_model_pair: "MakePair", sigmascope: Terminal, flag: str
 ) -> None:
     files = make_model_pair(edit=UNFIT[flag][0])
     outcome = sigmascope(*arguments(files, flag, "error"))
@@ -231,7 +208,7 @@ def test_what_does_not_fit_is_refused_with_the_flag_that_lets_it_pass(
         assert f"{flag} " in outcome.err
 
 
-def test_a_variant_of_diffusers_folders(sigmascope: Run, tmp_path: Path) -> None:
+def test_a_variant_of_diffusers_folders(sigmascope: Terminal, tmp_path: Path) -> None:
     base = {"conv_in.weight": torch.randn(4, 4, 3, 3), "conv_out.weight": torch.randn(4, 4, 3, 3)}
     base["time_embedding.linear_1.weight"] = torch.randn(8, 4)
     for name, sign in (("base", 0.0), ("tuned", 1.0)):
@@ -299,7 +276,7 @@ CONTRADICTIONS: dict[tuple[object, ...], str] = {
 
 @pytest.mark.parametrize("options", CONTRADICTIONS, ids=lambda options: " ".join(map(str, options)))
 def test_what_contradicts_or_makes_no_sense_is_refused_with_a_next_step(
-    make_model_pair: "MakePair", sigmascope: Run, options: tuple[object, ...]
+    make_model_pair: "MakePair", sigmascope: Terminal, options: tuple[object, ...]
 ) -> None:
     files = make_model_pair(edit=shift_bias)
     outcome = sigmascope(*arguments(files, *options))
@@ -323,7 +300,7 @@ def test_what_contradicts_or_makes_no_sense_is_refused_with_a_next_step(
     ],
 )
 def test_a_value_that_is_none_of_the_choices_is_a_usage_error(
-    make_model_pair: "MakePair", sigmascope: Run, flag: str, value: str
+    make_model_pair: "MakePair", sigmascope: Terminal, flag: str, value: str
 ) -> None:
     outcome = sigmascope(*arguments(make_model_pair(), flag, value))
     assert outcome.code == 2
@@ -343,7 +320,7 @@ OPTIONS = [
 ]
 
 
-def test_the_help_tells_of_every_option_in_80_columns(sigmascope: Run) -> None:
+def test_the_help_tells_of_every_option_in_80_columns(sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "extract", "--help")
     assert outcome.code == 0
     shown = set(re.findall(r"--[a-z_]+", outcome.out))
@@ -353,7 +330,9 @@ def test_the_help_tells_of_every_option_in_80_columns(sigmascope: Run) -> None:
 
 
 @pytest.mark.parametrize("option", ["--max_size", "--rank_for", "--biases_and_norms", "--on_missing"])
-def test_hyphens_work_as_underscores_do(make_model_pair: "MakePair", sigmascope: Run, option: str) -> None:
+def test_hyphens_work_as_underscores_do(
+    make_model_pair: "MakePair", sigmascope: Terminal, option: str
+) -> None:
     values = {
         "--max_size": ["1MB"],
         "--rank_for": ["attn1=3"],

@@ -1,16 +1,14 @@
 """`sigmascope lora convert` as a user calls it."""
 
 import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cli.lora.conftest import Terminal
 
-from sigmascope.cli.root import run
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -18,30 +16,10 @@ from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Convert = Callable[..., Outcome]
-
-
 @pytest.fixture
-def convert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Convert:
+def convert(terminal: Terminal) -> Terminal:
     """Run the command in this process, with an 80-column terminal's width."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        code = stopped.value.code
-        return Outcome(code if isinstance(code, int) else 0, out, err)
-
-    return call
+    return partial(terminal, "lora", "convert")
 
 
 @pytest.fixture
@@ -53,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_says_what_it_did(convert: Convert, source: Path, tmp_path: Path) -> None:
+def test_it_says_what_it_did(convert: Terminal, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     outcome = convert(source, target, "--format", "kohya")
     assert outcome.code == 0
@@ -68,7 +46,7 @@ def test_it_says_what_it_did(convert: Convert, source: Path, tmp_path: Path) -> 
     [("unet.down_blocks.3.resnets.0.conv1", True), ("transformer.blocks.0.ffn.net.2", False)],
 )
 def test_kohya_files_are_for_diffusers_only_where_its_pipeline_reads_them(
-    layer: str, in_diffusers: bool, convert: Convert, tmp_path: Path
+    layer: str, in_diffusers: bool, convert: Terminal, tmp_path: Path
 ) -> None:
     """Of WAN it takes those alone that hold all of a block's layers, by its own loader."""
     factors = {f"{layer}.lora_B.weight": torch.ones(6, 2), f"{layer}.lora_A.weight": torch.ones(2, 5)}
@@ -78,7 +56,7 @@ def test_kohya_files_are_for_diffusers_only_where_its_pipeline_reads_them(
     assert ("load_lora_weights" in " ".join(said.split())) is in_diffusers
 
 
-def test_its_report_as_json(convert: Convert, source: Path, tmp_path: Path) -> None:
+def test_its_report_as_json(convert: Terminal, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     options = (
         "--format",
@@ -97,7 +75,7 @@ def test_its_report_as_json(convert: Convert, source: Path, tmp_path: Path) -> N
     assert list(load_lora(target).modules) == ["conv_in"]
 
 
-def test_what_is_left_out_is_listed(convert: Convert, source: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_listed(convert: Terminal, source: Path, tmp_path: Path) -> None:
     outcome = convert(source, tmp_path / "out.safetensors", "--format", "peft", "--drop-unsupported")
     assert "Left out: 12" in outcome.out
     assert "denoiser.layer_0.bias (" in outcome.out
@@ -105,7 +83,7 @@ def test_what_is_left_out_is_listed(convert: Convert, source: Path, tmp_path: Pa
 
 
 def test_a_change_that_the_format_cannot_hold_stops_it(
-    convert: Convert, source: Path, tmp_path: Path
+    convert: Terminal, source: Path, tmp_path: Path
 ) -> None:
     outcome = convert(source, tmp_path / "out.safetensors", "--format", "peft")
     assert outcome.code == 1
@@ -113,7 +91,7 @@ def test_a_change_that_the_format_cannot_hold_stops_it(
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_what_peft_cannot_hold_becomes_plain_factors(convert: Convert, tmp_path: Path) -> None:
+def test_what_peft_cannot_hold_becomes_plain_factors(convert: Terminal, tmp_path: Path) -> None:
     whole = torch.diag(torch.tensor([4.0, 2.0, 1.0]))
     save_lora(
         tmp_path / "in.safetensors", LoraFile({}, changes={"denoiser.conv_in": DiffChange({"diff": whole})})
@@ -131,7 +109,7 @@ def test_what_peft_cannot_hold_becomes_plain_factors(convert: Convert, tmp_path:
     )
 
 
-def test_its_help_has_an_example(convert: Convert) -> None:
+def test_its_help_has_an_example(convert: Terminal) -> None:
     outcome = convert("--help")
     assert outcome.code == 0
     assert "sigmascope lora convert" in outcome.out

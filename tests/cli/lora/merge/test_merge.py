@@ -1,43 +1,20 @@
 import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from sigmascope.cli.root import run
+from tests.cli.lora.conftest import Outcome, Terminal
 
 Tensors = dict[str, torch.Tensor]
 LONG = "denoiser.down_blocks.2.attentions.1.transformer_blocks.9.attn1.to_q"
 SHAPES = {"denoiser.conv_in": (8, 4, 3, 3), LONG: (16, 12), "denoiser.conv_out": (4, 8, 3, 3)}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Sigmascope = Callable[..., Outcome]
-
-
 @pytest.fixture
-def sigmascope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sigmascope:
+def sigmascope(terminal: Terminal) -> Terminal:
     """Run the command line in this process, with an 80-column terminal's width."""
-
-    def call(*arguments: object) -> Outcome:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["sigmascope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            run()
-        out, err = capsys.readouterr()
-        return Outcome(int(stopped.value.code or 0), out, err)
-
-    return call
+    return terminal
 
 
 def tensors_of(seed: int = 0, scale: float = 1.0) -> Tensors:
@@ -80,7 +57,7 @@ def fits_a_terminal(outcome: Outcome) -> None:
     assert "\x1b" not in outcome.out + outcome.err
 
 
-def test_resize_shows_ranks_energy_error_and_sizes(lora: Path, sigmascope: Sigmascope) -> None:
+def test_resize_shows_ranks_energy_error_and_sizes(lora: Path, sigmascope: Terminal) -> None:
     target = lora.with_name("small.safetensors")
     outcome = sigmascope("lora", "resize", lora, target, "--rank", 2, "--verbose")
     assert outcome.code == 0, outcome.err
@@ -90,7 +67,7 @@ def test_resize_shows_ranks_energy_error_and_sizes(lora: Path, sigmascope: Sigma
     assert load_file(target)[f"{LONG}.lora_down.weight"].shape == (2, 12)
 
 
-def test_resize_prints_json_alone(lora: Path, sigmascope: Sigmascope) -> None:
+def test_resize_prints_json_alone(lora: Path, sigmascope: Terminal) -> None:
     outcome = sigmascope(
         "lora", "resize", lora, lora.with_name("s.safetensors"), "--rank", 9999, "--conv-rank", 1, "--json"
     )
@@ -102,7 +79,7 @@ def test_resize_prints_json_alone(lora: Path, sigmascope: Sigmascope) -> None:
     }
 
 
-def test_resize_takes_any_way_to_choose_ranks(lora: Path, sigmascope: Sigmascope) -> None:
+def test_resize_takes_any_way_to_choose_ranks(lora: Path, sigmascope: Terminal) -> None:
     for flags in (
         ("--rank_method", "energy:0.8"),
         ("--max_size", "3KB"),
@@ -116,21 +93,21 @@ def test_resize_takes_any_way_to_choose_ranks(lora: Path, sigmascope: Sigmascope
         assert any(entry["rank"] < 4 for entry in json.loads(outcome.out)["modules"])
 
 
-def test_resize_wants_to_know_how_much_rank(lora: Path, sigmascope: Sigmascope) -> None:
+def test_resize_wants_to_know_how_much_rank(lora: Path, sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "resize", lora, lora.with_name("s.safetensors"))
     assert outcome.code == 2
     assert "no rank is given" in outcome.err
     assert "--rank 16" in outcome.err
 
 
-def test_resize_writes_another_format_and_precision(lora: Path, sigmascope: Sigmascope) -> None:
+def test_resize_writes_another_format_and_precision(lora: Path, sigmascope: Terminal) -> None:
     target = lora.with_name("s.safetensors")
     flags = ("--rank", 2, "--format", "peft", "--save_precision", "bf16")
     assert sigmascope("lora", "resize", lora, target, *flags).code == 0
     assert load_file(target)["unet.conv_in.lora_A.weight"].dtype == torch.bfloat16
 
 
-def test_merge_of_two_loras(lora: Path, other: Path, sigmascope: Sigmascope) -> None:
+def test_merge_of_two_loras(lora: Path, other: Path, sigmascope: Terminal) -> None:
     target = lora.with_name("both.safetensors")
     outcome = sigmascope("lora", "merge", lora, other, "--weights", "0.5,2", "--save_to", target)
     assert outcome.code == 0, outcome.err
@@ -142,7 +119,7 @@ def test_merge_of_two_loras(lora: Path, other: Path, sigmascope: Sigmascope) -> 
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
-def test_merge_by_other_methods(lora: Path, other: Path, sigmascope: Sigmascope, method: str) -> None:
+def test_merge_by_other_methods(lora: Path, other: Path, sigmascope: Terminal, method: str) -> None:
     flags = ("--save_to", lora.with_name("both.safetensors"), "--method", method, "--density", 0.4)
     needs_rank = sigmascope("lora", "merge", lora, other, *flags)
     assert needs_rank.code == 2
@@ -152,7 +129,7 @@ def test_merge_by_other_methods(lora: Path, other: Path, sigmascope: Sigmascope,
     assert f"{method}, density 0.4" in outcome.out
 
 
-def test_merge_into_a_checkpoint(lora: Path, other: Path, model: Path, sigmascope: Sigmascope) -> None:
+def test_merge_into_a_checkpoint(lora: Path, other: Path, model: Path, sigmascope: Terminal) -> None:
     target = lora.with_name("merged.safetensors")
     outcome = sigmascope("lora", "merge", lora, other, "--into", model, "--save_to", target, "--verbose")
     assert outcome.code == 0, outcome.err
@@ -167,7 +144,7 @@ def test_merge_into_a_checkpoint(lora: Path, other: Path, model: Path, sigmascop
     torch.testing.assert_close(after[f"{LONG}.weight"], expected)
 
 
-def test_merge_into_a_checkpoint_that_lacks_layers(lora: Path, model: Path, sigmascope: Sigmascope) -> None:
+def test_merge_into_a_checkpoint_that_lacks_layers(lora: Path, model: Path, sigmascope: Terminal) -> None:
     state = load_file(model)
     del state[f"{LONG}.weight"]
     save_file(state, model)
@@ -197,7 +174,7 @@ def test_merge_into_a_checkpoint_that_lacks_layers(lora: Path, model: Path, sigm
     ],
 )
 def test_merge_refuses_what_makes_no_sense(
-    lora: Path, other: Path, sigmascope: Sigmascope, flags: tuple[object, ...], said: str
+    lora: Path, other: Path, sigmascope: Terminal, flags: tuple[object, ...], said: str
 ) -> None:
     outcome = sigmascope(
         "lora", "merge", lora, other, "--save_to", lora.with_name("both.safetensors"), *flags
@@ -206,7 +183,7 @@ def test_merge_refuses_what_makes_no_sense(
     assert said in " ".join(outcome.err.split())
 
 
-def test_inspect_shows_blocks_modules_and_header(lora: Path, sigmascope: Sigmascope) -> None:
+def test_inspect_shows_blocks_modules_and_header(lora: Path, sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "inspect", lora, "--verbose")
     assert outcome.code == 0, outcome.err
     fits_a_terminal(outcome)
@@ -214,14 +191,14 @@ def test_inspect_shows_blocks_modules_and_header(lora: Path, sigmascope: Sigmasc
         assert said in outcome.out
 
 
-def test_inspect_prints_spectra_as_json_on_request(lora: Path, sigmascope: Sigmascope) -> None:
+def test_inspect_prints_spectra_as_json_on_request(lora: Path, sigmascope: Terminal) -> None:
     plain = json.loads(sigmascope("lora", "inspect", lora, "--json").out)
     full = json.loads(sigmascope("lora", "inspect", lora, "--json", "--verbose").out)
     assert "singular_values" not in plain["modules"][0]
     assert len(full["modules"][0]["singular_values"]) == 4
 
 
-def test_inspect_lets_no_markup_or_control_characters_through(tmp_path: Path, sigmascope: Sigmascope) -> None:
+def test_inspect_lets_no_markup_or_control_characters_through(tmp_path: Path, sigmascope: Terminal) -> None:
     header = {
         "ss_output_name": "[link=file:///etc/passwd]click[/link]",
         "modelspec.title": "\x1b[2J\x07wiped\r\nline",
@@ -241,7 +218,7 @@ def test_inspect_lets_no_markup_or_control_characters_through(tmp_path: Path, si
     assert outcome.out.count("y") < 1000
 
 
-def test_inspect_names_modules_that_hold_nan(lora: Path, sigmascope: Sigmascope) -> None:
+def test_inspect_names_modules_that_hold_nan(lora: Path, sigmascope: Terminal) -> None:
     tensors = load_file(lora)
     tensors[f"{LONG}.lora_up.weight"][0, 0] = float("nan")
     save_file(tensors, lora)
@@ -252,7 +229,7 @@ def test_inspect_names_modules_that_hold_nan(lora: Path, sigmascope: Sigmascope)
 
 
 @pytest.mark.parametrize("command", ["inspect", "resize", "merge", "diff"])
-def test_a_damaged_file_gets_one_clear_error(lora: Path, sigmascope: Sigmascope, command: str) -> None:
+def test_a_damaged_file_gets_one_clear_error(lora: Path, sigmascope: Terminal, command: str) -> None:
     damaged = lora.with_name("damaged.safetensors")
     damaged.write_bytes(lora.read_bytes()[:-7])
     more: dict[str, tuple[object, ...]] = {
@@ -269,7 +246,7 @@ def test_a_damaged_file_gets_one_clear_error(lora: Path, sigmascope: Sigmascope,
     assert not lora.with_name("o.safetensors").exists()
 
 
-def test_diff_of_the_same_change_exits_with_0(lora: Path, sigmascope: Sigmascope) -> None:
+def test_diff_of_the_same_change_exits_with_0(lora: Path, sigmascope: Terminal) -> None:
     copied = lora.with_name("kohya.safetensors")
     assert sigmascope("lora", "convert", lora, copied, "--format", "kohya").code == 0
     outcome = sigmascope("lora", "diff", lora, copied)
@@ -279,9 +256,7 @@ def test_diff_of_the_same_change_exits_with_0(lora: Path, sigmascope: Sigmascope
     assert "kohya" in outcome.out
 
 
-def test_diff_of_a_scaled_change_exits_with_1_and_names_the_factor(
-    lora: Path, sigmascope: Sigmascope
-) -> None:
+def test_diff_of_a_scaled_change_exits_with_1_and_names_the_factor(lora: Path, sigmascope: Terminal) -> None:
     scaled = lora.with_name("scaled.safetensors")
     save_file(tensors_of(scale=0.5), scaled)
     outcome = sigmascope("lora", "diff", lora, scaled)
@@ -290,7 +265,7 @@ def test_diff_of_a_scaled_change_exits_with_1_and_names_the_factor(
 
 
 def test_diff_of_different_changes_lists_the_most_different(
-    lora: Path, other: Path, sigmascope: Sigmascope
+    lora: Path, other: Path, sigmascope: Terminal
 ) -> None:
     outcome = sigmascope("lora", "diff", lora, other)
     assert outcome.code == 1
@@ -299,20 +274,20 @@ def test_diff_of_different_changes_lists_the_most_different(
     assert json.loads(sigmascope("lora", "diff", lora, other, "--json").out)["verdict"] == "different"
 
 
-def test_diff_of_a_missing_file_exits_with_2(lora: Path, sigmascope: Sigmascope) -> None:
+def test_diff_of_a_missing_file_exits_with_2(lora: Path, sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "diff", lora, lora.with_name("none.safetensors"))
     assert outcome.code == 2
     assert "none.safetensors" in outcome.err
 
 
 @pytest.mark.parametrize("command", ["resize", "merge", "inspect", "diff"])
-def test_help_has_an_example(sigmascope: Sigmascope, command: str) -> None:
+def test_help_has_an_example(sigmascope: Terminal, command: str) -> None:
     outcome = sigmascope("lora", command, "--help")
     assert outcome.code == 0
     assert f"sigmascope lora {command} " in " ".join(outcome.out.split())
 
 
-def test_inspect_survives_header_names_that_look_like_markup(tmp_path: Path, sigmascope: Sigmascope) -> None:
+def test_inspect_survives_header_names_that_look_like_markup(tmp_path: Path, sigmascope: Terminal) -> None:
     tensors = {"a.lora_up.weight": torch.ones(4, 1), "a.lora_down.weight": torch.ones(1, 4)}
     save_file(tensors, tmp_path / "odd.safetensors", {"modelspec.[/red]x": "y", "sigmascope_[bold]": "z"})
     outcome = sigmascope("lora", "inspect", tmp_path / "odd.safetensors")
