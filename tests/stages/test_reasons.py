@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tests.comfy_shapes.versions import CLIP, DynamicModelPatcher
 from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import lora_state, parts_of, write
 from tests.monitor.conftest import FakeAccelerator
+from tests.reasons import about_nothing, told, without_reason
 from tests.stages.conftest import ComfyClip
 from tests.stages.vaes import ComfyVae
 from torch import nn
@@ -21,44 +22,11 @@ from sigmascope import decode_latents, encode_latents
 from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, PeakMemory
 from sigmascope.stages import latent_encoding as latents
 from sigmascope.stages import lora_application as lora
+from sigmascope.stages import schema
 from sigmascope.stages import text_encoding as texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MIB = 2**20
-
-THERE_IS_NONE = {
-    "error": "nothing was raised, and nothing is wrong",
-    "exception_details": "nothing was raised",
-    "error_type": "nothing was raised",
-    "reason": "of an attempt: it did not fail",
-    "changed": "a baseline is compared with nothing",
-    "wrapper_class": "nothing wraps the model",
-    "pooled": "the conditioning has no pooled output",
-    "attention_mask": "the conditioning has no mask",
-    "conflict": "all evidence agrees",
-    "chunks": "the tokenizer cuts, and spreads nothing",
-    "tile": "nothing was cut into tiles",
-    "pictures": "a decoding's baseline has a latent",
-    "latent": "an encoding's baseline has pictures",
-    "passed": "there was nothing to check",
-    "largest_relative_change": "nothing drifted",
-    "rank": "of a change without rank",
-    "alpha": "of a change without alpha",
-    "source": "ComfyUI names no LoRA",
-    "file_family": "the file's names are of no family that is known",
-    "model_family": "the model is of no family that is known",
-    "format": "a verdict on a file that cannot be read, which its error says",
-    "strength_patch": "its reason is with the first of the weight's `patches`",
-}
-ABOUT_A_PART = {
-    "keys_compared": "some weights could not be looked at",
-    "keys": "some weights were left out of a comparison",
-    "delta_norm": "some weights are not in the sum",
-    **dict.fromkeys(("patch", "tensors", "diff", "adapter_type"), "the change itself could not be read"),
-    **dict.fromkeys(
-        ("function", "offset", "dora_scale", "weight_shape"), "parts that the dict does not hold"
-    ),
-}
 
 
 class Device(FakeAccelerator):
@@ -248,52 +216,6 @@ CASES: dict[str, Callable[[Path], Iterator[object]]] = {
 }
 
 
-def told(value: object, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every dict with `unavailable`, and where it is."""
-    if isinstance(value, Mapping):
-        if isinstance(value.get("unavailable"), Mapping):
-            yield place, value
-        for name, inner in value.items():
-            if name not in ("unavailable", "references", "captured"):
-                yield from told(inner, f"{place}.{name}")
-    for inner in value if isinstance(value, list) else ():
-        yield from told(inner, place)
-
-
-def gaps(value: object, path: str = "") -> Iterator[str]:
-    """Paths to what is None in a dict, and in the dicts in it that have no `unavailable` of their own."""
-    if value is None:
-        yield path
-    if isinstance(value, Mapping) and not (path and isinstance(value.get("unavailable"), Mapping)):
-        for name, inner in value.items():
-            if name not in ("unavailable", "references", "captured"):
-                yield from gaps(inner, f"{path}.{name}".lstrip("."))
-
-
-def explains(name: str, gap: str) -> bool:
-    """Whether a reason of that name is about a gap: by its path, by a dict around it, or by its last name."""
-    return f"{gap}.".startswith(f"{name}.") or gap.rpartition(".")[2] == name
-
-
-def without_reason(result: object) -> set[str]:
-    return {
-        f"{place}: {gap}"
-        for place, facts in told(result)
-        for gap in gaps(facts)
-        if gap.rpartition(".")[2] not in THERE_IS_NONE
-        and not any(explains(name, gap) for name in facts["unavailable"])
-    }
-
-
-def about_nothing(result: object) -> set[str]:
-    return {
-        f"{place}: {name}"
-        for place, facts in told(result)
-        for name in facts["unavailable"]
-        if name not in ABOUT_A_PART and not any(explains(name, gap) for gap in gaps(facts))
-    }
-
-
 _SLOW = ("sdxl", "sd3", "wan", "wan_vace", "qwen_image")
 
 
@@ -313,3 +235,27 @@ def test_a_reason_that_is_left_out_is_noticed_and_one_too_many() -> None:
     found["unavailable"] |= {"elapsed_time": "it is there", "seconds": "no such key"}
     assert without_reason(found) == {": total_mb", ": video_dimensions.width"}
     assert about_nothing(found) == {": elapsed_time", ": seconds"}
+
+
+_BASES = {"_ModelBaseline", "StageAnalysis"}  # of the kinds that are made
+
+
+@pytest.mark.slow
+def test_every_kind_of_dict_that_gives_reasons_is_walked(tmp_path: Path) -> None:
+    kinds = {
+        name: kind
+        for name, kind in vars(schema).items()
+        if is_typeddict(kind) and "unavailable" in kind.__annotations__
+    }
+    walked = [
+        set(facts)
+        for case in ("sd15", "ComfyUI", "None")
+        for result in CASES[case](tmp_path)
+        for _, facts in told(result)
+    ]
+    never = {
+        name
+        for name, kind in kinds.items()
+        if not any(kind.__required_keys__ <= keys <= set(kind.__annotations__) for keys in walked)
+    }
+    assert never == _BASES

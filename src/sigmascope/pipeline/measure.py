@@ -7,7 +7,7 @@ it all: the figures of each set-up, what each choice gained, and what stays.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -566,7 +566,8 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
         return _unavailable(f"shapes differ: {tuple(new.shape)} and {tuple(old.shape)}")
     non_finite = int((~new.isfinite() & old.isfinite()).sum())
     if torch.equal(new, old):
-        return ImageChange(identical=True, relative_l2=0.0, largest=0.0, non_finite=0, blank=False)
+        value_range = _range(old[old.isfinite()])
+        return ImageChange(True, None, 0.0, 0.0, value_range, 0, blank=False)
     both = new.isfinite() & old.isfinite()
     difference, reference = (new - old)[both], old[both]
     squared = float(difference.square().mean()) if len(difference) else math.nan
@@ -575,6 +576,8 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
     gaps = {} if norm > 0 else {"relative_l2": "the image before is all zeros"}
     if not value_range or not squared > 0:
         gaps["psnr_db"] = "there is nothing to compare"
+    if not len(difference):
+        gaps["largest"] = "no value is finite in both"
     return ImageChange(
         identical=False,
         psnr_db=None if "psnr_db" in gaps else 10 * math.log10(value_range**2 / squared),
@@ -588,7 +591,8 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
 
 
 def _unavailable(reason: str) -> ImageChange:
-    return ImageChange(unavailable=dict.fromkeys(("identical", "psnr_db", "relative_l2", "largest"), reason))
+    figures = (field.name for field in fields(ImageChange) if field.name != "unavailable")
+    return ImageChange(unavailable=dict.fromkeys(figures, reason))
 
 
 def _range(reference: Tensor) -> float:
