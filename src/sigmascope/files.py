@@ -122,7 +122,7 @@ def _make_folder(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"its folder {target.parent} cannot be made ({reason_of(error)})."
+        message = f"its folder {target.parent} cannot be created ({reason_of(error)})."
         raise WriteError(target, message, hint=writing_hint(error)) from error
 
 
@@ -291,7 +291,7 @@ def parse_json(
         else:
             values = text.count(",") + text.count("[") + text.count("{")
         if values > MOST_JSON_VALUES:
-            raise ValueError(f"it has {values:,} values, and {MOST_JSON_VALUES:,} are the limit")
+            raise ValueError(f"it has {values:,} values; the limit is {MOST_JSON_VALUES:,}")
     try:
         return json.loads(
             text, object_pairs_hook=object_pairs_hook, parse_constant=_refuse_constant if strict else None

@@ -108,15 +108,17 @@ def parse_size(text: str, flag: str = "a size") -> int:
         flag: What the user calls it, for the error.
 
     Raises:
-        ConfigError: It is no size, or below one byte.
+        ConfigError: It is not a size, or below one byte.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise ConfigError(f"{flag} {text} is no size.", hint="Write it as 100MB, 1.5GB or 104857600 (bytes).")
+        raise ConfigError(
+            f"{flag} {text} is not a size.", hint="Write it as 100MB, 1.5GB or 104857600 (bytes)."
+        )
     size = float(found[1]) * unit
     if not 1 <= size < 2**63:
-        raise ConfigError(f"{flag} {text} is no size that a file can have.", hint="Write it as 100MB.")
+        raise ConfigError(f"{flag} {text} is not a size that a file can have.", hint="Write it as 100MB.")
     return int(size)
 
 
@@ -146,5 +148,5 @@ def parse_share(text: str, flag: str = "a share") -> float:
     share = value / 100 if found and found[3] else value
     if not 0 <= share <= 1:
         hint = f"Write {text}% or {value / 100:g}." if 1 < value <= 100 else "Write it as 5% or 0.05."
-        raise ConfigError(f"{flag} {text} is no share of a whole.", hint=hint)
+        raise ConfigError(f"{flag} {text} is not a share of a whole.", hint=hint)
     return share

@@ -414,7 +414,9 @@ def test_a_refusal_of_the_allocator_names_the_layer(monkeypatch: pytest.MonkeyPa
         )
 
     monkeypatch.setattr(TuckerChange, "product", refuse)
-    with pytest.raises(LoraFormatError, match=r"the\.layer: there is no memory for a weight \(9, 8, 3, 3\)"):
+    with pytest.raises(
+        LoraFormatError, match=r"the\.layer: there is not enough memory for a weight \(9, 8, 3, 3\)"
+    ):
         form_delta("the.layer", NORMED["tucker"])
 
 

@@ -27,7 +27,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MB", "100TBx", "-5MB", "1e3", "0MB", "nan", "1 2MB", "99999999999GB"])
 def test_what_is_no_size_is_refused_with_the_flag(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--max_size .* no size"):
+    with pytest.raises(ConfigError, match=r"--max_size .* is not a size"):
         parse_size(text, "--max_size")
 
 
@@ -60,7 +60,7 @@ def test_shares_are_read(text: str, share: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "five", "-5%", "101%", "1.5", "nan", "inf"])
 def test_what_is_no_share_is_refused_with_the_flag(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--max_error .* no share"):
+    with pytest.raises(ConfigError, match=r"--max_error .* is not a share"):
         parse_share(text, "--max_error")
 
 

@@ -33,7 +33,7 @@ CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
 
 
 LEFT_OUT_PREFIX = "lpips_loss."
-"""Training checkpoints carry a loss network that is no part of the model."""
+"""Training checkpoints carry a loss network, which is not part of the model."""
 LEFT_OUT_REASON = "belongs to the training loss and not to the model"
 
 
@@ -290,7 +290,7 @@ class RenamedCheckpoint(CompositeCheckpoint):
         self.format = source.format
         places = {names.get(key, key): (source, key) for key in source}
         if len(places) != len(source):
-            raise ValueError("two keys would have one name")
+            raise ValueError("two keys would get the same name")
         super().__init__(source.path, [source], places, source.metadata, source.skipped)
 
 

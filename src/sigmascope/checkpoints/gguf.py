@@ -126,7 +126,9 @@ class GgufCheckpoint(Checkpoint):
                 raise _damaged(path, f"tensor {name} overlaps {previous}.")
             block, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kinds[entry.name]]
             if entry.elements % block or (entry.shape and entry.shape[-1] % block):
-                raise _damaged(path, f"tensor {name} of shape {entry.shape} is not whole blocks of {block}.")
+                raise _damaged(
+                    path, f"tensor {name} of shape {entry.shape} does not divide into blocks of {block}."
+                )
             size = entry.elements // block * block_bytes
             if begin + size > header.file_bytes:
                 message = (
@@ -197,7 +199,7 @@ def _type_of(gguf: ModuleType, path: Path, entry: GgufEntry) -> Any:
         if kind.name not in _PLAIN_TYPES:
             _dequantised(gguf, np.zeros((1, block_bytes), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as error:
-        message = f"tensor {shortened(entry.name)} is of the type {_type_name(gguf, entry.kind)}, which is not read."
+        message = f"tensor {shortened(entry.name)} has the type {_type_name(gguf, entry.kind)}, which Sigmascope cannot read."
         raise CheckpointError(path, message, hint=_OTHER_FILE_HINT) from error
     return kind
 
@@ -230,13 +232,15 @@ def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
     version = reader.number("I", "version")
     if version not in _VERSIONS:
         order = " (big-endian)" if version & 0xFFFF == 0 else ""
-        reader.fail(f"is GGUF of version {version}{order}; known are 2 and 3, little-endian.")
+        reader.fail(
+            f"is GGUF of version {version}{order}; only versions 2 and 3, little-endian, can be read."
+        )
     tensor_count, field_count = reader.number("Q", "count"), reader.number("Q", "count")
     fields = reader.fields(field_count)
     tensors = reader.tensors(tensor_count)
     alignment = fields.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        reader.fail(f"has the alignment {shortened(alignment)}, which is no power of two.")
+        reader.fail(f"has the alignment {shortened(alignment)}, which is not a power of two.")
     return GgufHeader(fields, tensors, -(-reader.position // alignment) * alignment, file_bytes)
 
 
@@ -280,7 +284,7 @@ class _HeaderReader:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            self.fail(f"is damaged: {what} is no text ({error.reason}).")
+            self.fail(f"is damaged: {what} is not valid text ({error.reason}).")
 
     def fields(self, count: int) -> dict[str, Value]:
         found: dict[str, Value] = {}
@@ -293,7 +297,7 @@ class _HeaderReader:
 
     def tensors(self, count: int) -> tuple[GgufEntry, ...]:
         if count > _MAX_TENSORS:
-            self.fail(f"declares {count:,} tensors; {_MAX_TENSORS:,} are the limit.")
+            self.fail(f"declares {count:,} tensors; the limit is {_MAX_TENSORS:,}.")
         found: dict[str, GgufEntry] = {}
         for _ in range(count):
             name = self.text("the name of a tensor")
@@ -332,7 +336,7 @@ class _HeaderReader:
                 return []
             return list(struct.unpack(f"<{count}{code}", self.take(size, what)))
         if self.values + count > _MAX_VALUES:
-            self.fail(f"{what} has {count:,} texts; {_MAX_VALUES:,} are the limit.")
+            self.fail(f"{what} has {count:,} texts; the limit is {_MAX_VALUES:,}.")
         kept = [self._value(inner, what, depth + 1) for _ in range(min(count, _MAX_KEPT_ITEMS))]
         for _ in range(count - len(kept)):
             self._value(inner, what, depth + 1)

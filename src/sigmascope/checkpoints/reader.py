@@ -124,7 +124,7 @@ def _open_file(file: Path) -> Checkpoint:
 
 def _missing(file: Path) -> CheckpointError:
     if not is_folder(file.parent):
-        message = f"does not exist: there is no folder {file.parent}."
+        message = f"does not exist: there is not a folder {file.parent}."
         return CheckpointError(file, message, hint="Check the path.")
     return CheckpointError(file, "does not exist.", hint=what_is_there(file) or "Check the path.")
 
@@ -505,11 +505,11 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         if weight in checkpoint and _is_coded(checkpoint.info(weight)):
             _check_scale(checkpoint, checkpoint.info(weight), checkpoint.info(key))
             scales[weight] = key
-            hidden[key] = f"is the scale of {weight}, which is given dequantised"
+            hidden[key] = f"is the scale of {weight}, which is dequantised on reading"
         elif key.endswith(_ACTIVATION_SCALES):
-            hidden[key] = "is a scale of activations and no weight"
+            hidden[key] = "is a scale of activations, not a weight"
         elif key.endswith(_QUANTISATION_MARKS) and _is_mark(checkpoint.info(key)):
-            hidden[key] = "marks a quantisation and is no weight"
+            hidden[key] = "marks a quantisation and is not a weight"
     # Without a quantised weight those are names like any other.
     return DequantisedCheckpoint(checkpoint, scales, hidden) if scales else checkpoint
 
@@ -543,9 +543,7 @@ def _check_scale(checkpoint: Checkpoint, weight: TensorInfo, scale: TensorInfo) 
         message = f"the scales of {weight.name} are {kind}, which cannot be undone here."
         raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
     if scale_kind(weight.shape, scale.shape) is None:
-        message = (
-            f"{scale.name} of shape {scale.shape} is no scale for {weight.name} of shape {weight.shape}."
-        )
+        message = f"{scale.name} of shape {scale.shape} does not fit as the scale of {weight.name} of shape {weight.shape}."
         raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
 
 

@@ -180,7 +180,7 @@ def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     if head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _fail(path, "is not a safetensors file: no JSON header where one must begin.")
     if length > _MAX_HEADER_BYTES:
-        _fail(path, f"claims a header of {length} bytes; {_MAX_HEADER_BYTES} is the limit.")
+        _fail(path, f"claims a header of {length} bytes; the limit is {_MAX_HEADER_BYTES}.")
     if LENGTH_BYTES + length > file_bytes:
         _fail(
             path,
@@ -372,7 +372,7 @@ def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
     """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            message = f"the metadata {key!r}: {value!r} is not text to text."
+            message = f"the metadata {key!r}: {value!r} is not a pair of strings."
             raise WriteError(
                 path, message, hint="Metadata values must be strings: encode other values with json.dumps."
             )

@@ -215,7 +215,7 @@ def load_tensors(
     """
     if as_numpy not in (False, True, "values", "ml_dtypes", "bits"):
         raise ConfigError(
-            f"as_numpy={as_numpy!r} does not exist.", hint="Choose True, 'values', 'ml_dtypes' or 'bits'."
+            f"as_numpy={as_numpy!r} is not a choice.", hint="Choose True, 'values', 'ml_dtypes' or 'bits'."
         )
     with open_tensors(path) as dump:
         if as_numpy is False:
@@ -710,7 +710,9 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         """
         if not is_folder(self.folder):
             if is_existing(self.folder):
-                raise CheckpointError(self.folder, "is no folder.", hint="Name the folder of a run's dumps.")
+                raise CheckpointError(
+                    self.folder, "is not a folder.", hint="Name the folder of a run's dumps."
+                )
             return ()
         files = [file for file in names_in(self.folder) if _is_whole(self.folder / file)]
         listed = {

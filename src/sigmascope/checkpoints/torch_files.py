@@ -425,7 +425,7 @@ class _Rehearsal(pickle._Unpickler):
         """Take an object's own attributes: as a dictionary, whose keys were looked at when they were set."""
         attributes = self.stack.pop()
         if isinstance(self.stack[-1], dict) and not isinstance(attributes, dict):
-            raise _TooMuch("attributes of a dictionary are no dictionary")
+            raise _TooMuch("the attributes of a dictionary are not a dictionary")
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -481,7 +481,7 @@ def _refused(path: Path, error: pickle.UnpicklingError, asked: Iterable[str]) ->
         return _damaged(path, error)
     return UnsafeCheckpointError(
         path,
-        f"asks to run code that is no part of tensors: {first_few(wanted, _MAX_NAMED)}. Nothing was run.",
+        f"asks to run code that tensors do not need: {first_few(wanted, _MAX_NAMED)}. Nothing was run.",
         hint="Ask its maker for a .safetensors file, or for a checkpoint with the state dict alone.",
     )
 
@@ -490,8 +490,8 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     text = str(error) or type(error).__name__
     inner = re.search(r"WeightsUnpickler error: (.*)", text)
     said = inner[1].strip() if inner else text.splitlines()[0]
-    reason = said[:_MAX_REASON_LENGTH] or "it is no pickle"
-    return CheckpointError(path, f"is damaged or no PyTorch checkpoint ({reason}).", hint=_DAMAGED_HINT)
+    reason = said[:_MAX_REASON_LENGTH] or "it is not a pickle"
+    return CheckpointError(path, f"is damaged or not a PyTorch checkpoint ({reason}).", hint=_DAMAGED_HINT)
 
 
 def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -559,7 +559,7 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             path,
-            f"holds a {type(loaded).__name__} and no dictionary of tensors.",
+            f"holds a {type(loaded).__name__}, not a dictionary of tensors.",
             hint="Save the model's state_dict() instead.",
         )
     wrapper = next((name for name in _WRAPPERS if isinstance(loaded.get(name), Mapping)), None)
@@ -587,9 +587,9 @@ def _why_skipped(key: object, name: str, value: object) -> str | None:
     if not isinstance(key, str):
         return f"has a {type(key).__name__} for a name"
     if not isinstance(value, Tensor):
-        return f"is a {type(value).__name__} and not a tensor"
+        return f"is a {type(value).__name__}, not a tensor"
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        return f"is a tensor of a kind that is not read ({value.layout}, {value.device}, {value.dtype})"
+        return f"is a tensor of a kind that Sigmascope cannot read ({value.layout}, {value.device}, {value.dtype})"
     return LEFT_OUT_REASON if is_left_out(name) else None
 
 

@@ -113,7 +113,7 @@ def compare(
     if not baseline:
         if len(runs) != 2:
             raise ConfigError(
-                "it takes two runs, or --baseline with those before the change.",
+                "compare needs two runs, or --baseline with the runs from before the change.",
                 hint="sigmascope compare before.json after.json, or sigmascope compare after --baseline before.",
             )
         baseline, runs = runs[:1], runs[1:]
@@ -165,9 +165,7 @@ def _print_comparison(console: Console, comparison: "WorkComparison", *, full: b
     if comparison.before_after is not None:
         console.print(_in_words(comparison.before_after))
     if any(comparison.folded):
-        earlier = (
-            "Steps and the median generation leave out earlier generations, folded: {:,} before, {:,} now."
-        )
+        earlier = "Steps and the median generation leave out the earlier generations that were folded into sums: {:,} before, {:,} now."
         console.print(Text(earlier.format(*comparison.folded), style="dim"))
     before, now = comparison.runs
     console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))

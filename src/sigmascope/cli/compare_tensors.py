@@ -140,7 +140,7 @@ def _compare(
     if folders[0] != folders[1]:
         folder, file = (a, b) if folders[0] else (b, a)
         raise ConfigError(
-            f"{folder} is a folder and {file} is none.", hint="Give two files, or two folders of dumps."
+            f"{folder} is a folder, but {file} is not.", hint="Give two files, or two folders of dumps."
         )
     with progress_bar("Comparing") as progress:
         if all(folders):

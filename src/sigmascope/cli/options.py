@@ -396,11 +396,11 @@ def _require_one_way(flags: RankFlags) -> None:
     ways = ("max_size", "max_error", "rank_method", "dynamic_method")
     given = [f"--{name}" for name in ways if getattr(flags, name) is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other.", hint="Give one of them.")
+        raise ConfigError(f"{' and '.join(given)} cannot be used together.", hint="Give one of them.")
     fixed = [f"--{name}" for name in ("rank", "conv_rank") if getattr(flags, name) is not None]
     if given and fixed and flags.dynamic_method is None:
         raise ConfigError(
-            f"{fixed[0]} and {given[0]} exclude each other.",
+            f"{fixed[0]} and {given[0]} cannot be used together.",
             hint="Limit it with --max_rank and --max_conv_rank, or set single layers with --rank_for.",
         )
     if (flags.dynamic_method is None) != (flags.dynamic_param is None):
@@ -412,7 +412,7 @@ def _require_one_way(flags: RankFlags) -> None:
         limited = getattr(flags, name) is not None and getattr(flags, f"max_{name}") is not None
         if limited and flags.dynamic_method is not None:
             raise ConfigError(
-                f"--{name} and --max_{name} are one limit of --dynamic_method.", hint="Give one of them."
+                f"--{name} and --max_{name} set the same limit of --dynamic_method.", hint="Give one of them."
             )
     if flags.weight_for and flags.max_size is None and flags.max_error is None:
         raise ConfigError(

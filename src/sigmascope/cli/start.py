@@ -139,7 +139,7 @@ def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None
 
     if script is not None or (install and uninstall):
         raise ConfigError(
-            "--install and --uninstall take no script, and exclude each other.",
+            "--install and --uninstall take no script, and cannot be used together.",
             hint="Give one of them alone.",
         )
     if install:
@@ -155,7 +155,7 @@ def _check_script(script: str | None, *, module: bool, code: bool, sample_hz: fl
     if not script:
         raise ConfigError("No script is named.", hint="Write: sigmascope watch SCRIPT [ARGUMENTS]")
     if module and code:
-        raise ConfigError("-m and -c exclude each other.", hint="Give one of them.")
+        raise ConfigError("-m and -c cannot be used together.", hint="Give one of them.")
     if not (module or code or script == "-") and not Path(script).exists():
         raise ConfigError(
             f"The script {script} does not exist.", hint="Check the path. To run a module, add -m."

@@ -680,14 +680,14 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
 def _locate(signature: str, variant: str | None) -> Path:
     if not signature.strip():
         raise ConfigError(
-            "--backbone_signature: is empty.", hint="Leave it out to take the config's, or name a backbone."
+            "--backbone_signature is empty.", hint="Leave it out to take the config's, or name a backbone."
         )
     local = Path(signature)
     if is_existing(local):
         return local
     if local.is_absolute() or signature.startswith(".") or signature.lower().endswith(_FILE_SUFFIXES):
         raise ConfigError(
-            f"--backbone_signature {signature}: is not there.",
+            f"--backbone_signature {signature} does not exist.",
             hint="Give a diffusers folder, a single-file checkpoint or the name of a repository.",
         )
     return download(signature, variant)
@@ -714,7 +714,7 @@ def download(signature: str, variant: str | None) -> Path:
         return Path(fetch(signature, allow_patterns=wanted_files(variant)))
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(
-            f"--backbone_signature {signature}: is not a local folder or file, and cannot be downloaded from the hub "
+            f"--backbone_signature {signature} is not a local folder or file, and cannot be downloaded from the hub "
             f"({str(error).splitlines()[0]}).",
             hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
         ) from error

@@ -418,7 +418,7 @@ class _OnceLoader(yaml.SafeLoader):
             self._total += 1
             self._values[id(node)] = self._total - before
         if self._total > _MOST_YAML_VALUES:
-            problem = f"with what its aliases repeat there are more than {_MOST_YAML_VALUES:,} values"
+            problem = f"with its aliases expanded it has more than {_MOST_YAML_VALUES:,} values"
             raise yaml.composer.ComposerError(None, None, problem, node.start_mark if node else None)
         if (
             isinstance(node, ScalarNode)

@@ -579,9 +579,9 @@ def decode_picture(data: bytes) -> Image.Image:
             image.load()
             return to_rgb(image)
     except Image.DecompressionBombError as error:
-        raise DataError(f"is too large a picture ({error})") from error
+        raise DataError(f"is too large ({error})") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
+        raise DataError(f"is not a picture in a supported format ({', '.join(FORMATS)})") from error
     except DECODER_ERRORS as error:
         raise DataError(f"cannot be decoded ({error})") from error
 

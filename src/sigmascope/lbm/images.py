@@ -78,7 +78,7 @@ def load_image(path: str | Path) -> Image.Image:
         raise FileError(path, "no such file.", hint="Check the path of the source image.") from error
     except UnidentifiedImageError as error:
         empty = path.stat().st_size == 0
-        message = "the file is empty." if empty else "is no picture that Pillow can read."
+        message = "the file is empty." if empty else "is not a picture that Pillow can read."
         raise FileError(path, message, hint="Pass a PNG, JPEG, WebP or TIFF file.") from error
     except (IsADirectoryError, PermissionError) as error:
         raise FileError(path, f"cannot be read ({error.strerror}).", hint="Pass a readable file.") from error
@@ -117,7 +117,7 @@ def open_picture(
         Image.init()
         image = _first_opened(stream, prefix, tuple(Image.ID))
     if image is None:
-        raise UnidentifiedImageError("no format is known by its beginning")
+        raise UnidentifiedImageError("its first bytes match no known format")
     with image:
         tags = getattr(image, "tag_v2", {})
         tile = [tags.get(side, 0) for side in _TILE_SIDES]
@@ -155,7 +155,7 @@ def pixel_limit() -> int:
         most = 0
     if most < 1:
         raise ConfigError(
-            f"{PIXEL_LIMIT} {text} is no number of pixels.", hint="Write it as 200000000 or 2e8."
+            f"{PIXEL_LIMIT} {text} is not a number of pixels.", hint="Write it as 200000000 or 2e8."
         )
     return most
 
@@ -264,7 +264,7 @@ def find_images(folder: str | Path) -> tuple[list[Path], list[UnreadableImage]]:
         folder: Only its own files count, not those of folders in it.
 
     Raises:
-        ConfigError: It is no folder, or holds no picture that can be read.
+        ConfigError: It is not a folder, or holds no picture that can be read.
     """
     place = Path(folder)
     try:

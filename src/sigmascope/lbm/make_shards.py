@@ -112,7 +112,7 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
         try:
             path.unlink()
         except OSError as error:
-            message = f"is of older shards and cannot be removed ({reason_of(error)})."
+            message = f"belongs to older shards and cannot be removed ({reason_of(error)})."
             raise WriteError(path, message, hint="Remove it, or training would read it too.") from error
     return written
 
@@ -207,7 +207,7 @@ def find_pairs(
         if candidates is None:
             reason = f"its name ends in none of {', '.join(f'_{key}' for key in known_keys)}"
             if in_subfolders:
-                reason = f"lies in none of the folders {', '.join(known_keys)}"
+                reason = f"is in none of the folders {', '.join(known_keys)}"
             left_out.append(SkippedFile(str(place), reason))
             continue
         key, name = candidates
@@ -244,7 +244,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 def _visible_files(root: Path) -> list[Path]:
     try:
         if not root.is_dir():
-            raise FileError(root, "is no folder.", hint="Pass a folder with pairs of pictures.")
+            raise FileError(root, "is not a folder.", hint="Pass a folder with pairs of pictures.")
         files = [path for path in root.rglob("*") if path.is_file()]
     except OSError as error:
         raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error

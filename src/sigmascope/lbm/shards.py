@@ -90,12 +90,14 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
             hint="Give --allow_pipe on the command line if you trust it; the command runs in a shell.",
         )
     if name.startswith(PIPE) and not name.removeprefix(PIPE).strip():
-        raise ConfigError(f"shards {name!r}: no command follows.", hint="Write pipe:cat shard.tar.")
+        raise ConfigError(
+            f"shards {name!r}: there is no command after pipe:.", hint="Write pipe:cat shard.tar."
+        )
     if name.startswith(PIPE):
         return [name]
     if (scheme := _SCHEME.match(name)) and scheme[0].lower() != "file:":
         raise ConfigError(
-            f"shards {pattern!r}: {name} is no local file.",
+            f"shards {pattern!r}: {name} is not a local file.",
             hint=f"Download it, or stream it with --allow_pipe and 'pipe:curl -s -f -L {name}'.",
         )
     path = Path(unquote(urlsplit(name).path) if scheme else name).expanduser()
@@ -157,7 +159,7 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
 
     Raises:
         FileError: The file cannot be opened, or the system refuses to read on.
-        ConfigError: `max_member` is no size.
+        ConfigError: `max_member` is not a size.
     """
     most = parse_size(str(max_member or os.environ.get(MEMBER_LIMIT) or _MEMBER_BYTES), MEMBER_LIMIT)
     with _opened(shard) as stream:
@@ -198,7 +200,7 @@ def _members(
             if not info.isreg() or _META.match(info.name):
                 continue
             if info.issparse():
-                raise tarfile.ReadError(f"{info.name} is sparse, which no picture is")
+                raise tarfile.ReadError(f"{info.name} is a sparse file, which a picture never is")
             if room is not None and info.offset_data + info.size > room:
                 raise tarfile.ReadError(
                     f"{info.name} declares {format_size(info.size)}, more than the compressed bytes can hold"

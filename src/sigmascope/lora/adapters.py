@@ -112,7 +112,9 @@ def form_delta(name: str, change: "LoraFactors | WeightChange", base: Tensor | N
         delta = change.delta() if isinstance(change, LoraFactors) else change.delta(base)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "allocate" in str(error):
-            raise LoraFormatError(f"{name}: there is no memory for {size}.", hint=_MORE_MEMORY) from error
+            raise LoraFormatError(
+                f"{name}: there is not enough memory for {size}.", hint=_MORE_MEMORY
+            ) from error
         raise
     if not bool(torch.isfinite(delta).all()):
         raise NonFiniteError(
@@ -691,7 +693,7 @@ class _WholeChange(Adapter):
         """
         if len(shapes) != 1:
             raise LoraFormatError(
-                f"{' and '.join(shapes)} change one weight.",
+                f"{' and '.join(shapes)} both describe the change of one weight.",
                 hint="Only one of them can be meant: make the file again.",
             )
         return AdapterFacts(next(iter(shapes.values())), None)

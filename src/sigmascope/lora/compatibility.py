@@ -78,7 +78,7 @@ _PATCH_NAMES: Final = {
     "set_weight": "set",
 }
 _ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
-_NOTHING_ON_WEIGHTS: Final = "nothing is on its weights"
+_NO_LORA_ON: Final = "no LoRA is applied to"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -612,7 +612,7 @@ def _applied_module(
         return AppliedModule(name, detail="the model has no weight for it")
     candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
     if not candidates:
-        return AppliedModule(name, detail=f"nothing is on {keys[0]}")
+        return AppliedModule(name, detail=f"{_NO_LORA_ON} {keys[0]}")
     try:
         own = lora.change(name)
         same = [
@@ -777,7 +777,7 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         return
     details = (module.detail or "" for module in missing)
     without_weight = (
-        _NOTHING_ON_WEIGHTS if detail.startswith("nothing is on") else detail for detail in details
+        f"{_NO_LORA_ON} its weights" if detail.startswith(_NO_LORA_ON) else detail for detail in details
     )
     why, _ = Counter(without_weight).most_common(1)[0]
     evidence: dict[str, JsonScalar] = {

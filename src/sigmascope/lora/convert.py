@@ -301,7 +301,7 @@ def _require_held(wanted: LoraFormat, named: NamedLora, name: str) -> None:
     """Refuse, by a LoraFormatError, a change that the format cannot hold and that could become plain factors."""
     if not wanted.keys.holds_changes and _is_factorable(named, name):
         raise LoraFormatError(
-            f"{named.layers[name]}: {wanted.name} files hold no such change ({named.lora.kind_of(name)}).",
+            f"{named.layers[name]}: {wanted.name} files cannot hold such a change ({named.lora.kind_of(name)}).",
             hint="Make plain factors of it (--rank 32), write kohya's or ComfyUI's format, or leave it out "
             "(--drop_unsupported).",
         )
@@ -451,8 +451,8 @@ def _require_family(
     if not layers or layout.family != "unknown" or layout.naming in format_named(format).writable:
         return
     raise ConfigError(
-        f"{name}: the family of its model cannot be told, and {format} files name layers by it{nearest_family(layers)}.",
-        hint="Give the model (--model) or its family (--family); of a model of no known family, write its own names: "
+        f"{name}: its model family cannot be recognised, and {format} files name layers by it{nearest_family(layers)}.",
+        hint="Give the model (--model) or its family (--family). If the family is not known, keep the model's own names: "
         "--format native.",
     )
 

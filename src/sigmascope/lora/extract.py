@@ -371,7 +371,7 @@ def _refuse_nothing(
         raise ModelMismatchError(
             f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
             "convolution layers: there is nothing to extract."
-            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
+            + (" Biases and norms alone do not make a LoRA." if options.biases_and_norms else ""),
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
     reasons = ", ".join(
@@ -617,6 +617,6 @@ def refuse_other_yaml(sidecar: Path) -> None:
         is_ours = False
     if not is_ours:
         raise ConfigError(
-            f"{sidecar} is where the LoRA's description goes, but that file is something else.",
+            f"The LoRA's description would be written to {sidecar}, but that file is something else.",
             hint="Choose another name for --save_to, or move that file.",
         )

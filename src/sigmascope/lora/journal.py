@@ -219,7 +219,7 @@ def open_own(path: Path) -> BinaryIO:
                 file.close()
                 if not in_place:
                     continue
-            _log.warning("%s is no file of this user, and is removed.", path)
+            _log.warning("%s does not belong to this user and is removed.", path)
             path.unlink()
 
 

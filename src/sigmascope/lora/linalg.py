@@ -547,7 +547,7 @@ class Spectrum:
                 f"{len(values)} singular values, but {self.weight_shape} has {self.largest_rank}."
             )
         if bool((values < 0).any()) or bool((values.diff() > 0).any()):
-            raise ValueError("singular values are positive and fall.")
+            raise ValueError("singular values must be positive and in descending order.")
 
     @classmethod
     def of_factors(cls, values: Float[Tensor, " r"], weight_shape: Sequence[int]) -> "Spectrum":

@@ -346,15 +346,15 @@ def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator
         yield Finding(
             "lora.merge.bases",
             "info",
-            "The LoRAs were made from different checkpoints of a model, by what their headers say.",
-            advice="Look at the result: each change was made for its own base.",
+            "By their headers, the LoRAs were made from different checkpoints of a model.",
+            advice="Check the result: each change was made for its own base.",
         )
     shared = sum(len(aligned.positions(name)) > 1 for name in aligned.names)
     if len(loras) > 1 and shared == 0:
         yield Finding(
             "lora.merge.apart",
             "warning",
-            "No layer is changed by more than one of the LoRAs.",
+            "No two of the LoRAs change the same layer.",
             {"layers": len(aligned.names)},
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )

@@ -530,7 +530,7 @@ def file_family(lora: LoraFile) -> FileFamily:
         return FileFamily(stated, False, "its header")
     if by_names is not None:
         return FileFamily(by_names, False, "its names")
-    return FileFamily(stated, False, "its header" if stated else "neither names nor header tell")
+    return FileFamily(stated, False, "its header" if stated else "neither its names nor its header say")
 
 
 def _by_names(lora: LoraFile) -> str | None:
@@ -572,7 +572,7 @@ def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
         return ""
     family = max(sorted(counts), key=lambda family: (counts[family], FAMILIES[family].else_ is None))
     others = [path for path in layers if not is_layer_of(family, path)]
-    lacking = f"{len(others)} of {len(layers)} names are none of its ({others[0]})" if others else None
+    lacking = f"{len(others)} of {len(layers)} names are not among its own ({others[0]})" if others else None
     otherwise = family_misfit(family, layers) or lacking
     return "" if otherwise is None else f"; the nearest is {title_of(family)}, but {otherwise}"
 
@@ -597,7 +597,7 @@ def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> File
     for mark, words in _MARKS_OF_SDXL.items():
         if any(mark in flat(name) for name in lora.names):
             return FileFamily("sdxl", True, words)
-    return FileFamily(None, True, "the names of a U-Net, of no known width")
+    return FileFamily(None, True, "the names of a U-Net, whose width is not known")
 
 
 def _context_width(lora: LoraFile) -> int | None:

@@ -445,7 +445,7 @@ def _padded(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
 def _shapes_error(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
     part = "" if patch.offset is None else f" at {patch.offset}"
     return ModelMismatchError(
-        f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}{part}."
+        f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} do not fit a weight {shape}{part}."
     )
 
 
@@ -493,7 +493,7 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
     """
     rank = rank_together(patches)
     if rank > _MAX_COMPARED_RANK:
-        raise LoraFormatError(f"the changes have a rank of {rank} together, which is too large to compare.")
+        raise LoraFormatError(f"the changes have a combined rank of {rank}, which is too large to compare.")
     return concatenated([_weighted_factors(patch, shape) for patch in patches])
 
 

@@ -196,7 +196,7 @@ class PeftConfig:
             raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
         if len(patterns) > _MAX_PATTERNS:
             raise LoraFormatError(
-                f"{self.source}: {name} has {len(patterns)} patterns; {_MAX_PATTERNS} is the limit."
+                f"{self.source}: {name} has {len(patterns)} patterns; the limit is {_MAX_PATTERNS}."
             )
         for pattern, value in patterns.items():
             try:

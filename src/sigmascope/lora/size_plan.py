@@ -365,5 +365,7 @@ def _shapes(plan: LoraPlan) -> list[svg.Shape]:
 
 
 def _what_is_drawn(plan: LoraPlan) -> str:
-    weighed = "by the size of its weight" if plan.statistics is None else "as the model's output feels it"
+    weighed = (
+        "by the size of its weight" if plan.statistics is None else "by its effect on the model's output"
+    )
     return f"Error of all layers, each {weighed}. Grey: one rank for all; blue: the best ranks for the size."

@@ -494,7 +494,7 @@ def load_statistics_of(
     own = statistics.fingerprint
     is_of_another = bool(own) and fingerprints is not None and own not in fingerprints
     if is_of_another or not is_known:
-        what = "its weights are others." if is_known else f"they know none of the {len(asked)} layers."
+        what = "its weights differ." if is_known else f"they cover none of the {len(asked)} layers."
         raise ModelMismatchError(
             f"{path}: these statistics were made with another model: {what}",
             hint="Make them with the base or the tuned model: sigmascope lora statistics MODEL …",

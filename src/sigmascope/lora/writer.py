@@ -262,7 +262,7 @@ class LoraWriter:
             return
         if not isinstance(change, Adapter | DoraChange) or not _holds(keys, change):
             raise LoraFormatError(
-                f"{name}: {self.format.name} files hold no such change ({change.kind}).",
+                f"{name}: {self.format.name} files cannot hold such a change ({change.kind}).",
                 hint="Write kohya's or ComfyUI's format, or leave such changes out.",
             )
         if self._own_names is not None:

@@ -52,8 +52,8 @@ def test_comfyui_s_scaled_weights_are_multiplied_by_their_scale(
         assert checkpoint.info(f"{prefix}a.weight").nbytes == 4 * 24
         assert dict(checkpoint.dequantised) == {f"{prefix}a.weight": "float8_e4m3fn scaled per tensor"}
         assert checkpoint.skipped[f"{prefix}a.scale_weight"].startswith("is the scale of")
-        assert checkpoint.skipped[f"{prefix}a.scale_input"] == "is a scale of activations and no weight"
-        assert checkpoint.skipped[f"{prefix}scaled_fp8"] == "marks a quantisation and is no weight"
+        assert checkpoint.skipped[f"{prefix}a.scale_input"] == "is a scale of activations, not a weight"
+        assert checkpoint.skipped[f"{prefix}scaled_fp8"] == "marks a quantisation and is not a weight"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,11 @@ def test_other_quantisations_are_refused_by_name(
     ("weight", "scale", "message"),
     [
         (torch.zeros(4, 6, dtype=torch.int8), torch.ones(4, 1), r"a\.weight is int8 with scales"),
-        (torch.zeros(4, 6, dtype=FP8), torch.ones(4, 2), r"shape \(4, 2\) is no scale for a\.weight"),
+        (
+            torch.zeros(4, 6, dtype=FP8),
+            torch.ones(4, 2),
+            r"shape \(4, 2\) does not fit as the scale of a\.weight",
+        ),
         (torch.zeros(4, 6, dtype=FP8), torch.ones(4, 1, dtype=torch.float8_e8m0fnu), "MXFP8"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_missing_file_is_told_with_the_nearest_names(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no folder .*/none"):
+    with pytest.raises(CheckpointError, match=r"there is not a folder .*/none"):
         open_checkpoint(tmp_path / "none" / "x.safetensors")
 
 

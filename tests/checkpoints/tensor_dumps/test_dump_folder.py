@@ -146,7 +146,7 @@ def test_an_unknown_name_says_what_there_is(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         _ = TensorDumps(tmp_path / "file").index
     with pytest.raises(WriteError):
         TensorDumps(tmp_path / "file").save("x", one(1))

@@ -163,7 +163,7 @@ def test_other_archives_are_no_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/hello.txt", "x")
-    with pytest.raises(CheckpointError, match="damaged or no PyTorch checkpoint"):
+    with pytest.raises(CheckpointError, match="damaged or not a PyTorch checkpoint"):
         open_checkpoint(path)
 
 

@@ -37,8 +37,8 @@ def test_what_is_no_weight_is_listed_with_the_reason() -> None:
     loaded = {"a": T, "epoch": 3, "nested": {"b": T}, 7: T, "sparse": torch.zeros(2, 2).to_sparse()}
     state = unwrap_state(loaded, PATH)
     assert list(state.tensors) == ["a"]
-    assert state.skipped["epoch"] == "is a int and not a tensor"
-    assert state.skipped["nested"] == "is a dict and not a tensor"
+    assert state.skipped["epoch"] == "is a int, not a tensor"
+    assert state.skipped["nested"] == "is a dict, not a tensor"
     assert state.skipped["7"] == "has a int for a name"
     assert "sparse" in state.skipped["sparse"]
 
@@ -75,8 +75,8 @@ def test_two_keys_that_become_one_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("loaded", "message"),
     [
-        (T, "holds a Tensor and no dictionary"),
-        ([T], "holds a list and no dictionary"),
+        (T, "holds a Tensor, not a dictionary"),
+        ([T], "holds a list, not a dictionary"),
         ({}, "no tensors where.*nothing"),
         ({"unet": {"a": T}, "epoch": 1}, "has no tensors.*its top level holds: unet, epoch"),
         ({"state_dict": {}}, "has no tensors"),

@@ -77,7 +77,7 @@ def test_more_bytes_are_nearer_to_the_tuned_model_s_pictures(plan: Run) -> None:
     [
         (["--try", "1MB"], "--try needs pictures to measure"),
         (["--images", "."], "--images is for --try"),
-        (["--try", "lots", "--images", "."], "--try lots is no size"),
+        (["--try", "lots", "--images", "."], "--try lots is not a size"),
         (["--try", "1MB", "--images", "nowhere"], "nowhere"),
         (["--picture", "plan.gif"], "is not SVG or PNG"),
         (["--max_rank", "0"], "--max_rank 0"),

@@ -89,8 +89,8 @@ def test_options_reach_the_process() -> None:
         (["--sample_hz", "0", "script.py"], "--sample_hz must be finite and above 0, got 0."),
         (["--sample_hz", "nan", "script.py"], "--sample_hz must be finite and above 0, got nan."),
         (["--sample_hz", "inf", "script.py"], "--sample_hz must be finite and above 0, got inf."),
-        (["-m", "-c", "script"], "-m and -c exclude each other"),
-        (["--install", "--uninstall"], "exclude each other"),
+        (["-m", "-c", "script"], "-m and -c cannot be used together"),
+        (["--install", "--uninstall"], "cannot be used together"),
         (["--install", "script.py"], "take no script"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_folder_without_a_part_says_which(
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(
     sdxl_config: LbmConfig, signature: str
 ) -> None:
-    with pytest.raises(ConfigError, match="is not there"), open_backbone(signature, sdxl_config):
+    with pytest.raises(ConfigError, match="does not exist"), open_backbone(signature, sdxl_config):
         pass
 
 

@@ -31,12 +31,12 @@ def test_damaged_data_says_what_is_wrong() -> None:
         decode_picture(jpeg[: len(jpeg) // 2])
     with pytest.raises(DataError, match="is empty"):
         decode_picture(b"")
-    with pytest.raises(DataError, match="is no picture"):
+    with pytest.raises(DataError, match="is not a picture"):
         decode_picture(b"<html>")
 
 
 def test_formats_that_start_other_programs_are_not_opened() -> None:
-    with pytest.raises(DataError, match="is no picture"):
+    with pytest.raises(DataError, match="is not a picture"):
         decode_picture(encoded(noise(0), "EPS"))
 
 
@@ -63,7 +63,7 @@ def test_a_larger_picture_is_decoded_where_that_is_allowed(monkeypatch: pytest.M
     monkeypatch.setenv("SIGMASCOPE_MAX_PIXELS", "6.4e1")
     assert decode_picture(data).size == (8, 8)
     monkeypatch.setenv("SIGMASCOPE_MAX_PIXELS", "many")
-    with pytest.raises(ConfigError, match="SIGMASCOPE_MAX_PIXELS many is no number"):
+    with pytest.raises(ConfigError, match="SIGMASCOPE_MAX_PIXELS many is not a number"):
         decode_picture(data)
 
 

@@ -159,7 +159,7 @@ def test_the_whole_change_gives_the_tuned_pictures(whole: Whole) -> None:
 
 def test_damaged_pictures_are_named_and_the_others_go_on(whole: Whole) -> None:
     assert [file.file for file in whole.report.unreadable] == ["broken.png", "text.jpg"]
-    assert "no picture" in whole.report.unreadable[1].reason
+    assert "not a picture" in whole.report.unreadable[1].reason
     assert len(whole.report.pictures) == 2
 
 

@@ -134,7 +134,7 @@ def test_damaged_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "the file is empty"), (b"not a picture", "is no picture that Pillow can read")],
+    [(b"", "the file is empty"), (b"not a picture", "is not a picture that Pillow can read")],
 )
 def test_what_is_no_picture_is_named(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.png"

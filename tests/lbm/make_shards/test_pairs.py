@@ -74,7 +74,7 @@ def test_subfolders_name_what_has_no_partner(tmp_path: Path) -> None:
     make(tmp_path, "source/a.png", "target/a.png", "target/c.png", "other/a.png")
     left = {item.name: item.reason for item in find_pairs(tmp_path, KEYS)[1]}
     assert left == {
-        "other/a.png": "lies in none of the folders source, target",
+        "other/a.png": "is in none of the folders source, target",
         "target/c.png": "has no source beside it",
     }
 
@@ -91,7 +91,7 @@ def test_a_folder_without_pairs_says_what_it_holds_and_how_to_name_files(tmp_pat
 def test_a_file_or_nothing_is_no_folder(tmp_path: Path) -> None:
     make(tmp_path, "a.png")
     for name in ("a.png", "missing"):
-        with pytest.raises(FileError, match="is no folder"):
+        with pytest.raises(FileError, match="is not a folder"):
             find_pairs(tmp_path / name, KEYS)
 
 

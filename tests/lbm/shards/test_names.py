@@ -60,8 +60,8 @@ def test_a_missing_shard_names_the_file_and_the_pattern(folder: Path) -> None:
     [
         ("{folder}/valid-*.tar", "no file matches"),
         ("{folder}/empty", "holds no .tar file"),
-        ("https://host/train.tar", "is no local file"),
-        ("hf://datasets/x/train.tar", "is no local file"),
+        ("https://host/train.tar", "is not a local file"),
+        ("hf://datasets/x/train.tar", "is not a local file"),
         ("pipe:cat x.tar", "commands run only with --allow_pipe"),
         ("${{MISSING_VARIABLE}}/x.tar", "cannot be expanded"),
     ],

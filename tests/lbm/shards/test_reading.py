@@ -153,7 +153,7 @@ def test_a_sparse_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
         assert tar.getmembers()[0].size == 100 << 30  # what the standard library would fill with zeros
     (fault,) = read_shard(str(shard), ["source"])
     assert fault.fault is not None
-    assert "a.source.png is sparse" in fault.fault
+    assert "a.source.png is a sparse file" in fault.fault
 
 
 def test_a_member_beyond_the_limit_is_refused_and_one_that_nobody_wants_is_passed_over(

@@ -183,7 +183,7 @@ def test_what_does_not_belong_together_is_refused(pair: ModelPair, lora: Path) -
     target, path = pair.base.with_name("never.safetensors"), statistics_of(pair)
     known = load_statistics(path)
     ModelStatistics(dict(known), "another", {}).save(path)
-    with pytest.raises(ModelMismatchError, match="another model: its weights are others"):
+    with pytest.raises(ModelMismatchError, match="another model: its weights differ"):
         resize_lora(lora, target, RANK_2, statistics=path)
     ModelStatistics({"elsewhere": known[path_of("denoiser.conv_in")]}, known.fingerprint, {}).save(path)
     with pytest.raises(ModelMismatchError, match="none of the 10 layers"):

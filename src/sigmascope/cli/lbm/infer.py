@@ -444,7 +444,7 @@ def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> No
         console.print(
             Text.assemble(
                 ("Warning: ", "bold yellow"),
-                f"whoever reaches port {address.port} of this machine can use the model; there is no password. ",
+                f"anyone who can reach port {address.port} of this machine can use the model; there is no password. ",
                 "Bind to 127.0.0.1 and use an SSH tunnel to keep it to yourself.",
             )
         )

@@ -98,7 +98,7 @@ def grid(
     others = _LBM if is_pipeline else _PIPELINE
     for name, is_given in foreign.items():
         if is_given:
-            raise ConfigError(f"--{name} is for {others}, and {model} is none.", hint="Leave it out.")
+            raise ConfigError(f"--{name} is for {others}, and {model} is not one.", hint="Leave it out.")
     with explain_out_of_memory("the model with its pictures", LESS_FOR_INFERENCE):
         with progress_bar("Loading") as progress:
             if is_pipeline:

@@ -236,9 +236,9 @@ def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *,
             _baked_tensor_table("Every changed tensor" if verbose else "Most lost to rounding", shown)
         )
     for position, names in report.unmatched.items():
-        listed(console, f"Not in the checkpoint, of {report.inputs[position].path.name}", names)
+        listed(console, f"Not in the checkpoint, from {report.inputs[position].path.name}", names)
     for position, keys in report.unused_keys.items():
-        listed(console, f"Keys of no module, of {report.inputs[position].path.name}", keys)
+        listed(console, f"Keys that belong to no module, in {report.inputs[position].path.name}", keys)
     skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
     listed(console, "In the old file only", skipped, style="cyan")
     print_written(console, report.checkpoint, report.file_bytes)
@@ -334,7 +334,7 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
     listed(console, "Left out", gone)
     listed(console, "Written as they are", report.carried, style="cyan")
     if report.method == "linear":
-        listed(console, "Formed and decomposed, being more than up and down", report.formed, style="cyan")
+        listed(console, "Formed and decomposed (more than up and down factors)", report.formed, style="cyan")
     console.print(findings(report.findings))
     print_written(console, report.lora, report.file_bytes)
 

@@ -192,7 +192,7 @@ def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport
         )
     console.print(made)
     console.print(_layers(found))
-    weighed = "the size of its weight" if found.statistics is None else "what the output feels of it"
+    weighed = "the size of its weight" if found.statistics is None else "its effect on the model's output"
     rows = [
         ("Layers that changed", str(found.changed)),
         ("Errors", f"of all layers, each by {weighed}"),

@@ -414,9 +414,11 @@ def _print_fitted(console: Console, path: Path, fitted: "FittedLora") -> None:
         )
     )
     if not fitted.is_nearer:
-        advice = "No nearer: the factors are as they were. Give more inputs, or a smaller --learning_rate."
+        advice = "The fit brought it no nearer, so the factors are unchanged. Give more inputs, or a smaller --learning_rate."
         console.print(advice, markup=False, soft_wrap=True)
     if fitted.before > 1.0:
-        advice = "The LoRA was farther from the tuned model than the base is: is it of these two models?"
+        advice = (
+            "The LoRA was farther from the tuned model than the base is: was it made for these two models?"
+        )
         console.print(advice, markup=False, soft_wrap=True)
     print_written(console, path, path.stat().st_size)

@@ -104,7 +104,7 @@ def run_demo(
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise WriteError(
-            output, f"cannot be made a folder ({reason_of(error)}).", hint="Choose another --output."
+            output, f"cannot be created ({reason_of(error)}).", hint="Choose another --output."
         ) from error
     recorder = Recorder(name="demo", sample_hz=10.0)
     pictures: dict[str, Image.Image] = {}

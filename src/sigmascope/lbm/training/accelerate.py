@@ -481,7 +481,7 @@ class Stepper:
         intact = f"{last_checkpoint} is intact; lower" if last_checkpoint else "Lower"
         return NonFiniteError(
             f"step {step}: {what}, {where} (samples {listed(keys, NAMED)}). "
-            "Training has stopped before the weights took it up.",
+            "Training has stopped before it reached the weights.",
             hint=f"{intact} learning_rate, use mixed_precision bf16 or no, or leave the samples out.",
         )
 

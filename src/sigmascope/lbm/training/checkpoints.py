@@ -166,7 +166,7 @@ class CheckpointFolder:
                 folder.rename(aside / folder.name)
         except OSError as error:
             raise WriteError(
-                aside, f"cannot be made ({reason_of(error)}).", hint=writing_hint(error)
+                aside, f"cannot be created ({reason_of(error)}).", hint=writing_hint(error)
             ) from error
         return aside
 

@@ -235,8 +235,7 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
         )
     if data and all(key in LbmConfig.model_fields for key in data):
         raise ConfigError(
-            f"{where}: describes a model alone, and a training is wanted here: "
-            f"{', '.join(TRAINING_NEEDS)} are required.",
+            f"{where}: describes only a model, but a training needs {', '.join(TRAINING_NEEDS)} too.",
             hint="Add these keys (docs/lbm-train-config.md), or give the file to sigmascope lbm infer --config_path.",
         )
     # As the user wrote them: a default for the missing half would go with the other by chance only.

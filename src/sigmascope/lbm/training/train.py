@@ -569,7 +569,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise WriteError(
-            path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
+            path, f"cannot be created: {there} is not a folder.", hint="Choose another save_ckpt_path."
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise WriteError(

@@ -117,7 +117,7 @@ def test_json_is_one_line_and_all_there_is(announced: Announced) -> None:
 
 def test_binding_beyond_loopback_warns(announced: Announced) -> None:
     out, err = announced("0.0.0.0", as_json=True)
-    assert "whoever reaches port 7860" in err
+    assert "anyone who can reach port 7860" in err
     assert json.loads(out)["host"] == "0.0.0.0"
 
 

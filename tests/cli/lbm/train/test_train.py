@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_it_begins(small_run: SmallR
     below_a_file = small_run.base / "out"
     error = invoke(small_run, "--dry_run", save_ckpt_path=str(below_a_file)).exception
     assert isinstance(error, WriteError)
-    assert f"{small_run.base} is no folder" in str(error)
+    assert f"{small_run.base} is not a folder" in str(error)
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_it_begins(
@@ -206,5 +206,5 @@ def test_a_larger_member_is_read_only_when_allowed(small_run: SmallRun) -> None:
     assert invoke(small_run, "--dry_run", "--max_member", "1MB", max_member=100).exception is None
     no_size = invoke(small_run, "--dry_run", "--max_member", "much").exception
     assert isinstance(no_size, ConfigError)
-    assert "--max_member much is no size" in no_size.message
+    assert "--max_member much is not a size" in no_size.message
     assert isinstance(invoke(small_run, "--dry_run", max_member="much").exception, ConfigError)
