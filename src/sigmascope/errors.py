@@ -17,8 +17,8 @@ SigmascopeError
     ├── EveryStrategyFailedError  memory ran out in every way that was tried (a MemoryError too)
     └── UnknownStageError         a run has no stage of that name (a KeyError too)
 
-Each carries what happened (with file, key, expected and actual) and a hint: the next step. Names come from files, so
-what could act on a terminal is taken out of both.
+Each says what happened (with file, key, expected and actual) and gives a hint: the next step. Both may quote names
+from files, so control characters are replaced.
 The command line prints both and exits with `exit_code`.
 """
 

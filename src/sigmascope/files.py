@@ -5,7 +5,7 @@ anything fails before that (an error, Ctrl-C), the target stays unchanged and th
 of a killed process is removed when the same target is written again. Its name says which process on which machine wrote
 it, and a writer holds a lock on its file, because containers that share a folder do not see each other's processes.
 
-`reason_of`, `reading_hint` and `writing_hint` turn what the operating system refuses into a reason and a next step.
+`reason_of`, `reading_hint` and `writing_hint` turn a refusal by the operating system into a reason and a next step.
 `short_path` and `without_home` name files without revealing the user or machine. `parse_json` reads untrusted JSON:
 `json.loads` would need 70 bytes for each `[],` of a text.
 """
@@ -168,7 +168,7 @@ def _is_about(error: OSError, *paths: Path) -> bool:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the rename itself durable. A refusal is no error, because the data is in place already."""
+    """Make the rename itself durable. If the system refuses, that is only logged: the data is already in place."""
     if os.name == "nt":
         return
     try:

@@ -1,7 +1,7 @@
 """Numbers as people read and write them: MiB, seconds, counts, shares. What is unknown is a dash.
 
-`printable` is for the text of files on its way to a terminal or a log, which obey control characters
-wherever they come from. `parse_size` and `parse_share` read what users write.
+Terminals and logs obey control characters; `printable` makes text from files safe to show there. `parse_size` and
+`parse_share` read what users write.
 """
 
 import math
@@ -50,7 +50,7 @@ def mebibytes_change(amount: int | float) -> str:
 
 
 def seconds(value: int | float | None) -> str:
-    """A duration with three digits and the unit that suits it: µs, ms or s; a dash for what is no finite number."""
+    """A duration with three digits and the unit that suits it: µs, ms or s; a dash for None, NaN and Inf."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
@@ -141,7 +141,7 @@ def parse_share(text: str, flag: str = "a share") -> float:
         From 0 to 1.
 
     Raises:
-        ConfigError: It is no share, or not between 0 and 1.
+        ConfigError: It is not a share, or not between 0 and 1.
     """
     found = _SHARE.fullmatch(text.strip())
     value = float(f"{found[1]}e{found[2] or 0}") if found else math.nan

@@ -115,7 +115,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     place = content.index(WEIGHT.encode()) + len(WEIGHT) + 4 + 16
     content[place] = gguf.GGMLQuantizationType.Q8_K
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="is of the type Q8_K, which is not read"):
+    with pytest.raises(CheckpointError, match="has the type Q8_K, which Sigmascope cannot read"):
         open_checkpoint(path)
 
 

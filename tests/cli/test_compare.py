@@ -124,7 +124,7 @@ def test_generations_that_are_folded_are_told(tmp_path: Path) -> None:
     run = sigmascope.load_run(new / "0.json")
     replace(run, folded=Folded(100, 1900, 0.0, 1.0)).save(new / "0.json")
     output = " ".join(compare(new, "--baseline", old).output.split())
-    assert "leave out earlier generations, folded: 0 before, 1,900 now." in output
+    assert "leave out the earlier generations that were folded into sums: 0 before, 1,900 now." in output
     [told] = json.loads(compare(new, "--baseline", old, "--json").output)["comparisons"]
     assert told["folded"] == [0, 1900]
     assert "folded" not in compare(old, "--baseline", saved(tmp_path / "third", seed=2)).output

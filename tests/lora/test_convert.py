@@ -583,7 +583,7 @@ def test_peft_is_refused_for_a_model_whose_names_may_not_be_diffusers(tmp_path: 
     save_file(
         {f"{name}.weight": torch.zeros(shape) for name, shape in dotted.items()}, folder / "model.safetensors"
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors: the family .* nearest is FLUX, but"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: its model family .* nearest is FLUX, but"):
         convert_lora(source, target, "peft", model=folder / "model.safetensors")
     (folder / "config.json").write_text(
         '{"_class_name": "Flux2Transformer2DModel", "_diffusers_version": "0.37"}'

@@ -1,13 +1,13 @@
-"""Files of weights, whatever their format: what every opened one offers, and how their paths and bytes are read.
+"""The common interface of files of weights in any format, and how their paths and bytes are read.
 
 `Checkpoint` is the interface: names, shapes and types are known at once, tensors are read one at a time.
-`CompositeCheckpoint` joins several opened ones, and `RenamedCheckpoint` gives one other keys, such as those of the model that it is compared with. Below are the
-fingerprints of content: of one tensor, of all tensors of a checkpoint, and of a file's bytes.
+`CompositeCheckpoint` joins several open ones, and `RenamedCheckpoint` gives one other keys, such as those of the model
+that it is compared with. Fingerprints identify the content of a tensor, a checkpoint or a file.
 
-Whatever the system refuses becomes a `CheckpointError` that names the path: `Path.exists` and its like raise a bare
-OSError where a folder may not be entered or a name is too long. `sniff` tells a file's kind by its first bytes and not
-by its name. `read_exactly` fills memory that is there already from any place in an open file, and `iter_tensor_bytes`
-gives a tensor's bytes piece by piece, so that a strided or GPU tensor is never copied whole.
+Refusals by the system become a `CheckpointError` that names the path: `Path.exists` and its like raise a bare OSError
+if a folder is closed to us or a name is too long. `sniff` tells a file's kind by its first bytes, not by its name.
+`read_exactly` fills a buffer from any place in an open file, and `iter_tensor_bytes` gives a tensor's bytes piece by
+piece, so that a strided or GPU tensor is never copied whole.
 """
 
 import difflib
@@ -49,7 +49,7 @@ _HASHED_PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """What the header says about one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ class Checkpoint(ABC):
         format: "safetensors", "pickle" or "gguf".
         metadata: The header's texts; empty for a pickle.
         skipped: What is in the file but not among the keys, with the reason.
-        dequantised: How the tensors that are quantised in the file are stored there, by key. They are given as
-            the numbers that they stand for.
+        dequantised: How each quantised tensor is stored in the file, by key. Reading gives the numbers that the codes
+            stand for.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class Checkpoint(ABC):
         self._infos = dict(infos)
 
     def keys(self) -> list[str]:
-        """Names of all tensors, in the order in which they lie in the file."""
+        """Names of all tensors, in the file's order."""
         return list(self._infos)
 
     def info(self, key: str) -> TensorInfo:
@@ -113,7 +113,7 @@ class Checkpoint(ABC):
         return self._read(self.info(key))
 
     def tensor_into(self, key: str, buffer: Tensor) -> Tensor:
-        """Read one tensor into memory that the caller keeps for many: fresh memory costs a fault a page.
+        """Read one tensor into a buffer that the caller reuses: fresh memory costs a page fault every 4 KiB.
 
         Args:
             key: The tensor's name.
@@ -178,7 +178,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the file. Reading afterwards is an error; closing twice is none."""
+        """Let go of the file. Reading afterwards is an error; closing twice is not."""
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -501,7 +501,7 @@ def sniff(head: bytes) -> FileKind:
 
 
 def foreign_file_error(path: Path, kind: FileKind, wanted: str) -> CheckpointError | None:
-    """The error for a file that is plainly something else than `wanted`, or None if nothing is known."""
+    """The error for a file that is clearly not `wanted`; None if its first bytes do not tell."""
     if kind not in _KIND_WORDS:
         return None
     what, hint = _KIND_WORDS[kind]

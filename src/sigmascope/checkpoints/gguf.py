@@ -1,8 +1,8 @@
 """GGUF files: their tensors under their own names, dequantised with the gguf package.
 
-The header is read here and not by the gguf package, which follows the counts of a damaged file for as long as they
-say. The layout is that of the ggml project's description of the format, versions 2 and 3, little-endian: texts and
-numbers, then each tensor's name, sizes, type and place.
+The header is read here because the gguf package trusts the counts in it, even those of a damaged file. The layout is
+that of the ggml project's description of the format, versions 2 and 3, little-endian: texts and numbers, then each
+tensor's name, sizes, type and place.
 """
 
 import math
@@ -91,8 +91,8 @@ class GgufHeader:
 class GgufCheckpoint(Checkpoint):
     """A `.gguf` file. Quantised tensors are given in float32, the others in their own type.
 
-    Shapes are in PyTorch's order; a tensor that was stored in another shape for the quantisation's sake has its
-    own back, as ComfyUI-GGUF's files note it (`comfy.gguf.orig_shape.<key>`).
+    Shapes are in PyTorch's order. If a tensor was reshaped to be quantised, its original shape is restored from the
+    note that ComfyUI-GGUF leaves (`comfy.gguf.orig_shape.<key>`).
     """
 
     format = "gguf"
@@ -223,7 +223,7 @@ def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
     """Read the header of an open GGUF file, in time and memory bounded by the file's size.
 
     Raises:
-        CheckpointError: It is no GGUF file, of another version or byte order, cut short, or contradicts itself.
+        CheckpointError: It is not a GGUF file, has another version or byte order, is cut short, or contradicts itself.
     """
     file_bytes = os.fstat(stream.fileno()).st_size
     reader = _HeaderReader(path, stream, file_bytes)

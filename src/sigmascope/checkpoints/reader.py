@@ -75,10 +75,10 @@ def open_checkpoint(
         path: A `.safetensors` file, a `*.safetensors.index.json`, a `.gguf` file, a PyTorch checkpoint (`.ckpt`,
             `.pt`, `.pth`, `.bin`; weights only, code in it is never run), a folder that holds one of them, or a
             diffusers folder, whose components are opened as one with keys `<component>.<key>`.
-        variant: Of a folder that has several: `fp16` for `*.fp16.safetensors`. Without it the plain file is read,
-            else of fp32, bf16 and fp16 the first that is there.
-        dequantise: Give quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
-            Without it codes and scales are given as they lie in the file (a GGUF file's are dequantised always).
+        variant: Which files of a folder to read if it has several: `fp16` for `*.fp16.safetensors`. By default the
+            plain file, or else the first of fp32, bf16 and fp16 that is there.
+        dequantise: Return quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
+            Otherwise codes and scales are returned as stored (those of a GGUF file are always dequantised).
 
     Returns:
         The opened checkpoint: use it in a `with` block.
@@ -130,7 +130,7 @@ def _missing(file: Path) -> CheckpointError:
 
 
 def what_is_there(missing: Path) -> str:
-    """What a user may have meant by a file that does not exist; empty where its folder tells nothing.
+    """Suggest what a user may have meant by a file that does not exist; empty if nothing in its folder is close.
 
     Args:
         missing: The path.
@@ -180,7 +180,7 @@ class WeightFiles:
         return sorted(filter(None, self.by_variant))
 
     def choose(self, variant: str | None) -> Path | None:
-        """The file or index for a variant; without one the plain file, else the variant that lost least.
+        """The file or index for a variant; by default the plain file, or else the most precise variant.
 
         Raises:
             CheckpointError: There are several variants, none plain, and none of a known precision.
@@ -467,7 +467,7 @@ FP8: Final = frozenset(
     if hasattr(torch, name)
 )
 SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
-"""Endings of the scale of a `.weight`; by all of them the weight is multiplied, the one named `inv` too."""
+"""Endings of the scale of a `.weight`. The weight is multiplied by its scale, even by one named `inv`."""
 _BLOCK_SIZE: Final = 128
 _ACTIVATION_SCALES: Final = (".scale_input", ".input_scale")
 _QUANTISATION_MARKS: Final = ("scaled_fp8", ".comfy_quant")
@@ -494,7 +494,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint itself, or one that undoes its quantisation.
 
     Raises:
-        CheckpointError: It is quantised in a way that is not undone here; the message names it.
+        CheckpointError: It is quantised in a way that cannot be undone here; the message names it.
     """
     _refuse_named(checkpoint)
     scales: dict[str, str] = {}
@@ -567,7 +567,7 @@ class DequantisedCheckpoint(CompositeCheckpoint):
     Args:
         source: The opened file.
         scales: Key of the scale, by key of the weight.
-        hidden: Keys that serve the quantisation only, with what they are.
+        hidden: Keys that only serve the quantisation, and what each is.
     """
 
     def __init__(self, source: Checkpoint, scales: dict[str, str], hidden: dict[str, str]) -> None:

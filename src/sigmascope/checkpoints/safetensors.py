@@ -2,18 +2,18 @@
 
 A file is 8 bytes of little-endian header length, that many bytes of JSON (which may end in spaces), then the tensors'
 bytes. The JSON gives each tensor's element type, shape and byte range; the ranges must cover the data exactly, without
-overlap or hole (format description of the safetensors project). The header is read and checked before anything else
-is believed. Its codes for element types are the format's own. A type that the installed PyTorch does not have yet is
-known by its size, so that the header can still be checked and listed.
+overlap or hole (format description of the safetensors project). The header is checked before anything else is read. Its
+codes for element types are the format's own. The size of every type is known here, so that a header can be checked and
+listed even if the installed PyTorch lacks a type.
 
 Tensors are read with `pread` into memory of their own and not mapped. So a file that is cut short or replaced while it
 is open gives an error where a mapping would kill the process, memory holds one tensor, threads may read at once, and
 the tensor is aligned whatever its offset.
 
-When a file is written, the header comes first but is known last. So room is left for it, and what stays of the room is
-filled with spaces, which the format allows. A header that does not fit, or that would leave much room, makes the data
-move once. Every tensor lies at a multiple of its element size: one whose size is no multiple of 8 bytes (a scalar, an
-odd bias) waits and comes last, by falling element size.
+When a file is written, the header comes first but is known last. So room is reserved for it, and the rest of the room
+is filled with spaces, which the format allows. If the header does not fit, or would leave much room unused, the data
+is moved once. Every tensor starts at a multiple of its element size. Tensors whose size is not a multiple of 8 bytes
+(a scalar, an odd bias) are written last, largest element size first.
 """
 
 import json
@@ -94,7 +94,7 @@ _ELEMENTS_PER_TORCH_ELEMENT = {"F4": 2}  # elements that PyTorch keeps in one of
 _DEFAULT_HEADER_BYTES = 256 * 1024
 _SPOOL_MEMORY_BYTES = 16 * 2**20
 _MIN_DATA_TO_PADDING = 64
-"""Room in the header above 1/64 of the data is not left standing."""
+"""Unused room in the header may be at most 1/64 of the data; otherwise the data is moved."""
 ALIGNMENT = 8
 _ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
 _COPY_BYTES = 8 * 2**20
@@ -365,10 +365,10 @@ def save_safetensors(
 
 
 def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """A copy of header metadata that is text to text.
+    """A copy of header metadata, whose names and values must be strings.
 
     Raises:
-        WriteError: It is not, or UTF-8 cannot hold it.
+        WriteError: They are not, or UTF-8 cannot encode them.
     """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -590,13 +590,13 @@ class StreamingWriter:
 
 
 class SizeWriter(StreamingWriter):
-    """Takes what `StreamingWriter` takes and tells its `file_bytes`; nothing is written."""
+    """Has the interface of `StreamingWriter` but only counts `file_bytes`; nothing is written."""
 
     def __enter__(self) -> "SizeWriter":
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Count one tensor; as of `StreamingWriter.write`."""
+        """Count one tensor; see `StreamingWriter.write`."""
         self._placed.append(storable_entry(self.path, name, tensor))
 
     def rewrite(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -611,7 +611,7 @@ class SizeWriter(StreamingWriter):
 
 
 def estimated_header_bytes(names: Iterable[str], metadata: Mapping[str, str]) -> int:
-    """Room that a header of these names will fit in, whatever the shapes are likely to be."""
+    """How many bytes to reserve for a header with these names; enough for usual shapes."""
     return len(encoded_header([], metadata)) + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
 
 
@@ -649,7 +649,7 @@ def storable_entry(path: Path, name: str, tensor: Tensor) -> FileEntry:
     """What the header will say of a tensor.
 
     Raises:
-        WriteError: The format keeps the name or cannot hold it, or it has no such type of tensor.
+        WriteError: The format reserves the name or cannot encode it, or has no such type of tensor.
     """
     if name == "__metadata__":
         raise WriteError(

@@ -10,7 +10,7 @@ conditioning names its tensor `cond`: `[[tensor, {"pooled_output": …}]]` under
 What is known of the tensors (`DumpMetadata`) stands in the safetensors header. Each field is one text of it; those
 that are more than a text are JSON.
 
-`TensorDumps` keeps the dumps of one run in a folder. Each is a file of its own that says all about itself. The index,
+`TensorDumps` keeps the dumps of one run in a folder. Each dump is one self-contained file. The index,
 `index.jsonl`, holds one line for each dump, appended once the dump's file is in place. So a killed process leaves whole
 dumps; the index may lack the last of them, or hold an unfinished line for it, and the dump is then read from its own
 header. A name is taken by creating the file, which only one process can do, and a line is appended in one write:
@@ -67,7 +67,7 @@ SCHEMA_KEY = "sigmascope_dump"
 SCHEMA = "1"
 _JSON_FIELDS = ("prompt", "tensors", "conditioning", "metadata")
 TENSOR_KEY = "$tensor"
-"""In a skeleton, `{"$tensor": name}` stands where the tensor of that name was."""
+"""In a skeleton, `{"$tensor": name}` marks the place of a tensor."""
 
 
 # How nestings are flattened, and which keys name the text of a prompt, or the tokens that it became.
@@ -112,18 +112,19 @@ def save_tensors(
         path: The file, replaced if it is there.
         tensors: A mapping of names to tensors, NumPy arrays or conditionings. Anything else is named `tensor`.
         prompt: The text, one for each item of the batch, or several by name.
-        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none`. But for `full`, texts and lists of tokens
-            in a conditioning are left out; so are texts in the metadata that hold a word of a prompt, or are called one.
+        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none`. With `hash` and `none`, texts and
+            lists of tokens in a conditioning are left out, and so are texts in the metadata that contain a word of a
+            prompt or have a name such as `prompt`.
         run_id: The run that the tensors belong to.
         encoder: What made them.
-        metadata: Further values for the header; an object of no JSON kind becomes the name of its type.
+        metadata: Further values for the header; an object that JSON cannot hold becomes the name of its type.
 
     Returns:
         The header as it was written.
 
     Raises:
         WriteError: The file cannot be written, or safetensors cannot hold a tensor (sparse, quantised, complex128).
-        ConfigError: There is no tensor, the privacy does not exist, or the nesting is deeper than 32.
+        ConfigError: There is no tensor, the privacy level is unknown, or the nesting is deeper than 32.
     """
     header, flat = dump_contents(
         tensors,
@@ -148,7 +149,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DumpMetadata:
-    """The header of a dump. Of a safetensors file that is no dump, `header` alone is filled.
+    """The header of a dump. For a safetensors file that is not a dump, only `header` is filled.
 
     Attributes:
         tensors: Shape, dtype and device by name, as saved.
@@ -156,8 +157,8 @@ class DumpMetadata:
         encoder: What made them, such as `CLIP-L`.
         prompts: What is kept of the prompts, by name; a single one is called `prompt`.
         prompt_privacy: What was to be kept of them.
-        conditioning: What was around the tensors of nested conditionings, by name; `{"$tensor": name}` stands where a
-            tensor was.
+        conditioning: The nesting around the tensors of each conditioning, by name; `{"$tensor": name}` marks the place
+            of a tensor.
         metadata: The caller's own values.
         header: The texts of the header that are not a dump's.
     """
@@ -202,7 +203,7 @@ def load_tensors(
     """Read a dump, or any file of weights, into memory.
 
     Args:
-        path: What `save_tensors` wrote; any safetensors file, and what `open_checkpoint` opens, is as good.
+        path: A file that `save_tensors` wrote, or any file of weights that `open_checkpoint` can open.
         as_numpy: Give NumPy arrays. For types that NumPy lacks (bf16, fp8, fp4), True or `values` gives float32,
             exactly; `ml_dtypes` the types of that package; `bits` uint8 or uint16.
 
@@ -210,8 +211,8 @@ def load_tensors(
         Tensors on the CPU, or arrays, by name; `.metadata` is what the header says.
 
     Raises:
-        CheckpointError: The file cannot be read, is damaged, or is no file of tensors.
-        ConfigError: `as_numpy` does not exist, or `ml_dtypes` is not installed.
+        CheckpointError: The file cannot be read, is damaged, or is not a file of tensors.
+        ConfigError: `as_numpy` is not one of the choices, or `ml_dtypes` is not installed.
     """
     if as_numpy not in (False, True, "values", "ml_dtypes", "bits"):
         raise ConfigError(
@@ -226,10 +227,10 @@ def load_tensors(
 
 @contextmanager
 def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorDump[Tensor]]:
-    """Open a dump whose tensors are read when they are asked for, each time anew.
+    """Open a dump whose tensors are read each time they are asked for.
 
     Yields:
-        Good inside the block only.
+        The dump, which can only be read inside the block.
 
     Raises:
         CheckpointError: As of `load_tensors`.
@@ -267,7 +268,7 @@ def dump_contents(
     metadata: Mapping[str, Any],
     header: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header and the named tensors that `save_tensors` would write, with texts of the caller's in the header."""
+    """The header and the named tensors that `save_tensors` would write, with the caller's own header texts."""
     quotes, private = quoting(prompt, prompt_privacy), not privacy_of(prompt_privacy).keeps_words
     found = flatten(tensors, quotes, private=private)
     described = DumpMetadata(
@@ -294,7 +295,7 @@ def saved_tensor(tensor: Tensor) -> SavedTensor:
 
 @dataclass(slots=True)
 class Flattened:
-    """Tensors by name, and what was around them: the nesting with its other values, as JSON has them."""
+    """Tensors by name, and the nesting around them with its other values, as JSON."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     skeleton: dict[str, Any] = field(default_factory=dict)
@@ -309,8 +310,8 @@ def flatten(nested: Any, quotes: Callable[[str], bool], *, private: bool) -> Fla
         private: Replace texts by `<text>`, and tokens.
 
     Returns:
-        The tensors (arrays as tensors that share their memory), and for each name that was no bare tensor the
-        nesting around them. Objects of no JSON kind are the name of their type.
+        The tensors (arrays as tensors that share their memory), and for each name that held more than a bare tensor,
+        the nesting around it. Objects that JSON cannot hold become the name of their type.
 
     Raises:
         ConfigError: There is no tensor in it, or it is nested more than 32 deep.
@@ -453,7 +454,7 @@ def _has_word(key: str, words: tuple[str, ...]) -> bool:
 def plain_metadata(
     metadata: Mapping[str, Any], quotes: Callable[[str], bool], *, private: bool
 ) -> dict[str, Any]:
-    """Metadata as JSON has it, by the rules of `flatten`; of a tensor in it remain shape and type.
+    """Metadata as JSON values, by the rules of `flatten`; a tensor in it is reduced to its shape and type.
 
     Raises:
         ConfigError: It is nested more than 32 deep.
@@ -481,7 +482,7 @@ def to_header(metadata: DumpMetadata) -> dict[str, str]:
     """The header's texts.
 
     Raises:
-        TypeError: A value is no JSON value.
+        TypeError: JSON cannot hold a value.
     """
     texts = {"format": "pt", SCHEMA_KEY: SCHEMA, **metadata.header}
     named = {"run_id": metadata.run_id, "encoder": metadata.encoder}
@@ -703,7 +704,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
 
     @property
     def index(self) -> tuple[DumpEntry, ...]:
-        """All whole dumps of the folder: those of the index as they were saved, then files that it lacks, by name.
+        """All complete dumps of the folder, in the order of saving; files that the index lacks come last, by name.
 
         Raises:
             CheckpointError: The folder cannot be read, or a file in it that the index lacks is damaged.
@@ -827,7 +828,7 @@ def _entry_of_header(path: Path) -> DumpEntry:
 
 
 def append_entry(folder: Path, entry: DumpEntry) -> None:
-    """Add a line; the dump is safe without it, so a refusal is logged only."""
+    """Add a line. The dump is safe without it, so a failure is only logged."""
     shapes = {key: list(shape) for key, shape in entry.tensors.items()}
     line = {"name": entry.name, "file": entry.file, "saved_at": entry.saved_at, "tensors": shapes}
     try:

@@ -8,12 +8,12 @@ under `state_dict` with a `model.` prefix: all three give the same bare keys.
 
 `weights_only=True` runs no code but still allocates whatever a pickle asks for: a file of a kilobyte may ask for a
 storage of terabytes, or for a key that takes years to hash. So the archive's list is checked before any member is read,
-and the pickle is first run with stand-ins for everything that it would make (`_Rehearsal`).
+and the pickle is first run with stand-ins in place of all objects (`_Rehearsal`).
 
-Storages stay on the disk, mapped, until a tensor is read; files older than PyTorch 1.6 can only be read whole. Copying a
-model out of a mapping seems to take its memory twice, because touched pages count as the process's memory, and kills the
-process if the file is cut short meanwhile. On Linux, which tells the file of an address, bytes are therefore read with
-`pread`; elsewhere they are copied from the mapping.
+Storages stay on the disk, mapped, until a tensor is read; files older than PyTorch 1.6 can only be read whole. Copying
+from the mapping would have two drawbacks: touched pages count as the process's memory, so a model seems to take it
+twice, and the process is killed if the file is cut short meanwhile. So on Linux, which tells which file is mapped at an
+address, bytes are read with `pread`; elsewhere they are copied from the mapping.
 
 `torch.save` needs the whole state dict in memory. Its file is an uncompressed zip with a pickle that describes the
 tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, …). `StreamingTorchWriter` knows names, types
@@ -551,7 +551,7 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
         path: The file, for messages.
 
     Returns:
-        Tensors by bare key; entries that are no tensors are listed as skipped.
+        Tensors by bare key; other entries are listed as skipped.
 
     Raises:
         CheckpointError: There is no tensor, or two keys become the same one.
@@ -618,7 +618,7 @@ class FileBehindMap:
         self._areas: tuple[Area, ...] = ()
 
     def look(self) -> None:
-        """Find where the file is mapped now. Only for as long as the caller keeps it so."""
+        """Find where the file is mapped now. The answer holds only as long as the caller keeps the mapping."""
         with suppress(OSError):
             # A file put in its place since it was opened is another one, whose bytes are not these.
             if os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat()):
@@ -626,7 +626,7 @@ class FileBehindMap:
                     self._areas = tuple(areas_of(self.path, maps))
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where in the file a tensor's bytes begin; None if they do not lie there as the tensor has them."""
+        """Where in the file a tensor's bytes begin; None if they are not in the file in the tensor's layout."""
         if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         begin = tensor.data_ptr()
@@ -712,14 +712,14 @@ class StreamingTorchWriter:
                 writer.write(name, compute(name))
 
     The file is a dictionary of contiguous tensors, bare or under the name `wrapper`; `torch.load` reads it with
-    `weights_only=True` and with `mmap=True`. Leaving the block without an exception flushes it to the disk and renames it over the target;
-    with one (Ctrl-C too) the temporary file goes and the target stays as it was. The same tensors give the same
-    bytes.
+    `weights_only=True` and with `mmap=True`. Leaving the block without an exception flushes it to
+    the disk and renames it over the target; with one (Ctrl-C too) the temporary file is removed and the target stays as
+    it was. The same tensors give the same bytes.
 
     Args:
         path: The target.
         specs: What will be written, in the order that the dictionary shall have.
-        wrapper: The key of an outer dictionary in which this one lies alone, such as "state_dict"; None: there is none.
+        wrapper: The key of an outer dictionary that holds only this one, such as "state_dict"; None for no outer one.
 
     Raises:
         WriteError: A type that such a file cannot hold; on entering, the target cannot be written; on leaving,
@@ -757,11 +757,11 @@ class StreamingTorchWriter:
         """Append the bytes of one tensor; its memory may be freed afterwards.
 
         Args:
-            name: One of the specs', not written before; in any order.
-            tensor: Of the type and shape announced; any strides and device.
+            name: One of the names in `specs`, not written before; in any order.
+            tensor: Of the type and shape in `specs`; any strides and device.
 
         Raises:
-            WriteError: The tensor is not as announced, or the disk refused it.
+            WriteError: The tensor does not match `specs`, or the disk refused it.
         """
         if name not in self._left:
             raise WriteError(
@@ -772,7 +772,7 @@ class StreamingTorchWriter:
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             message = (
                 f"the tensor {shortened(name)} is {tensor.dtype} {list(tensor.shape)}, "
-                f"announced was {spec.dtype} {list(spec.shape)}."
+                f"but the list says {spec.dtype} {list(spec.shape)}."
             )
             raise WriteError(self.path, message)
         try:
@@ -824,7 +824,7 @@ def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> 
 
     Args:
         specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
-        wrapper: The key of an outer dictionary; None: there is none.
+        wrapper: The key of an outer dictionary; None for no outer one.
     """
     stream = io.BytesIO()
     state = {

@@ -1,6 +1,6 @@
 """Weight changes that are more than one product up·down: LoHa, LoKr, Tucker, DoRA, whole differences.
 
-All offer what `WeightChange` names, whatever they are stored as:
+All have the interface of `WeightChange`, however they are stored:
 
     LoHa    the elementwise product of two low-rank matrices (FedPara, Hyeon-Woo et al., arXiv 2108.06098)
     LoKr    the Kronecker product of two smaller matrices (KronA, Edalati et al., arXiv 2212.10650; LyCORIS)
@@ -81,10 +81,10 @@ class WeightChange(Protocol):
         ...
 
     def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Form ΔW, in the base's shape where one is given.
+        """Form ΔW, in the base's shape if a base is given.
 
         Args:
-            base: The weight that is changed. `dora` and `set` cannot do without.
+            base: The weight that is changed. `dora` and `set` need it.
             dtype: Of the result. The calculation runs in float32 or wider.
         """
         ...
@@ -98,12 +98,12 @@ def form_delta(name: str, change: "LoraFactors | WeightChange", base: Tensor | N
     """Form in float32 the ΔW of a file's module, if memory can hold it: small factors may declare a weight of terabytes.
 
     Args:
-        name: Of the module, for the message.
-        change: It.
-        base: The weight that is changed, where there is one.
+        name: The module's name, for the message.
+        change: Its change.
+        base: The weight that is changed, if there is one.
 
     Raises:
-        LoraFormatError: The machine has not the memory.
+        LoraFormatError: The machine lacks the memory.
         NonFiniteError: The product overflows.
         SigmascopeError: As from `change.delta`.
     """
@@ -125,7 +125,7 @@ def form_delta(name: str, change: "LoraFactors | WeightChange", base: Tensor | N
 
 
 def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Refuse a change that is larger than what is free, and give its size in words.
+    """Refuse a change that needs more memory than is free; otherwise return its size in words.
 
     Raises:
         LoraFormatError: With both sizes.
@@ -143,11 +143,11 @@ def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str
 
 
 class AdapterFacts(NamedTuple):
-    """What the shapes of a change's tensors tell.
+    """What the shapes of a change's tensors say about it.
 
     Attributes:
         weight_shape: As in `Adapter`.
-        rank: The inner dimension that alpha is divided by; None where there is none, and so no scale.
+        rank: The inner dimension that alpha is divided by; None if there is none, and then there is no scale.
     """
 
     weight_shape: tuple[int, ...]
@@ -160,13 +160,13 @@ class Adapter(ABC):
 
     Attributes:
         parts: The tensors as they are in the file, by the end of their key: `hada_w1_a`, `lokr_w1`, `diff`, …
-        scale: What the tensors' product is multiplied with: alpha / rank.
-        weight_shape: Of the changed tensor; read off the parts when left out. A convolution (out, in, kh, kw)
-            whose kernel does not show in them is (out, in·kh·kw).
+        scale: What the tensors' product is multiplied by: alpha / rank.
+        weight_shape: Shape of the changed tensor; derived from the parts by default. If the kernel of a convolution
+            (out, in, kh, kw) does not show in them, it is (out, in·kh·kw).
 
     Raises:
         LoraFormatError: The parts do not fit together.
-        ModelMismatchError: They are no change of a tensor of `weight_shape`.
+        ModelMismatchError: They do not fit a tensor of `weight_shape`.
         NonFiniteError: The scale is NaN or infinite.
     """
 
@@ -200,7 +200,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
-        """The change before its scale, in any shape of the right number of values."""
+        """The change before its scale is applied, in any shape with the right number of values."""
 
     @property
     def parameters(self) -> int:
@@ -693,7 +693,7 @@ class _WholeChange(Adapter):
         """
         if len(shapes) != 1:
             raise LoraFormatError(
-                f"{' and '.join(shapes)} both describe the change of one weight.",
+                f"{' and '.join(shapes)} change the same weight.",
                 hint="Only one of them can be meant: make the file again.",
             )
         return AdapterFacts(next(iter(shapes.values())), None)

@@ -1,12 +1,11 @@
-"""LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
+"""Put LoRAs under the names of a model's layers, or under common names; fused matrices are divided or joined.
 
-`align` names one LoRA's modules by a model's layers, `changed_keys` by its tensors; `align_all` finds common names for several LoRAs without their
-model. Both leave the tensors in their files.
+`align` names one LoRA's modules by a model's layers, `changed_keys` by its tensors; `align_all` finds common names for
+several LoRAs without their model. All of them leave the tensors in their files.
 
-Where one side has a fused matrix and the other its parts, a change is divided or joined, exactly (`divided`,
-`joined`). The rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of
-`up`, all parts sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their
-ranks.
+If one side has a fused matrix and the other its parts, a change is divided or joined exactly (`divided`, `joined`). The
+rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all parts
+sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks.
 """
 
 from collections import defaultdict
@@ -41,12 +40,12 @@ _FLUX_MLP_RATIO = 4  # of the feed-forward part of FLUX' single blocks
 
 @dataclass(frozen=True, slots=True)
 class AlignedLora:
-    """A LoRA whose modules are named as a model's layers are.
+    """A LoRA whose modules have the names of a model's layers.
 
     Attributes:
-        lora: The modules and changes by layer. Read from the same file, one at a time, as the LoRA it came from.
-        sources: The names in that LoRA which a layer's module is made of.
-        unmatched: The names there that are of no layer of the model.
+        lora: The modules and changes by layer, read one at a time from the original LoRA's file.
+        sources: For each layer, the names in the original LoRA that its module is made of.
+        unmatched: Names in the original LoRA that belong to no layer of the model.
     """
 
     lora: LoraFile
@@ -57,8 +56,8 @@ class AlignedLora:
 def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> AlignedLora:
     """Name a LoRA's modules by the model's layers.
 
-    Where the LoRA has one matrix for a block's query, key and value and the model three, or the other way round,
-    its factors are divided or joined, exactly. Nothing is read here.
+    If the LoRA has one matrix for a block's query, key and value but the model has three, or the other way round,
+    its factors are divided or joined exactly. No tensor is read here.
 
     Args:
         lora: In any format.
@@ -92,8 +91,8 @@ class ChangedKeys:
 
     Attributes:
         lora: The LoRA under the names of the model's layers, with fused matrices divided or put together.
-        names: The name in `lora` by key of the tensor that it changes.
-        unmatched: Names in the LoRA as it was given that no tensor of the model fits.
+        names: The name in `lora`, by the key of the tensor that it changes.
+        unmatched: Names in the original LoRA that fit no tensor of the model.
     """
 
     lora: LoraFile
@@ -224,14 +223,14 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
 
 @dataclass(frozen=True, slots=True)
 class AlignedLoras:
-    """LoRAs whose modules have the same names where they are for the same layer.
+    """LoRAs under common names: modules for the same layer have the same name.
 
     Attributes:
         loras: Each with its modules by layer, still in its file. A matrix that is fused in one LoRA and in parts
             in another is in parts here.
-        sources: The name in its file that each layer's module is made of, by LoRA.
-        layout: Of a checkpoint that would have these layers.
-        names: Every layer of any LoRA, in the first's order, then what only later ones have.
+        sources: For each LoRA, the name in its file that each layer's module is made of.
+        layout: The layout of a checkpoint that would have these layers.
+        names: Every layer of any LoRA, in the first's order, then those that only later LoRAs have.
         blocks: Of the U-Net, as far as the names tell.
     """
 
@@ -253,7 +252,7 @@ class AlignedLoras:
 def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
     """Find common names for the modules of several LoRAs; nothing is read.
 
-    The names are diffusers' where any of the LoRAs has those, and the first's own otherwise.
+    The names are diffusers' if any of the LoRAs uses them, otherwise the first LoRA's own.
 
     Args:
         loras: At least one, in any formats.
@@ -360,7 +359,7 @@ def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:
 
 
 def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
-    """The change of a fused layer from those of its parts; a part that is not there does not change.
+    """The change of a fused layer, joined from those of its parts; a missing part stays unchanged.
 
     Args:
         parts: At least one, by the part's name.
@@ -413,8 +412,8 @@ def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:
 def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
     """How many rows of a fused weight belong to each of its parts.
 
-    Three parts share the rows equally. Of four, as in FLUX' single blocks, three have as many rows as the layer
-    has inputs, and the last has the others.
+    Three parts share the rows equally. Of four, as in FLUX' single blocks, the first three have as many rows as the
+    layer has inputs, and the last has the rest.
 
     Raises:
         LoraFormatError: The rows cannot be divided so.

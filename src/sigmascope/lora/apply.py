@@ -59,8 +59,8 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
     """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
 
-    Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get the change.
-    The model may be compiled afterwards: setting the scale and `detach` still work.
+    Several LoRAs may be attached to one model; their changes add up. If layers share a weight, all of them get the
+    change. The model may be compiled afterwards: setting the scale and `detach` still work.
 
     Args:
         model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. It needs a Linear or

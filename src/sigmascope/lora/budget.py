@@ -1,19 +1,18 @@
 """One budget for the whole LoRA: the singular values of all layers compete for its bytes or its error.
 
-A fixed rank spends as many values on a layer that hardly changed as on one that changed much. Here each value
-stands for what it saves, its weighted σ², and what it costs, its bytes. Keeping one more singular value of layer i
-costs cᵢ bytes and lowers the weighted squared error by wᵢσ². A module costs its header entries once. So that the
-first value of a layer does not look dearer than it is, the first few count with the benefit per byte of the best
-group of them, entries included: the upper concave hull of benefit over bytes. By this density the values of each
-layer come in their own order.
+A fixed rank spends as many values on a layer that hardly changed as on one that changed much. A budget weighs what each
+value saves against what it costs: keeping one more singular value of layer i lowers the weighted squared error by wᵢσ²
+and costs cᵢ bytes. A module also costs its header entries once. To keep these from making a layer's first value look
+too expensive, its first few values share the benefit per byte of the best group of them, entries included: the upper
+concave hull of benefit over bytes. This density never rises within a layer.
 
-Values are taken by falling density, as many as a file holds or as few as an error needs. That order solves the
-fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best choice but for the last value, which
-may not fit. What room or error is left is then used by single values out of order.
+Values are taken by falling density, as many as fit the file or as few as the error needs. That order solves the
+fractional relaxation of the knapsack problem (Dantzig, 1957), so the choice is optimal except for the last value, which
+may not fit. Single values out of order then use up the room or error that is left.
 
-Layers need not be decomposed to the end. Singular values fall, so a layer that has a known value to spare gains
-nothing from unknown ones. Of the others twice as many are wanted (`Allocation.wanted`), until none is left; first of
-those whose last value brings the most, since their next ones may push values of the rest out.
+Layers need not be fully decomposed. Singular values fall, so a layer with an unused known value gains nothing from
+unknown ones. If all known values of a layer are taken, twice as many are asked for (`Allocation.wanted`), until no such
+layer is left. Layers whose last value brings the most come first, since their next values may displace others.
 """
 
 import json
@@ -73,8 +72,8 @@ class Allocation:
 
     Attributes:
         ranks: By layer; 0 is left out of the file.
-        wanted: Layers of which every known singular value is taken, the most promising first, with how many to
-            compute next. Empty: the ranks are final. Otherwise they are the best of what is known.
+        wanted: How many singular values to compute next, for layers whose known values are all taken, the most
+            promising first. If empty, the ranks are final; otherwise they are the best for what is known.
         error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
             Without weights this is the overall relative error.
         bytes: What the file takes, as `StorageCost` knows it.
@@ -88,7 +87,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BudgetLayer:
-    """One layer in the contest.
+    """One layer that competes for the budget.
 
     Attributes:
         layer: Its path.
@@ -130,13 +129,13 @@ def native_names(layer: str) -> tuple[str, ...]:
 
 
 def plain_numbers(layer: str, weight_shape: Sequence[int]) -> int:
-    """What one rank takes where every layer is a module of its own: a column of up and a row of down."""
+    """The numbers that one rank takes if every layer is its own module: a column of up and a row of down."""
     return sum(matrix_shape(weight_shape))
 
 
 @dataclass(frozen=True)
 class StorageCost:
-    """The bytes of a safetensors file of LoRA modules: measured, or else about.
+    """The bytes of a safetensors file of LoRA modules, measured or estimated.
 
     Attributes:
         value_bytes: Of one number of a factor: 2 for float16 and bfloat16.
@@ -184,7 +183,7 @@ class StorageCost:
         return self.numbers(layer, weight_shape) * self.value_bytes
 
     def module_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
-        """What a module takes beside its factors: header entries and alpha."""
+        """What a module takes besides its factors: header entries and alpha."""
         names = self.names(layer)
         shapes = _factor_shapes(weight_shape)[: len(names)]
         entries = sum(_entry_bytes(name, shape) for name, shape in zip(names, shapes, strict=True))
@@ -197,7 +196,7 @@ class StorageCost:
         return LENGTH_BYTES + ALIGNMENT + self.fixed_bytes
 
     def within(self, max_bytes: int) -> "StorageCost":
-        """The same for a file of at most this size, whose offsets have no more digits than it has."""
+        """The same for a file of at most this size: its offsets have no more digits than the size."""
         return replace(self, offset_digits=len(str(max_bytes)))
 
     def file_bytes(self, ranks: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> int:
@@ -234,12 +233,12 @@ class Budget:
     Attributes:
         max_bytes: The file's size, header included, is at most this, and its error as small as it can be.
         max_error: The overall relative error is at most this fraction, and the file as small as it can be.
-        weights: (pattern, weight): the squared error of layers whose path matches counts `weight` times; of
-            several that match, the last wins. Layers without count once.
+        weights: (pattern, weight): the squared error of layers whose path matches counts `weight` times; if several
+            match, the last wins. Other layers count once.
         max_rank: No layer gets more.
         max_conv_rank: The same for convolutions; `max_rank` when left out.
-        min_rank: No layer that changed gets less; 0 lets layers go that bring too little for their bytes. None is 0,
-            but where ranks are to be spread.
+        min_rank: No layer that changed gets less; with 0, layers that bring too little for their bytes are left out.
+            None means 0, unless ranks are spread.
 
     Raises:
         ConfigError: Neither or both limits, or a value that makes no sense.
@@ -290,8 +289,8 @@ class Budget:
                 singular value needs to be known.
             layer_weights: How much the squared error of each layer counts, on top of `weights`; once where it is
                 not here.
-            spread: Each layer first gets the one rank for all that would take these bytes, up to 8 all of it, and seven
-                eighths, rounded up, of more; for a budget without a `min_rank`.
+            spread: Start from the one rank for all layers that would take these bytes: each layer gets all of it up to
+                rank 8, and seven eighths of it, rounded up, above. Only for a budget without a `min_rank`.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
@@ -355,12 +354,13 @@ class Budget:
     ) -> dict[str, int]:
         """How many singular values of each layer to compute first.
 
-        For a size: twice the one rank for all layers that would fill the file, or once where few layers get the most.
+        For a size: twice the one rank for all layers that would fill the file; once if a few layers will get most of
+        it.
 
         Args:
             shapes: Weight shapes by layer.
             storage: What the values and modules take.
-            has_statistics: Whether statistics weigh the errors, by which a few layers matter most.
+            has_statistics: Whether statistics weigh the errors; then a few layers matter most.
         """
         guess = _FIRST_VALUES
         if self.max_bytes is not None:
@@ -394,7 +394,7 @@ class Budget:
 
     @property
     def brief(self) -> str | None:
-        """`size:100000000` for a header, where a size counts each letter; None where more than a size is set."""
+        """`size:100000000`, for a header whose length counts towards the size; None if more than a size is set."""
         is_plain = self.max_bytes is not None and self == Budget(self.max_bytes)
         return f"size:{self.max_bytes}" if is_plain else None
 
@@ -712,14 +712,14 @@ def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> No
 
 
 def least_for(contest: BudgetArrays, needed: float) -> tuple[Int[Tensor, " layers"], Int[Tensor, " layers"]]:
-    """Take values above the floors until they bring what is needed; all that are known where they do not suffice.
+    """Take values above the floors until they bring what is needed; if they do not suffice, all known ones.
 
     Args:
         contest: The layers.
         needed: Weighted energy to keep above that of the floors.
 
     Returns:
-        Ranks by layer, and the most that each had before what is needless was given back.
+        Ranks by layer, and the most that each had before needless values were given back.
     """
     if needed <= 0.0:
         return contest.floor, contest.floor
@@ -777,7 +777,7 @@ def parse_weights(texts: Iterable[str]) -> Weights:
 
 
 def require_weights(weights: Weights) -> None:
-    """Refuse patterns that are no regular expressions, and weights below 0 or without end.
+    """Refuse patterns that are not regular expressions, and weights that are negative or infinite.
 
     Raises:
         ConfigError: With the pattern.
@@ -791,7 +791,7 @@ def require_weights(weights: Weights) -> None:
 
 
 def require_weighing(weighing: str, *, is_of_use: bool) -> None:
-    """Refuse `--budget_weights` that nothing asks for: without a budget, or beside statistics, which weigh by themselves.
+    """Refuse `--budget_weights` without effect: without a budget, or with statistics, which weigh errors themselves.
 
     Raises:
         ConfigError: With what to do.
@@ -811,7 +811,7 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
         layers: All that there are.
 
     Raises:
-        ConfigError: It is no JSON object of layers and weights.
+        ConfigError: It is not a JSON object of layers and weights.
     """
     if weighing in (RELATIVE, PLAIN):
         return {}
@@ -843,11 +843,12 @@ def file_weights(weighing: str, layers: Sequence[str]) -> dict[str, float]:
 
 
 def needs_spread_ranks(weighing: str, family: str, *, has_statistics: bool) -> bool:
-    """Whether too little is known for ranks that layers compete for freely.
+    """Whether too little is known to let layers compete freely for ranks.
 
-    Weights alone do not say what a model does with them. Of one that makes its picture in one step, ranks that layers
-    compete for gave pictures 3 to 5 dB better than one rank for all; of two that sample in many steps, up to 4.5 dB
-    worse, and with most of it spread evenly as good or better (`benchmarks/lora_pictures.py`).
+    Weights alone do not say what a model does with them. For a model that makes its picture in one step, free
+    competition gave pictures 3 to 5 dB better than one rank for all layers. For two models that sample in many steps
+    it gave pictures up to 4.5 dB worse; with most of the rank spread evenly, they were as good or better
+    (`benchmarks/lora_pictures.py`).
 
     Args:
         weighing: As `--budget_weights`.
@@ -863,7 +864,7 @@ def weight_of(layer: str, weights: Weights) -> float:
 
 
 def refuse_size(max_bytes: int, needed: int) -> NoReturn:
-    """Refuse a file size that not even the least content fits in.
+    """Refuse a file size that is too small even for the least content.
 
     Raises:
         ConfigError: With the least size.
@@ -899,7 +900,7 @@ def _above(share: float) -> str:
 
 
 def refuse_error(max_error: float, least: float) -> NoReturn:
-    """Refuse an error that the ranks which are set or limited exceed.
+    """Refuse an error that cannot be met with the ranks that are set or limited.
 
     Raises:
         ConfigError: With the least error.
@@ -912,7 +913,7 @@ def refuse_error(max_error: float, least: float) -> NoReturn:
 
 
 def refuse_storage(max_error: float, left: float) -> NoReturn:
-    """Refuse an error that factors in storage precision exceed whatever their ranks.
+    """Refuse an error that factors in storage precision cannot meet at any rank.
 
     Raises:
         ConfigError: With the error that they leave.

@@ -90,7 +90,7 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
     Args:
         lora: A file of any format, or a LoRA in memory.
         model: The model's shapes by key, an `nn.Module`, an open `Checkpoint`, a diffusers pipeline, or modules by the
-            name that their part has in a pipeline (`{"unet": …, "text_encoder": …}`; ComfyUI's model and CLIP under
+            name of their part in a pipeline (`{"unet": …, "text_encoder": …}`; ComfyUI's model and CLIP under
             any names). Only its shapes are read.
         values: Also read the LoRA's numbers: NaN and Inf, alphas and strength.
 

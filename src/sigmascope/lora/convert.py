@@ -1,9 +1,9 @@
 """Carry a LoRA file from one format to another, module by module and without loss.
 
-Only what the new format cannot hold is cut, to plain factors of a rank that is asked for.
+Changes that the new format cannot hold are approximated by plain factors, if a rank is given; nothing else is cut.
 
-Which layer a module is for is told by the model, where that is given (`named_by_model`), and by the LoRA's own names
-and header otherwise (`named_by_itself`).
+The layer of each module follows from the model if one is given (`named_by_model`), otherwise from the LoRA's own names
+and header (`named_by_itself`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -80,9 +80,9 @@ class ConversionReport:
         modules: Modules of plain factors in the new file. Fused ones may be fewer or more than before.
         changes: Changes of other kinds there.
         widened: Modules whose up factor is float32 now, because their scale would have rounded it.
-        left_out: What is in the old file only, keys of no module too.
+        left_out: What is only in the old file, including keys that belong to no module.
         file_bytes: Size of the new file.
-        factored: Changes that the format cannot hold and that are plain factors now, with their errors.
+        factored: Changes that the format cannot hold and that became plain factors, with their errors.
     """
 
     source: Path
@@ -104,7 +104,7 @@ class ConversionReport:
 
     @property
     def weighted_error(self) -> float | None:
-        """The same as the statistics weigh it, by which it is least; None without."""
+        """The same error weighed by the statistics, which the factors minimise; None without statistics."""
         return weighted_error(self.factored)
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,9 +133,9 @@ def convert_lora(
 ) -> ConversionReport:
     """Write a LoRA file in another format.
 
-    One module is in memory at a time, and a few of those that are cut. Factors keep their dtype; alpha becomes the
-    rank, and the scale goes into the up factor, which becomes float32 where it would be rounded otherwise. The header
-    keeps what is still true.
+    One module is in memory at a time, or a few if they are cut. Factors keep their dtype; alpha becomes the rank, and
+    the scale goes into the up factor, which becomes float32 if its own dtype would round it. The header keeps what is
+    still true.
 
     Args:
         source: The file to read, in any format.
@@ -149,9 +149,9 @@ def convert_lora(
         drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
         rank: Of the plain factors that LoHa, LoKr and whole differences of weights become where the format cannot hold
             them (PEFT's); 9999 keeps everything.
-        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRA is for: with these factors the
-            error of what the layers put out is least, in place of that of their weights. A fused layer that the format
-            divides is cut as one, by its weights.
+        statistics: A file of `sigmascope.lora.statistics` for the LoRA's model: the factors then minimise the error of
+            the layers' outputs instead of that of their weights. A fused layer that the format divides is cut as a
+            whole, by its weights.
         ridge: Weight of directions that the statistics never met, as a share of the mean.
         progress: Told after each module.
 
@@ -161,8 +161,8 @@ def convert_lora(
     Raises:
         LoraFormatError: The source is not understood, a name cannot be carried over, or the format cannot hold a
             change; each with its name.
-        ConfigError: The target is an input, a folder or no `.safetensors`, an argument has no effect, or the
-            family, or the kernel of a convolution, cannot be told.
+        ConfigError: The target is an input, a folder or not a `.safetensors` file, an argument has no effect, or the
+            family or the kernel of a convolution is not known.
         ModelMismatchError: A change does not fit the model's weight, or the statistics are of another model.
         CheckpointError: A file cannot be read.
         NonFiniteError: A tensor holds NaN or Inf, or does so in `dtype`.
@@ -473,7 +473,7 @@ def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
-    """Understand a LoRA by the model that it is for.
+    """Interpret a LoRA's names with the help of its model.
 
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
@@ -491,17 +491,17 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
 def named_by_itself(
     lora: LoraFile, format: str, *, family: str | None = None, prefix: str | None = None
 ) -> NamedLora:
-    """Understand a LoRA by its own names and header.
+    """Interpret a LoRA's names by themselves and by its header.
 
     Args:
         lora: In any format.
-        format: That it is to be written in.
-        family: Of the model, where nothing else tells.
+        format: The format that it will be written in.
+        family: The model's family, if nothing else shows it.
         prefix: Before the denoiser's layers in native format.
 
     Raises:
         LoraFormatError: The names contradict each other.
-        ConfigError: The format names layers by their family, and that cannot be told.
+        ConfigError: The format names layers by their family, which is not known.
     """
     names = parse_names(lora, family)
     layout = names.layout

@@ -4,17 +4,17 @@ By Eckart and Young (1936), of all matrices of rank r the one nearest to A in Fr
 A_r = Σ_{i≤r} σᵢ uᵢ vᵢᵀ, and its error is ‖A − A_r‖² = Σ_{i>r} σᵢ²: the energy that is discarded. The leading
 singular vectors are found exactly where that is cheap, else by block Krylov iteration.
 
-Whatever subspace is found, its error is known and not estimated: with orthonormal columns U,
-‖A − U Uᵀ A‖² = ‖A‖² − ‖Uᵀ A‖². Only how near that is to the optimum is an estimate.
+The error of whatever subspace is found is known exactly: with orthonormal columns U,
+‖A − U Uᵀ A‖² = ‖A‖² − ‖Uᵀ A‖². Only its distance from the optimum is an estimate.
 
 The error of the rounded factors L and X that are stored is known too, without forming their product:
 ‖A − L·X‖² = ‖A‖² − 2·tr(LᵀA·Xᵀ) + tr((LᵀL)(X·Xᵀ)), and LᵀA is at hand. For L and X cut to their first r columns
 and rows, the traces are sums over the leading r×r parts, so one pass gives the error of every rank.
 
-No files and no choice of device here: the work is done where the matrix lies.
+This module reads no files and chooses no device: the work is done on the matrix's device.
 
-`truncatable` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
-decomposed as far as is asked. In a metric the factors are weighed first, cut there, and mapped back.
+`truncatable` chooses the quicker way: QR of both factors and the SVD of their small core, or forming ΔW and
+decomposing it as far as needed. With a metric, the factors are weighed first, then cut, then mapped back.
 """
 
 import math
@@ -76,10 +76,11 @@ class RoundedFactors:
 
     Attributes:
         factors: In storage dtype, alpha = rank; their columns go by falling singular value.
-        spectrum: The singular values found, and ‖ΔW‖². None of them at full rank, which needs no SVD.
+        spectrum: The singular values found, and ‖ΔW‖². At full rank there are no values, since no SVD is needed.
         errors: (r + 1,), float64: ‖ΔW − up·down‖² of the rounded factors cut to their first 0 … r columns.
-            At full rank only the last is known, and the others are NaN.
-        weighted: The same errors in the metric that was asked for, in which the spectrum is too; `errors` without.
+            At full rank, only the last is known; the others are NaN.
+        weighted: The same errors in the metric, if one was given (the spectrum is then in that metric too); otherwise
+            `errors`.
     """
 
     factors: LoraFactors
@@ -116,24 +117,23 @@ def decompose(
 ) -> RoundedFactors:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
 
-    At full rank there is nothing to choose, so ΔW itself is stored beside a scaled identity: exact up to the
-    storage dtype, and without the rounding that the singular vectors on either side would add.
+    At full rank there is nothing to choose, so ΔW itself is stored, with a scaled identity as the other factor. This is
+    exact up to the storage dtype, and avoids the rounding of singular vectors on both sides.
 
-    Below it, up is rounded first and down is then the least-squares answer to the rounded up, which takes back
-    what the first rounding cost.
+    Below full rank, up is rounded first. Then down is the least-squares solution for the rounded up, which makes up for
+    that rounding.
 
-    In a metric, the nearest matrix of a rank is that of SᵀΔW·R, mapped back; least squares are taken there too.
+    With a metric, the nearest matrix of a rank is that of SᵀΔW·R, mapped back; least squares are taken there too.
 
     Args:
         delta: Change of a weight, (out, in) or (out, in, kh, kw), float32 or float64, finite.
-        rank: How many singular values to keep; the layer's own limit when it is larger. Fewer are kept where
-            the change has no more.
+        rank: How many singular values to keep, at most the layer's own limit. Fewer are kept if the change has fewer.
         dtype: Storage dtype.
-        norm: ‖ΔW‖ where it is known, to 10⁻⁶ of itself or better.
-        rounded: ΔW in bfloat16, where it is at hand.
-        with_spectrum: Decompose at full rank too, to have the singular values.
-        metric: In which the error is least; Frobenius norm without.
-        memory: For SᵀΔW·R, of the matrix's shape and dtype, where there is some to use again.
+        norm: ‖ΔW‖ if it is known, to 10⁻⁶ of itself or better.
+        rounded: ΔW in bfloat16, if the caller has it.
+        with_spectrum: Decompose at full rank too, to get the singular values.
+        metric: The metric in which the error is minimised; by default the Frobenius norm.
+        memory: A buffer for SᵀΔW·R, of the matrix's shape and dtype, if the caller has one to reuse.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
@@ -222,12 +222,12 @@ def _require_storable(delta: Tensor, *factors: Tensor) -> None:
 def at_full_rank(
     delta: Float[Tensor, "*shape"], dtype: torch.dtype, metric: LayerMetric | None = None
 ) -> RoundedFactors:
-    """ΔW itself beside a scaled identity, without an SVD.
+    """ΔW itself and a scaled identity as factors, without an SVD.
 
     Args:
         delta: As for `decompose`.
         dtype: Storage dtype.
-        metric: In which its size and the error of rounding are told; Frobenius norm without.
+        metric: The metric of the reported size and rounding error; by default the Frobenius norm.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
@@ -263,7 +263,7 @@ def factors_full_rank(delta: Tensor) -> LoraFactors:
         Factors of rank min(out, in·kh·kw) with alpha = rank, in delta's dtype.
 
     Raises:
-        LoraFormatError: `delta` is no matrix or convolution.
+        LoraFormatError: `delta` is not a matrix or convolution.
         NonFiniteError: `delta` holds NaN or Inf.
     """
     require_finite(delta)
@@ -285,14 +285,14 @@ def _balancing_power(largest: float) -> float:
 
 
 def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> tuple[Tensor, float]:
-    """Divide by a power of four where entries are so small or large that their squares leave float32.
+    """Divide by a power of four if the squares of the entries would leave the range of float32.
 
     Args:
         work: float32 or float64, finite.
-        norm: ‖work‖ where it is known, which saves a look at every entry.
+        norm: ‖work‖ if it is known, which saves a pass over the entries.
 
     Returns:
-        The matrix, itself where its scale is ordinary, and the power it was divided by.
+        The matrix, unchanged if its scale is ordinary, and the power that it was divided by.
     """
     typical = frobenius_norm(work) if norm is None else norm
     if typical == 0.0 or not math.isfinite(typical):
@@ -313,17 +313,17 @@ def leading_vectors(
     rounded: Float[Tensor, "m n"] | None = None,
     steep: bool = False,
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "m k"]]:
-    """The leading right singular vectors V, or a basis of a subspace that is as good, and their images A·V.
+    """The leading right singular vectors V, or a basis of an equally good subspace, and their images A·V.
 
-    The span of the images holds the leading left singular vectors, better than V does the right ones: A damps what is
-    not leading. At most `rank` columns.
+    The images approximate the leading left singular vectors better than V approximates the right ones, because A damps
+    all others. There are at most `rank` columns.
 
     Args:
         work: float32 or float64, finite, of ordinary scale (see `to_ordinary_scale`).
         rank: At least 1.
         total_energy: ‖work‖², summed in float64.
-        rounded: `work` in bfloat16, where it is at hand.
-        steep: Its singular values are likely to fall fast, as those of a weighed change do.
+        rounded: `work` in bfloat16, if the caller has it.
+        steep: Whether its singular values are likely to fall fast, as those of a weighed change do.
     """
     smaller = min(work.shape)
     kept = min(rank, smaller)
@@ -346,8 +346,7 @@ def leading_vectors(
 def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m r"]:
     """The leading left directions among images, each times √σ, by falling σ.
 
-    Directions that are only rounding are left out, but never all of them: of images that are zero, one column
-    of zeros is given.
+    Directions that are only rounding are left out. At least one column is returned: zeros if the images are zero.
     """
     directions: Tensor = images @ _singular_directions(images, rank)[0]
     return directions
@@ -430,8 +429,8 @@ def stored_errors(
 ) -> Float[Tensor, " ranks"]:
     """‖A − L·X‖² for the first 0 … r columns of L and rows of X, float64, where the matrix lies.
 
-    Where little is left, the products are formed again in float64; where next to nothing is, what is left is
-    formed itself. So each is right to 10⁻⁴ of itself, or as far as `total_energy` is.
+    If little is left, the products are formed again in float64; if almost nothing is, the remainder itself is formed.
+    So each error is right to 10⁻⁴ of itself, or as far as `total_energy` is.
 
     Args:
         matrix: A.
@@ -517,7 +516,7 @@ def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tenso
 
 
 def full_svd(work: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """All of U, Σ, Vᵀ; where the quick driver does not converge, the robust one does it.
+    """All of U, Σ, Vᵀ; if the quick driver does not converge, the robust one is used.
 
     Raises:
         SigmascopeError: Neither converges.
@@ -581,8 +580,8 @@ def truncatable(
 ) -> "Truncatable":
     """Take the quicker way to `wanted` singular values of a change given by factors.
 
-    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
-    wanted, ΔW is formed and decomposed as in an extraction.
+    QR of factors of rank 1280 (a LoRA at full rank) takes a second per layer. If only a few of many values are wanted,
+    ΔW is formed and decomposed as in an extraction.
 
     Args:
         factors: The change.
@@ -599,7 +598,7 @@ def truncatable(
 
 
 class FactoredChange:
-    """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
+    """A change given by LoRA factors, decomposed by QR of both and the SVD of their small core, in float64.
 
     Args:
         factors: The change.
@@ -617,7 +616,7 @@ class FactoredChange:
         return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
 
     def cut(self, rank: int) -> Truncated:
-        """The nearest change of this rank, at least 1; the factors as they are where nothing has to be cut.
+        """The nearest change of this rank, at least 1; the unchanged factors if nothing has to be cut.
 
         Raises:
             NonFiniteError: The factors do not fit the storage dtype.
@@ -678,9 +677,9 @@ class FactoredChange:
 
     @cached_property
     def norm(self) -> float:
-        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices.
+        """‖ΔW‖, from the singular values if they are computed already, otherwise from Gram matrices.
 
-        0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding.
+        0 if the columns cancel, as in a LoRA minus itself: what is left is rounding.
         """
         bound = norm_bound(self.factors)
         norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
@@ -719,7 +718,7 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
 
 
 class WeighedChange:
-    """A change given by factors, whose error is least in a metric: SᵀΔW·R = (Sᵀ·up)·(down·R) is cut, and mapped back.
+    """A change given by factors, cut in a metric: SᵀΔW·R = (Sᵀ·up)·(down·R) is cut and mapped back.
 
     Args:
         factors: The change.
@@ -749,7 +748,7 @@ class WeighedChange:
         return self._weighed.norm
 
     def cut(self, rank: int) -> Truncated:
-        """As of `FactoredChange`; of a rank, the change that is nearest in the metric."""
+        """As in `FactoredChange`, but nearest in the metric."""
         if self._factors.rank <= min(rank, max_rank(self.weight_shape)):
             same = FactoredChange(self._factors, self.dtype).cut(rank)
             return replace(same, weighted_error=self._weighted_error(same.factors))
@@ -777,13 +776,14 @@ class WeighedChange:
 
 
 class FormedChange:
-    """A change that is there as a whole: decomposed as far as is asked.
+    """A change that is formed as a whole, and decomposed as far as needed.
 
     Args:
         delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
         dtype: Storage dtype.
-        metric: In which the error is least, in the precision of the change; Frobenius norm without.
-        most_values: The most singular values above 0 that it can have; as many as its shape has when left out.
+        metric: The metric in which the error is minimised, in the precision of the change; by default the Frobenius
+            norm.
+        most_values: The most singular values above 0 that it can have; by default as many as its shape allows.
     """
 
     def __init__(

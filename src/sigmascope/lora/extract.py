@@ -1,10 +1,10 @@
 """Make a LoRA from two checkpoints: the truncated SVD of every layer's change.
 
-Both files are read a layer at a time. Finished layers are kept beside the target until all are there, so memory
-holds a few of the largest layers whatever the model's size, and a run that was killed goes on where it was.
+Both files are read a layer at a time. Finished layers are kept in a journal beside the target until all are done, so
+memory holds a few of the largest layers whatever the model's size, and a killed run continues where it stopped.
 
-With ranks or policies for single layers there is one round. A budget for the whole file compares layers, so it
-may ask for more singular values of some of them once it has seen those of all. The file is then written from the
+With ranks or policies for single layers there is one round. A budget for the whole file compares layers, so it may ask
+for more singular values of some layers once it has seen those of all. The file is then written from the
 journal, one layer at a time in the model's order.
 """
 
@@ -75,8 +75,8 @@ def extract_lora(
 ) -> "ExtractionReport":
     """Extract a LoRA such that base + LoRA ≈ tuned, with a YAML side-car.
 
-    Every Linear and convolution weight of the denoiser is compared. For each one that changed, the best factors
-    of the asked rank are stored (Eckart and Young, 1936; found to 0.1 % by block Krylov iteration), with alpha =
+    Every Linear and convolution weight of the denoiser is compared. For each one that changed, the best factors of the
+    requested rank are stored (Eckart and Young, 1936; found to 0.1 % by block Krylov iteration), with alpha equal to
     the stored rank. An existing LoRA at `save_to` is replaced once the new one is complete; the inputs are never
     written to.
 
@@ -93,9 +93,9 @@ def extract_lora(
         Every layer's rank, change and true error, measured on the factors as stored.
 
     Raises:
-        ConfigError: The target is one of the inputs or a folder, another run is writing it, a YAML that is no
-            description of an extraction has the side-car's name, the device is not there, PyYAML is missing, a
-            pattern matches no layer, or a budget cannot be met.
+        ConfigError: The target is one of the inputs or a folder, another run is writing it, some other YAML has the
+            side-car's name, the device is not there, PyYAML is missing, a pattern matches no layer, or a budget cannot
+            be met.
         ModelMismatchError: The checkpoints do not belong together, or nothing to extract differs.
         CheckpointError: An input cannot be read.
         NonFiniteError: NaN or Inf in an input, or factors too large for the storage dtype.
@@ -139,13 +139,13 @@ def check_extraction(
     save_to: str | PathLike[str],
     options: ExtractOptions,
 ) -> None:
-    """Refuse, before statistics are made, what `extract_lora` would refuse after: no weight is read here.
+    """Refuse, before statistics are made, what `extract_lora` would refuse afterwards. No weight is read.
 
     Args:
-        base: As of `extract_lora`, as all are.
+        base: As in `extract_lora`.
         tuned: The fine-tuned checkpoint.
         save_to: The file to write.
-        options: The statistics that they name need not be there yet.
+        options: The statistics that they name need not exist yet.
 
     Raises:
         SigmascopeError: As of `extract_lora`.
@@ -164,7 +164,7 @@ def check_extraction(
 
 
 def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
-    """The format asked for, or the one that tools for such a checkpoint read.
+    """The requested format, or for `auto` the one that tools for such a checkpoint read.
 
     Args:
         options: With the format, or `auto`.
@@ -246,8 +246,8 @@ def job_identity(
 ) -> str:
     """Text that is equal for equal inputs, options, software and kind of device.
 
-    Files are told by place, size and time of change: reading them whole would take as long as the job. What else
-    the file holds matters under a budget only: how much is left for a layer depends on it.
+    Files are identified by path, size and modification time, because reading them would take as long as the job. The
+    file's other content matters only under a budget: it determines how much is left for the layers.
     """
     # The instructions that decide how it rounds.
     processor = f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
@@ -599,11 +599,11 @@ def sidecar_text(report: ExtractionReport) -> str:
 
 
 def refuse_other_yaml(sidecar: Path) -> None:
-    """Refuse to replace a file of the side-car's name that describes no extraction.
+    """Refuse to replace a file of the side-car's name that does not describe an extraction.
 
     Raises:
-        ConfigError: Some file is there without the key `extraction_method`, or it cannot be read.
-        WriteError: What is there is a folder, no regular file or write-protected.
+        ConfigError: A file is there that lacks the key `extraction_method` or cannot be read.
+        WriteError: It is a folder, not a regular file, or write-protected.
     """
     require_writable(sidecar)
     if not sidecar.is_file():

@@ -4,7 +4,7 @@ LoRA (Hu et al., arXiv 2106.09685) writes the change of a weight W (out, in) as
 
     ΔW = s · up · down,    up (out, r),  down (r, in),  s = alpha / r.
 
-Everything here that can be had from r×r matrices is computed from them, without forming ΔW. A
+Whatever r×r matrices suffice for is computed from them, without forming ΔW. A
 convolution weight (out, in, kh, kw) is treated as the matrix (out, in·kh·kw). Sums run in float64: a
 float32 dot over millions of values is low by about 0.1 %, which makes errors look better than they are.
 """
@@ -44,7 +44,7 @@ class LoraFactors:
         weight_shape: Shape of the weight that is changed: (out, in) or (out, in, kh, kw).
 
     Raises:
-        LoraFormatError: The factors are no matrices of one rank ≥ 1, or do not fit `weight_shape`.
+        LoraFormatError: The factors are not matrices of one rank ≥ 1, or do not fit `weight_shape`.
         NonFiniteError: alpha is NaN or infinite.
     """
 
@@ -82,10 +82,10 @@ class LoraFactors:
 
     @property
     def scale(self) -> float:
-        """The factor alpha / rank; but 1 for factors that are the whole ΔW under an alpha of 9999.
+        """The factor alpha / rank, or 1 for factors that are the whole ΔW with an alpha of 9999.
 
-        Tools that are asked for "rank 9999" may store alpha 9999 beside the r = min(out, in) factors they
-        could make. Those factors are already the whole change.
+        Tools that are asked for "rank 9999" may store alpha 9999 with factors of rank min(out, in), the most that
+        there is. Those factors are already the whole change.
         """
         holds_everything = self.rank >= min(matrix_shape(self.weight_shape))
         if holds_everything and self.alpha > self.rank and self.alpha >= _SMALLEST_STORED_FULL_RANK:
@@ -109,8 +109,8 @@ class LoraFactors:
     def inner(self, other: "LoraFactors") -> float:
         """Frobenius inner product <ΔW₁, ΔW₂> of two changes of the same weight.
 
-        tr(ΔW₁ᵀΔW₂) = s₁s₂ · Σᵢⱼ (up₁ᵀup₂)ᵢⱼ (down₁ down₂ᵀ)ᵢⱼ, two r₁×r₂ matrices, in float64. Where the ranks are
-        above the weight's own size, the changes themselves are smaller.
+        tr(ΔW₁ᵀΔW₂) = s₁s₂ · Σᵢⱼ (up₁ᵀup₂)ᵢⱼ (down₁ down₂ᵀ)ᵢⱼ, two r₁×r₂ matrices, in float64. If the ranks
+        exceed the weight's own size, the changes themselves are smaller and are formed.
 
         Raises:
             ModelMismatchError: The two change weights of different shape.
@@ -187,7 +187,7 @@ class LoraFactors:
     ) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, "inner l"]]:
         """Give Q₁, s·R₁R₂ᵀ, Q₂ in float64, with ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ and orthonormal columns in both Q.
 
-        k = min(r, out) and l = min(r, in·kh·kw): all that is to know of ΔW is in a matrix no larger than r×r.
+        k = min(r, out) and l = min(r, in·kh·kw): a matrix no larger than r×r holds all that there is to know about ΔW.
         """
         left, left_core = torch.linalg.qr(as_float64(self.up))
         right, right_core = torch.linalg.qr(as_float64(self.down).mT)
@@ -222,7 +222,7 @@ def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
 
 
 def norm_bound(factors: LoraFactors) -> float:
-    """What ‖ΔW‖ cannot exceed: the scale times ‖up‖·‖down‖."""
+    """An upper bound of ‖ΔW‖: the scale times ‖up‖·‖down‖."""
     return abs(factors.scale) * frobenius_norm(factors.up) * frobenius_norm(factors.down)
 
 
@@ -241,9 +241,9 @@ def row_pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def add_product(total: Tensor, up: Tensor, down: Tensor, strength: float) -> None:
     """Total += strength · up·down, rounded as if the product were formed first.
 
-    One pass does both where that changes no bit: the strength is a power of two, so that scaling a factor is exact,
-    and the sum over the rank is complete before `total` joins it. Otherwise it would be rounded at the size of
-    `total` several times, as it is over a large rank or in a narrow matrix.
+    One pass does both if that changes no bit: the strength must be a power of two, so that scaling a factor is exact,
+    and the sum over the rank must be complete before `total` is added. With a large rank or a narrow matrix it would
+    not be, and would be rounded several times at the size of `total`.
 
     Args:
         total: A matrix, changed in place.

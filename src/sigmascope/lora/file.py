@@ -165,7 +165,7 @@ class LoraFile:
 
 
 class LazyDict(Mapping[str, Value], Generic[Key, Value]):
-    """A mapping that makes a value at each access, and none for iterating, counting or `in`.
+    """A mapping that makes a value at each access; iterating, counting and `in` make none.
 
     Args:
         sources: What each value is made from.
@@ -190,7 +190,7 @@ class LazyDict(Mapping[str, Value], Generic[Key, Value]):
 
 
 def as_text(name: str | os.PathLike[str]) -> str:
-    """A file name for a text in UTF-8: bytes that are not UTF-8 become U+FFFD."""
+    """A file name as valid UTF-8 text: other bytes become U+FFFD."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 

@@ -1,12 +1,12 @@
 """Fit a LoRA's factors to the tuned model's outputs, so that its layers make up for each other's errors.
 
-A truncation takes each layer's change by itself, and what the layers leave out adds up in the picture. `fit_lora` looks
-at all of them together: the tuned model runs on a few inputs and its calls are kept (`record_calls`), then base and
-LoRA are called with the same arguments, and Adam (arXiv 1412.6980) makes the mean square of the difference of the
-outputs small. That is distillation (Hinton, Vinyals and Dean, arXiv 1503.02531), with the tuned model as the teacher
-and no other data. Ranks, names and size of the file stay.
+A truncation takes each layer's change by itself, and the errors of the layers add up in the picture. `fit_lora` fits
+all layers together: the tuned model runs on a few inputs and its calls are recorded (`record_calls`). Base and LoRA are
+called with the same arguments, and Adam (arXiv 1412.6980) minimises the mean squared difference of the outputs. That is
+distillation (Hinton, Vinyals and Dean, arXiv 1503.02531), with the tuned model as the teacher and no other data. The
+file's ranks, names and size stay the same.
 
-Some inputs are held out. If the fit does not come nearer on those, the factors stay as they were.
+Some inputs are held out. If the fit comes no nearer on those, the factors stay unchanged.
 """
 
 import inspect
@@ -104,14 +104,15 @@ class FittedLora:
     """A LoRA after a fit.
 
     Attributes:
-        lora: As it was given, with other factors; the very one if the fit came no nearer.
+        lora: The LoRA with fitted factors; the given one itself if the fit came no nearer.
         before: Error of the outputs with the LoRA as it was given, as a share of what tuning changed in them: 0 is the
             tuned model, 1 is the base.
-        after: The same after the fit. Above `before` the fit was given up.
-        held_out: Calls on which both are measured; 0: there was a single input, and they are its own.
-        calls: On which was fitted.
-        steps: Of the optimizer.
-        seconds: The fit took, without recording.
+        after: The same after the fit. If it is above `before`, the fit was discarded.
+        held_out: Number of held-out calls on which both are measured; 0 if there was a single input, whose own calls
+            are then used.
+        calls: Number of calls that the LoRA was fitted to.
+        steps: Steps of the optimizer.
+        seconds: How long the fit took, without recording.
     """
 
     lora: LoraFile
@@ -136,20 +137,20 @@ def fit_lora(
     *,
     progress: Progress = no_progress,
 ) -> FittedLora:
-    """Fit the factors of a LoRA to what the tuned model gave.
+    """Fit the factors of a LoRA to the tuned model's outputs.
 
-    Takes the memory of a training of the LoRA: activations of one call, and four float32 copies of the factors.
+    This takes as much memory as training the LoRA: activations of one call, and four float32 copies of the factors.
 
     Args:
-        model: The base's denoiser. It is as it was afterwards.
+        model: The base's denoiser. Afterwards it is as it was before.
         lora: Plain factors, such as `extract_lora` makes; modules for other parts of the pipeline stay as they are.
-        recorded: Calls of the tuned model's denoiser, by the input that they were made for.
-        options: Steps, learning rate and the like; the defaults when left out.
-        progress: Told after each step.
+        recorded: Calls of the tuned model's denoiser, a list for each input.
+        options: Steps, learning rate and so on.
+        progress: Called after each step.
 
     Raises:
-        ConfigError: Nothing was recorded, tuning changed nothing in the outputs, or the model is in float16.
-        ModelMismatchError: The LoRA does not fit the model, or joins layers that the model has apart.
+        ConfigError: Nothing was recorded, the base's outputs equal the tuned model's, or the model is in float16.
+        ModelMismatchError: The LoRA does not fit the model, or fuses layers that the model has separately.
         LoraFormatError: The LoRA holds more than up and down factors.
         NonFiniteError: The outputs or the loss became NaN or infinite.
     """
@@ -237,11 +238,11 @@ def _trained(model: nn.Module, lora: LoraFile) -> Iterator[tuple[dict[str, "Trai
 
 
 class TrainedFactors:
-    """Up and down of a layer's branch as float32 leaves, with the LoRA's own scale in `up`.
+    """Up and down of a layer's branch as trainable float32 tensors, with the LoRA's own scale in `up`.
 
     Args:
-        factors: As the file has them.
-        layer: Where they act.
+        factors: The file's factors.
+        layer: The layer that they act on.
     """
 
     def __init__(self, factors: LoraFactors, layer: Layer) -> None:
@@ -263,11 +264,11 @@ class TrainedFactors:
         return self.up.detach(), self.down.detach(), self.scale
 
     def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Up and down on the tensor's device and in its dtype; gradients come back to the leaves."""
+        """Up and down on the tensor's device and in its dtype; gradients reach the trained tensors."""
         return self.up.to(tensor.device, tensor.dtype), self.down.to(tensor.device, tensor.dtype)
 
     def round(self) -> None:
-        """Round the leaves as the file will."""
+        """Round the trained tensors to the file's dtypes."""
         with torch.no_grad():
             self.up.copy_(self.up.to(self._given.up.dtype))
             self.down.copy_(self.down.to(self._given.down.dtype))
@@ -377,9 +378,9 @@ def record_calls(
 
     Args:
         model: The denoiser of the tuned model.
-        run: Calls it, directly or through a pipeline. If it is a generator, it yields after each input; without, each
-            call is an input.
-        progress: Told after each call, with the number of calls so far.
+        run: Calls it, directly or through a pipeline. A generator yields after each input; otherwise each call counts
+            as an input.
+        progress: Called after each call, with the number of calls so far.
 
     Returns:
         The calls of each input, in their order.

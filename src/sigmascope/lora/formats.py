@@ -1,6 +1,6 @@
 """LoRA file formats: how kohya, PEFT, ComfyUI and native (LBM) files name a module and its tensors.
 
-A `LoraFormat` tells its own files by their keys and names modules; its `FactorKeys` names their tensors.
+A `LoraFormat` recognises its files by their keys and names modules; its `FactorKeys` names their tensors.
 
 - **kohya** flattens the whole path into one word, `lora_unet_down_blocks_1_resnets_0_conv1`, as sd-scripts and its
   kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of their original files.
@@ -15,14 +15,14 @@ A `LoraFormat` tells its own files by their keys and names modules; its `FactorK
   `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar `<module>.alpha`; the header says
   `lbm_native_naming: "true"`. A model of any other family has its own paths in the same way.
 
-Of a file that is read, each key is a module's name and an ending that says what the tensor is (`group_keys`). The
-endings are those of kohya's and LyCORIS' tools (`.lora_up.weight`, `.alpha`, `.hada_w1_a`, `.diff`), of PEFT
-(`.lora_A.weight`, with the adapter's name between in files saved from a live model) and of diffusers before it used PEFT
-(`.lora.up.weight`, `.processor.to_q_lora.up.weight`, `.lora_linear_layer.up.weight`). A module's tensors are then one or
-several entries (`entries_of`): plain factors, LoHa, a difference, each one change of one tensor of the model.
+In a file, each key is a module's name and an ending that says what the tensor is (`group_keys`). The endings are those
+of kohya's and LyCORIS' tools (`.lora_up.weight`, `.alpha`, `.hada_w1_a`, `.diff`), of PEFT (`.lora_A.weight`, with the
+adapter's name between in files saved from a live model) and of diffusers before it used PEFT (`.lora.up.weight`,
+`.processor.to_q_lora.up.weight`, `.lora_linear_layer.up.weight`). A module's tensors form one or several entries
+(`entries_of`). Each entry (plain factors, LoHa, a difference, …) is one change of one tensor of the model.
 
-Where plain factors are written with an alpha, it is r, so that a reader which ignores it gets the same ΔW. Only a kohya
-file of a U-Net whose attention has modules of different rank has one alpha for all of them: see `KOHYA`.
+If plain factors are written with an alpha, it equals r, so that a reader that ignores alpha gets the same ΔW. There is
+one exception: a kohya file of a U-Net with attention modules of different ranks has one alpha for all: see `KOHYA`.
 """
 
 import json
@@ -108,7 +108,7 @@ class KeyGroups:
     Attributes:
         groups: Key by role, for each module.
         unused: Keys that belong to no module.
-        by_peft: Whether some key is written as PEFT and diffusers do, and not as kohya does.
+        by_peft: Whether some key is written as PEFT and diffusers write it, not as kohya does.
     """
 
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -117,12 +117,12 @@ class KeyGroups:
 
     @property
     def any_flat(self) -> bool:
-        """Whether some name is one word, as kohya's are."""
+        """Whether some name has underscores instead of dots, like kohya's."""
         return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in self.groups)
 
     @property
     def any_of_comfyui(self) -> bool:
-        """Whether some name begins as ComfyUI's do."""
+        """Whether some name has one of ComfyUI's prefixes."""
         return any(name.startswith(COMFYUI_STARTS) for name in self.groups)
 
 
@@ -131,11 +131,11 @@ class FactorKeys:
     """The ends of a module's keys.
 
     Attributes:
-        up: Of the up factor.
-        down: Of the down factor.
-        alpha: Of the alpha; None where the format has none.
-        holds_changes: Whether LoHa, LoKr, DoRA and differences are written too, as kohya's tools name them.
-        magnitude: Of DoRA's magnitudes per output, where the format writes those but no other changes.
+        up: Ending of the up factor.
+        down: Ending of the down factor.
+        alpha: Ending of the alpha; None if the format has none.
+        holds_changes: Whether LoHa, LoKr, DoRA and differences are written too, under the names of kohya's tools.
+        magnitude: Ending of DoRA's magnitudes per output, if the format writes those but no other changes.
     """
 
     up: str = "lora_up.weight"
@@ -163,13 +163,13 @@ class LoraFormat:
 
     Attributes:
         name: As in `LoraFile.format`.
-        recognises: Whether a file with these keys is of this format, and of no other that recognises it.
+        recognises: Whether a file with these keys has this format; no two formats recognise the same file.
         takes_rest: Whether it takes the files that no other format recognises.
-        used_by: Who reads it, for users.
-        usual_naming: In which naming of a known family's layers its names are; None: the checkpoint's own.
-        writable: Namings of a model whose family is not known that it can be written from: such a model's own names
-            are all there is.
-        module_name: The name of a module by the part of the model, the layer's path there in that naming, the
+        used_by: Which tools read it, in words for users.
+        usual_naming: The naming of its layers for a model of a known family; None for the checkpoint's own.
+        writable: The namings from which it can be written for a model of an unknown family, which has only its own
+            names.
+        module_name: Gives the name of a module from the part of the model, the layer's path there in that naming, the
             checkpoint's layout, and the prefix that the user asked for.
         keys: How a module's tensors are named.
     """
@@ -184,7 +184,7 @@ class LoraFormat:
     takes_rest: bool = False
 
     def naming(self, family: str) -> Naming | None:
-        """In which naming of a family's layers the names are; None: the checkpoint's own."""
+        """The naming of a family's layers that the names follow; None for the checkpoint's own."""
         if family == "unknown":
             return None
         return family_named(family).kohya_naming if self.name == "kohya" else self.usual_naming
@@ -202,8 +202,8 @@ class LoraFormat:
         Args:
             layer: The layer's path in the checkpoint, without `.weight`.
             layout: The checkpoint's.
-            prefix: What to write before the denoiser's names where the format leaves it open; "" for nothing.
-            blocks: The U-Net's; the family's own when left out.
+            prefix: What to write before the denoiser's names if the format leaves it open; "" for nothing.
+            blocks: The U-Net's blocks; by default the family's own.
 
         Raises:
             LoraFormatError: The format has no name for such a layer.
@@ -218,10 +218,10 @@ class LoraFormat:
         return self.named(layer, placed, layout, prefix)
 
     def placement(self, layer: str, layout: ModelLayout, *, blocks: UnetBlocks | None = None) -> str | Row:
-        """The layer's path in the format's naming; a line of the table where it is no layer of its own there.
+        """The layer's path in the format's naming; a line of the table if it is not a separate layer there.
 
         Raises:
-            LoraFormatError: The layer has no name there that is known.
+            LoraFormatError: The layer has no known name in that naming.
         """
         wanted = self.naming(layout.family)
         part, path = layout.split(layer)
@@ -235,8 +235,8 @@ class LoraFormat:
     def keys_for(self, layer: str, layout: ModelLayout, blocks: UnetBlocks | None = None) -> list[str]:
         """The keys of a layer's up, down and alpha, for `StorageCost`.
 
-        Those of a layer that is joined with others are made of its own name: there are fewer in the file, and none
-        is much longer.
+        For a layer that is joined with others, they are made from its own name: the file has fewer keys, and none is
+        much longer.
         """
         try:
             return self.keys.of(self.name_for(layer, layout, blocks=blocks))
@@ -270,10 +270,11 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
 
 
 def alphas_mislead(lora_format: LoraFormat, ranks: Mapping[str, int], layout: ModelLayout) -> bool:
-    """Whether diffusers would scale a U-Net's attention by other modules' alphas, where alpha is each one's rank.
+    """Whether diffusers would scale a U-Net's attention by other modules' alphas if each module's alpha were its rank.
 
-    Of kohya's files it files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those the
-    alpha that most modules of their model have: which is right where that is their own, or all have the same.
+    When diffusers (as of 0.42) reads kohya's files, it stores the alphas of attention projections under names that no
+    layer has. So these layers get the alpha that most modules of their model have. That is right only if it is their
+    own.
     """
     if lora_format.name != "kohya" or layout.family not in UNET_FAMILIES:
         return False
@@ -321,10 +322,10 @@ def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | 
 
 
 def peft_header(ranks: Mapping[str, int], *, has_dora: bool) -> dict[str, str]:
-    """PEFT's configuration of each component, where diffusers would not find the rank of a `text_projection`.
+    """PEFT's configuration of each component, if diffusers would not find the rank of a `text_projection`.
 
-    It looks at the ranks of a text encoder's attention and feed-forward layers alone (as of 0.42), gives any other
-    the rank that most of these have, and refuses the file if it has another one.
+    Diffusers (as of 0.42) only looks at the ranks of a text encoder's attention and feed-forward layers. It assumes
+    their most frequent rank for any other layer, and refuses the file if that layer has another rank.
     """
     components = _by_start(ranks, ".", 1)
     if all(_finds_ranks(name, of_component) for name, of_component in components.items()):
@@ -447,11 +448,11 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
         keys: All of its keys.
 
     Returns:
-        The modules in the file's order. Names are those of the file, without what wrappers put into them:
+        The modules in the file's order. Their names are the file's, without the parts that wrappers add:
         `base_model.model.`, `.processor`, an adapter's name.
 
     Raises:
-        LoraFormatError: A kind that is not read, two adapters in one file, or two keys for one role.
+        LoraFormatError: An unsupported kind of change, two adapters in one file, or two keys for one role.
     """
     groups, adapters = KeyGroups(), set[str]()
     for key in keys:
@@ -531,7 +532,7 @@ class Entry:
         roles: Key of each tensor, by role.
         alpha: Key of the alpha.
         magnitude: Key of DoRA's magnitudes; they make any kind of change a `dora`.
-        by_peft: Whether the magnitudes are as PEFT writes them, which is always per output.
+        by_peft: Whether the magnitudes are PEFT's, which are always per output.
     """
 
     name: str
@@ -556,7 +557,7 @@ def entries_of(path: Path, groups: KeyGroups) -> list[Entry]:
         groups: Its keys. A magnitude that has nothing to act on joins the unused ones.
 
     Raises:
-        LoraFormatError: A factor without its partner, or a module that is two things at once.
+        LoraFormatError: A factor lacks its partner, or a module has two kinds of change at once.
     """
     return [entry for name, group in groups.groups.items() for entry in _entries(path, name, group, groups)]
 

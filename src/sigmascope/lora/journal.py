@@ -1,10 +1,10 @@
 """Finished layers of a long job, kept beside its target so that a killed run can go on.
 
-A journal is one append-only file of records, each with a checksum. A record that was being written when the
-process died has none that fits, and is cut off when the journal is opened again. The first record says what the
-job was; a journal of any other job, or of inputs that have changed since, is begun anew.
+A journal is one append-only file of records, each with a checksum. If the process died while it wrote a record, that
+record's checksum does not match, and it is cut off when the journal is opened again. The first record says what the job
+was; the journal of another job, or of inputs that have changed since, is started anew.
 
-One process alone works in the file, also in a folder that others may write to.
+Only one process uses the file at a time, even in a folder that other users may write to.
 """
 
 import errno
@@ -40,7 +40,7 @@ _LOCKED_BY_ANOTHER: Final = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class Journal:
-    """A context manager; leaving it on any exception or in peace removes the file, a kill does not.
+    """A context manager: leaving it, normally or by an exception, removes the file; a kill leaves it.
 
     Records may be appended from several threads.
 
@@ -49,8 +49,8 @@ class Journal:
         job: What identifies the job and its inputs. Only a journal of the same text is resumed.
 
     Raises:
-        ConfigError: Another process is at the same target; on entering.
-        WriteError: The journal cannot be written; on entering and appending.
+        ConfigError: On entering: another process works on the same target.
+        WriteError: On entering and appending: the journal cannot be written.
     """
 
     def __init__(self, target: Path, job: str) -> None:
@@ -124,8 +124,8 @@ class Journal:
         """The tensors (on the CPU) and facts of a record.
 
         Raises:
-            KeyError: There is none of that name.
-            CheckpointError: It was whole and is not any more.
+            KeyError: There is no record of that name.
+            CheckpointError: It was complete and no longer is.
         """
         with self._lock:
             content = self._content_at(self._places[name])
@@ -192,20 +192,20 @@ def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a file of this user for this process alone, or begin it, empty.
+    """Open a file of this user for this process alone; create it empty if it is not there.
 
-    Where others may write to the folder too, anyone can put something in its place: a link would have another file
-    overwritten, and what a file of theirs says would be believed. Such a thing is removed.
+    If other users may write to the folder, they can put something else in the file's place: a link would make us
+    overwrite another file, and we would trust the content of a file of theirs. Such an entry is removed.
 
     Args:
         path: The file.
 
     Returns:
-        It, unbuffered, for reading and writing. The lock goes when it is closed: remove it before.
+        The file, unbuffered, for reading and writing. Closing it releases the lock, so remove the file before.
 
     Raises:
         ConfigError: Another process has it open.
-        OSError: It cannot be opened, or what is in its place cannot be removed.
+        OSError: It cannot be opened, or a foreign entry in its place cannot be removed.
     """
     while True:
         with suppress(FileExistsError):

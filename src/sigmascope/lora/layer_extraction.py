@@ -3,9 +3,9 @@
 With ranks or policies for single layers there is one round. A budget for the whole file compares layers, so it
 may ask for more singular values of some of them once it has seen those of all.
 
-Reading, widening, subtracting and three sums over tens of millions of values cost more in memory traffic than
-in arithmetic when each is a pass of its own, and fresh memory for each layer costs a page fault every 4 KiB. So
-layers are read and subtracted in pieces that stay in the processor's cache, into memory that is used again.
+Reading, widening, subtracting and three sums over tens of millions of values are limited by memory traffic if each is
+a separate pass, and fresh memory for each layer costs a page fault every 4 KiB. So layers are read and subtracted in
+pieces that stay in the processor's cache, into memory that is reused.
 """
 
 import json
@@ -77,23 +77,23 @@ class ExtractOptions:
     Attributes:
         rank: Rank of Linear layers; 9999 keeps everything.
         conv_rank: Rank of convolutions; 9999 keeps everything.
-        save_precision: Storage of the factors. fp16 and bf16 take the same space; fp16 rounds eight times
-            finer and the factors' balanced scaling keeps them far from its limits, so it is the default.
-        min_diff: A layer whose largest change is below this is left out. 0 leaves out unchanged ones only.
+        save_precision: Dtype of the stored factors. fp16 and bf16 take the same space; fp16 is the default because it
+            rounds eight times finer, and the factors' balanced scaling keeps them far from its limits.
+        min_diff: Layers whose largest change is below this are left out. 0 leaves out only unchanged layers.
         target_coverage: `attention`: the projections of attn1 and attn2. `extended`: also the feed-forward
             layers and proj_in/proj_out around them. `full`: every Linear and convolution layer.
         device: Where to decompose: `auto` (CUDA when there is one, else CPU) or a torch device.
         rules: How much rank each layer gets, in place of `rank` and `conv_rank`.
-        budget: What all layers share; of `rules`, only overrides and exclusions then count.
-        biases_and_norms: Keep the changes of biases, norms and embeddings too, whole, as `diff`.
+        budget: The size or error that all layers share; then only the overrides and exclusions of `rules` count.
+        biases_and_norms: Also store the changes of biases, norms and embeddings, in full, as `diff`.
         format: Of the LoRA: `native`, `kohya`, `peft`, `comfyui`; `auto` is what the model's own tools read.
         pairing: Which parts of the models are compared, and what may be left out of the comparison.
         workers: Threads on the CPU, one core each; as many as cores when left out.
         budget_weights: How much each layer's squared error counts under a budget: `relative`, as its share of the
             layer's own ‖W‖²; `plain`, as it is; or a JSON file of layers and weights. `statistics` replace it.
-        statistics: A file of `sigmascope.lora.statistics`: the error of what the layers put out is least, in place
-            of that of their weights.
-        ridge: Weight of directions that the statistics never met, as a share of the mean.
+        statistics: A file of `sigmascope.lora.statistics`: the factors then minimise the error of the layers' outputs
+            instead of that of their weights.
+        ridge: Weight of directions that never occurred in the statistics, as a share of the mean.
 
     Raises:
         ConfigError: A value makes no sense; the message names the flag.
@@ -133,7 +133,7 @@ class ExtractOptions:
 
     @property
     def rank_rules(self) -> RankRules:
-        """`rules`, or the fixed ranks as such."""
+        """`rules`, or rules made of `rank` and `conv_rank`."""
         return self.rules or RankRules(FixedRank(self.rank, self.conv_rank))
 
     @property
@@ -202,15 +202,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 class Extraction:
-    """Decomposes the layers of a pair into a journal; what the journal holds already is not done again.
+    """Decomposes the layers of a pair into a journal, and skips layers that the journal already holds.
 
     Args:
         pair: The checkpoints.
         options: What to keep.
-        journal: Open.
+        journal: The open journal.
         device: Where to compute.
-        progress: Told after each layer, with the error so far.
-        statistics: In whose metric the error is least; in Frobenius norm without.
+        progress: Called after each layer, with the error so far.
+        statistics: The statistics whose metric the error is minimised in; by default the Frobenius norm is.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Extraction:
         """Decompose every layer at the rank of its own policy, in the order of the pair's layers.
 
         Args:
-            storage: What factors take in the file: under a budget all layers together choose their ranks by it.
+            storage: How many bytes factors take in the file; a budget chooses the ranks of all layers by it.
 
         Raises:
             SigmascopeError: From reading, decomposing or storing a layer.
@@ -352,12 +352,12 @@ class Extraction:
 
 @dataclass(frozen=True, slots=True)
 class DecomposedLayer:
-    """A layer with the place of its factors and the rank it gets.
+    """A layer, where its factors are, and the rank that it gets.
 
     Attributes:
-        name: Of its record in the journal.
-        record: What was found.
-        rank: 0: it is not in the LoRA.
+        name: Name of its record in the journal.
+        record: What was measured.
+        rank: Its rank; 0 if it is not in the LoRA.
     """
 
     name: str
@@ -371,10 +371,10 @@ class DecomposedLayer:
 
 
 def layer_weights(options: ExtractOptions, records: "Mapping[str, LayerRecord]") -> Mapping[str, float]:
-    """How much each layer's squared error counts under a budget; a metric has it in itself.
+    """How much each layer's squared error counts under a budget; a metric includes such weights already.
 
     Raises:
-        ConfigError: `budget_weights` names no JSON object of layers and weights.
+        ConfigError: `budget_weights` does not name a JSON object of layers and weights.
     """
     if options.statistics is not None:
         return {}
@@ -417,14 +417,14 @@ def extract_layer(
     options: ExtractOptions,
     left_out: LeftOutReason | None = None,
 ) -> "tuple[LayerRecord, LoraFactors | None]":
-    """Read a layer's change and give what is to be stored of it.
+    """Read a layer's change and compute the factors to store.
 
     Args:
-        reader: Of the pair.
-        layer: Its path.
-        policy: How much rank; or simply how many singular values, of which the choice is made later.
+        reader: The pair's reader.
+        layer: The layer's path.
+        policy: How much rank it gets, or how many singular values to compute for a later choice.
         options: Storage dtype, and the least change that is kept.
-        left_out: Why it is not wanted, if so; its change is measured all the same.
+        left_out: The reason if the layer is not wanted; its change is measured anyway.
 
     Raises:
         SigmascopeError: Naming the layer.
@@ -512,13 +512,13 @@ def _decompose(
 
 
 class LayerReader:
-    """Reads layers of a pair into memory of its own, one set for each thread that calls it.
+    """Reads layers of a pair into its own buffers, one set for each thread that calls it.
 
     Args:
         pair: The two checkpoints.
         device: Where the difference is formed and stays.
-        statistics: Of the model's layers, for `metric`.
-        ridge: Weight of directions that they never met.
+        statistics: Statistics of the model's layers, for `metric`.
+        ridge: Weight of directions that never occurred in them.
     """
 
     def __init__(
@@ -537,7 +537,7 @@ class LayerReader:
         self._threads = ThreadScratch()
 
     def metric(self, layer: str, dtype: torch.dtype) -> LayerMetric | None:
-        """In what a layer's error is least; None for Frobenius norm, which it is without statistics."""
+        """The metric in which a layer's error is minimised; without statistics None, for the Frobenius norm."""
         if self._statistics is None:
             return None
         part, path = self._pair.layout.split(layer)
@@ -624,11 +624,11 @@ class LayerDelta:
 
     Attributes:
         delta: ΔW, float32 or float64, of the weight's shape. Valid until this thread reads the next layer.
-        rounded: ΔW in bfloat16, where iterations are faster in it; None elsewhere.
+        rounded: ΔW in bfloat16 on devices where iterations are faster in it; otherwise None.
         delta_norm: ‖ΔW‖, to 10⁻⁷ of itself.
         base_norm: ‖W‖ of the base.
         largest: max |ΔW|.
-        memory: For the change as a metric weighs it, (out, in·kh·kw), where there is some to use again.
+        memory: A buffer (out, in·kh·kw) for the change weighed by a metric, if there is one to reuse.
     """
 
     delta: Float[Tensor, "*shape"]
@@ -641,18 +641,19 @@ class LayerDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRecord:
-    """What is known of a layer when its turn is over.
+    """What was measured of a layer, and what is stored of it.
 
     Attributes:
-        shape: Of its weight.
+        shape: Shape of its weight.
         delta_norm: ‖ΔW‖.
         base_norm: ‖W‖ of the base.
         largest: max |ΔW|.
-        reason: Why it is not in the LoRA; None where it is.
-        whole: Kept at full rank, as ΔW itself: its factors are made again when they are written.
+        reason: Why it is not in the LoRA; None if it is.
+        whole: Whether it is kept at full rank, as ΔW itself: its factors are computed again when they are written.
         values: (k,), the singular values found.
         errors: (r + 1,), squared errors of the stored factors cut to their first 0 … r columns.
-        weighted_norm: ‖SᵀΔW·R‖ in the metric of the layer's statistics, in which `values` are; ‖ΔW‖ without any.
+        weighted_norm: ‖SᵀΔW·R‖ in the metric of the layer's statistics, which `values` are in too; ‖ΔW‖ without
+            statistics.
         weighted: `errors` in that metric.
     """
 
@@ -695,7 +696,7 @@ class LayerRecord:
 
 
 def write_record(journal: Journal, name: str, record: LayerRecord, factors: LoraFactors | None) -> None:
-    """Keep a layer's record with its factors; those of a whole layer are cheaper to make again.
+    """Keep a layer's record and factors, but not those of a whole layer, which are cheaper to compute again.
 
     Raises:
         WriteError: The disk refuses.
@@ -719,7 +720,7 @@ def read_record(journal: Journal, name: str) -> LayerRecord:
 def read_factors(
     journal: Journal, reader: LayerReader, layer: str, decomposed: DecomposedLayer, dtype: torch.dtype
 ) -> LoraFactors:
-    """The factors of a layer as they are stored, cut to the rank it gets; those of a whole layer are made again."""
+    """The stored factors of a layer, cut to its rank; those of a whole layer are computed again."""
     if decomposed.record.whole:
         return at_full_rank(reader.read(layer).delta, dtype).factors
     tensors, facts = journal.read(decomposed.name)

@@ -13,11 +13,12 @@ vectors whose error falls exponentially in the number of steps times the square 
 Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within its basis K the best
 vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and (AK)ᵀ(AK) alone.
 
-Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
-perturbation of it by ε costs ε² in energy. Where almost everything is captured, that ε² would show beside what
-is left; then what was found is taken out of the matrix and the search goes on in the rest.
+Iterations may run in bfloat16, with products summed in float32: they only have to find a subspace, and perturbing it by
+ε costs ε² in energy. If almost everything is captured, that ε² would show in what is left. Then the part that was found
+is subtracted from the matrix, and the search continues in the rest.
 
-A `Spectrum` is what is known of a change's singular values: the largest, the energy of all, stable and effective rank.
+A `Spectrum` holds what is known about a change's singular values: the largest, the energy of all, stable and effective
+rank.
 """
 
 import math
@@ -70,10 +71,11 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
 
 
 def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
-    """‖tensor‖ in one pass in the cache, of at most float32, by `blocked_energy`; others as `frobenius_norm`.
+    """‖tensor‖ in one pass that stays in the cache (`blocked_energy`), for dtypes up to float32; otherwise
+    `frobenius_norm`.
 
     Returns:
-        The norm, off by less than 10⁻⁷ of it; NaN or Inf when the tensor holds any.
+        The norm, with a relative error below 10⁻⁷; NaN or Inf if the tensor holds any.
     """
     if tensor.dtype not in _UP_TO_FLOAT32:
         return frobenius_norm(tensor)
@@ -88,8 +90,8 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
 def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them.
 
-    Runs that short are off by about 10⁻⁸ of the sum, and by no more than 10⁻⁶ whatever the values, where one
-    float32 sum over millions is off by 10⁻³. Values whose squares leave float32's range are summed in float64.
+    Sums over such short runs are off by about 10⁻⁸, and by at most 10⁻⁶ whatever the values; a single float32 sum over
+    millions is off by 10⁻³. Values whose squares leave float32's range are summed in float64.
 
     Args:
         tensor: Contiguous, any length.
@@ -112,7 +114,7 @@ def root_sum_square(norms: list[float]) -> float:
 
 
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
-    """float64 when it is among them, else float32. Unlike torch.promote_types it takes float8 too."""
+    """float64 if it is among the dtypes, otherwise float32. Unlike torch.promote_types, it accepts float8 too."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -122,13 +124,13 @@ def is_real(dtype: torch.dtype) -> bool:
 
 
 def as_float64(tensor: Tensor) -> Tensor:
-    """A detached float64 copy; on the CPU, where the device has no float64, as Apple's."""
+    """A detached float64 copy; on the CPU if the device has no float64, like Apple's."""
     source = tensor.detach()
     return (source if has_float64(source.device) else source.cpu()).to(torch.float64)
 
 
 def gram_in_double(columns: Tensor) -> Tensor:
-    """XᵀX in float64: in float32, whatever is below 10⁻³·⁵ of the largest column would be lost in it."""
+    """XᵀX in float64: in float32 it would lose whatever is below 10⁻³·⁵ of the largest column."""
     wide = as_float64(columns)
     return wide.mT @ wide
 
@@ -142,8 +144,9 @@ def symmetric_eigen(gram: Float[Tensor, "k k"]) -> tuple[Float[Tensor, " k"], Fl
 def orthonormal_rows(rows: Float[Tensor, "k n"]) -> Float[Tensor, "j n"]:
     """An orthonormal basis of the rows' span, without those that depend on the others.
 
-    By the Gram matrix, which is several times as fast as Householder QR for long rows and good for a condition
-    number of some hundreds; rows beyond that are dropped. The first basis vectors lie along the largest directions.
+    It uses the Gram matrix, which for long rows is several times as fast as Householder QR and accurate up to a
+    condition number of some hundreds; rows beyond that are dropped. The first basis vectors lie along the largest
+    directions.
     """
     gram = rows @ rows.mT
     values, vectors = symmetric_eigen(gram)
@@ -194,10 +197,10 @@ def is_convolution(weight_shape: Sequence[int]) -> bool:
 
 
 def same_matrix(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether changes of weights of these shapes are one matrix.
+    """Whether changes of weights of these shapes are the same matrix.
 
-    A 1×1 convolution and a Linear layer are. So are a convolution (out, in, kh, kw) and factors whose kernel does
-    not show (out, in·kh·kw), as those of LoHa and LoKr without a core.
+    Those of a 1×1 convolution and a Linear layer are. So are those of a convolution (out, in, kh, kw) and of factors
+    that do not show its kernel (out, in·kh·kw), such as LoHa and LoKr without a core.
     """
     if _without_pointwise_kernel(first) == _without_pointwise_kernel(second):
         return True
@@ -225,9 +228,9 @@ class Subspace:
 
     Attributes:
         vectors: (n, k), orthonormal up to the rounding of the iterations, by falling singular value.
-        images: (m, k), A·vectors, as far as the dtype of the iterations tells A.
+        images: (m, k), A·vectors, for A as rounded to the dtype of the iterations.
         captured: Estimate of the energy ‖A·vectors‖².
-        converged: Whether the tolerance is met, by the estimate of what more steps would add.
+        converged: Whether the tolerance is met, estimated from what more steps would add.
     """
 
     vectors: Float[Tensor, "n k"]
@@ -247,19 +250,19 @@ def leading_subspace(
 ) -> Subspace:
     """Find a subspace that holds the energy of the `rank` leading right singular vectors.
 
-    It goes on until the energy that further steps would still add, extrapolated from what the last two added,
-    is so small a part of the discarded energy that the error is within `tolerance` of the optimum.
+    It stops when further steps would add so little energy (extrapolated from the last two) that the error is within
+    `tolerance` of the optimum.
 
     Args:
-        matrix: float32, finite, of ordinary scale: the squares of its entries are no subnormals.
+        matrix: float32, finite, of ordinary scale: the squares of its entries are not subnormal.
         rank: At least 1 and well below min(m, n).
         total_energy: ‖matrix‖², summed in float64.
         tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
-        rounded: The matrix in the device's `fast_dtype`, where it is at hand.
-        steep: The singular values are likely to fall so fast that what is found first has to be taken out.
+        rounded: The matrix in the device's `fast_dtype`, if the caller has it.
+        steep: Whether the singular values are likely to fall so fast that the part found first has to be subtracted.
 
     Returns:
-        `rank` vectors; fewer where the matrix has no more.
+        `rank` vectors; fewer if the matrix has no more.
     """
     goal = _Goal(rank, total_energy, tolerance, _NOTHING * total_energy)
     dtype = (fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None) or matrix.dtype
@@ -429,9 +432,9 @@ def _without(
 class KrylovBasis:
     """Blocks of orthonormal vectors, their images under A, and the Gram matrices of both in float32.
 
-    The blocks are rounded to A's dtype before A is applied, and those rounded blocks are the basis: what is
-    computed from it holds for it exactly, however far from orthogonal rounding has brought it. Vectors are kept
-    as rows, which lie together in memory.
+    The blocks are rounded to A's dtype before A is applied, and these rounded blocks are the basis. So whatever is
+    computed from the basis holds exactly for it, even where rounding has spoiled orthogonality. Vectors are kept as
+    rows, which are contiguous in memory.
 
     Args:
         matrix: A, (m, n), in the dtype of the iterations.
@@ -455,7 +458,7 @@ class KrylovBasis:
         return self._vectors.shape[0] - self.size
 
     def add(self, block: Tensor) -> Tensor:
-        """Take orthonormal rows (b, n) in and give their images under A as rows, (b, m)."""
+        """Add orthonormal rows (b, n), and return their images under A as rows (b, m)."""
         new = slice(self.size, self.size + block.shape[0])
         rounded = block.to(self._matrix.dtype)
         self._vectors[new] = rounded
@@ -468,7 +471,7 @@ class KrylovBasis:
         return self._images[new]
 
     def next_block(self, images: Tensor) -> Tensor:
-        """Aᵀ·images without what the basis already holds, orthonormal rows; fewer where little is new."""
+        """Aᵀ·images without the part in the basis, as orthonormal rows; fewer if little is new."""
         left = orthonormal_rows(images).to(self._matrix.dtype)
         grown = (left @ self._matrix).to(self._vectors.dtype)
         held = self._vectors[: self.size]
@@ -501,7 +504,7 @@ class KrylovBasis:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 where the device multiplies it much faster than float32, else None."""
+    """bfloat16 if the device multiplies it much faster than float32, otherwise None."""
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
@@ -520,8 +523,8 @@ _ROUNDED_ZERO: Final = 1e-6
 class Spectrum:
     """The leading singular values of ΔW, σ₁ ≥ σ₂ ≥ … ≥ σₖ, and ‖ΔW‖² = Σ σᵢ² over all of them.
 
-    Computing k values is much cheaper than computing all, and the total is known from the matrix itself. So the
-    energy of what is unknown is known: Σ_{i>k} σᵢ² = ‖ΔW‖² − Σ_{i≤k} σᵢ², and none of it exceeds σₖ.
+    Computing k values is much cheaper than computing all, and the total energy follows from the matrix itself. So the
+    energy of the unknown values is known too: Σ_{i>k} σᵢ² = ‖ΔW‖² − Σ_{i≤k} σᵢ², and none of them exceeds σₖ.
 
     Attributes:
         values: (k,), falling; float64 on the CPU, and converted when given otherwise.
@@ -530,7 +533,7 @@ class Spectrum:
 
     Raises:
         NonFiniteError: A value or the energy is NaN or Inf.
-        ValueError: The values do not fall, are negative, or are more than the shape has.
+        ValueError: The values are not in descending order, are negative, or are more than the shape allows.
     """
 
     values: Float[Tensor, " k"]
@@ -551,7 +554,7 @@ class Spectrum:
 
     @classmethod
     def of_factors(cls, values: Float[Tensor, " r"], weight_shape: Sequence[int]) -> "Spectrum":
-        """The spectrum of a change that has no more singular values than these, as that of LoRA factors.
+        """The spectrum of a change that has no other singular values than these, such as one of LoRA factors.
 
         Args:
             values: (r,), falling: all that are not zero.
@@ -575,17 +578,17 @@ class Spectrum:
 
     @cached_property
     def significant(self) -> int:
-        """How many of the known singular values are above 10⁻⁶·‖ΔW‖; below are zeros that were rounded."""
+        """How many of the known singular values are above 10⁻⁶·‖ΔW‖; those below are rounded zeros."""
         return int((self.values > _ROUNDED_ZERO * math.sqrt(max(self.total_energy, 0.0))).sum())
 
     @cached_property
     def largest_rank(self) -> int:
-        """min(out, in·kh·kw), the number of singular values that there are."""
+        """min(out, in·kh·kw), the number of all singular values."""
         return max_rank(self.weight_shape)
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every singular value is known but those that are zero or rounded zeros."""
+        """Whether every singular value is known, except zeros and rounded zeros."""
         return self.known >= self.largest_rank or self.total_energy <= 0.0 or self.significant < self.known
 
     @cached_property
@@ -608,7 +611,7 @@ class Spectrum:
 
     @cached_property
     def next_value_bound(self) -> float:
-        """What σₖ₊₁ cannot exceed: neither σₖ nor the root of the energy that is left."""
+        """An upper bound of σₖ₊₁: the smaller of σₖ and the root of the energy that is left."""
         if self.complete:
             return 0.0
         left = math.sqrt(self.tail_energy + self.energy_rounding)

@@ -1,9 +1,9 @@
 """Merge several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank.
 
-The change that the LoRAs together make to a layer is formed when it is asked for, so memory holds a few layers.
+The combined change of a layer is formed when it is asked for, so memory holds only a few layers.
 
-TIES and DARE take away most of each change, so that the changes of several LoRAs meet less often. Their results are
-not of low rank.
+TIES and DARE drop most of each change, so that the changes of several LoRAs interfere less. Their results do not have
+low rank.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ class MergeMethod:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the result is a plain sum, and so has no more rank than its parts together."""
+        """Whether the result is a plain sum, whose rank is at most the sum of its parts' ranks."""
         return self.name == "linear"
 
     def combine(
@@ -124,7 +124,7 @@ class MergeMethod:
         Args:
             module: Its name, which is part of DARE's seed.
             deltas: The change that each LoRA makes at strength 1, by the LoRA's position among all.
-            weights: What each is multiplied with, by the same positions; None: 1.
+            weights: Factor of each change, by the same positions; None for 1.
 
         Returns:
             In the changes' dtype.
@@ -162,16 +162,16 @@ class CombineOptions:
     """The choices of one merge.
 
     Attributes:
-        weights: What each LoRA's change is multiplied with; 1 when left out.
+        weights: Factor of each LoRA's change; 1 by default.
         method: How the changes of one layer become one.
-        plan: How much rank each layer gets, or all together. When left out, a plain sum keeps all its rank;
-            what is no plain sum of factors needs a plan.
-        save_precision: Storage of the factors; that of the inputs when left out, the widest of several.
-        format: `native`, `kohya`, `peft` or `comfyui`; the first LoRA's when left out.
+        plan: How much rank each layer gets, or all layers together. By default, a plain sum keeps its whole rank;
+            other results need a plan.
+        save_precision: Dtype of the stored factors; by default the widest of the inputs'.
+        format: `native`, `kohya`, `peft` or `comfyui`; by default the first LoRA's.
         base: The model, for DoRA and whole weights, whose change depends on it.
-        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRAs are for: the error of what the
-            layers put out is least, in place of that of their weights. For a plan that cuts.
-        ridge: Weight of directions that the statistics never met, as a share of the mean.
+        statistics: A file of `sigmascope.lora.statistics` for the LoRAs' model: if the plan cuts ranks, the factors
+            then minimise the error of the layers' outputs instead of that of their weights.
+        ridge: Weight of directions that never occurred in the statistics, as a share of the mean.
     """
 
     weights: tuple[float, ...] | None = None
@@ -191,11 +191,10 @@ def merge_lora_files(
     *,
     progress: Progress = no_progress,
 ) -> ReductionReport:
-    """Write one LoRA whose change is that of several together.
+    """Write one LoRA that makes the changes of several together.
 
-    Formats may differ, and modules may be in some of the LoRAs only. A plain sum is exact: its factors are the
-    LoRAs' factors side by side, reduced by QR and SVD to the rank that is asked for. Memory holds a few layers at
-    a time.
+    Formats may differ, and modules may be in only some of the LoRAs. A plain sum is exact: its factors are the LoRAs'
+    factors side by side, reduced by QR and SVD to the requested rank. Memory holds a few layers at a time.
 
     Args:
         loras: LoRA files, at least one.
@@ -204,11 +203,11 @@ def merge_lora_files(
         progress: Told after each layer.
 
     Returns:
-        Every layer's rank and the true error of what is stored, against the change that the method gives.
+        Every layer's rank, and the true error of the stored factors compared with the merged change.
 
     Raises:
-        ConfigError: The target is an input or a folder, the weights are not one for each LoRA, or ranks are
-            needed and not given.
+        ConfigError: The target is an input or a folder, there is not one weight for each LoRA, or ranks are needed and
+            not given.
         CheckpointError: A file is missing, damaged, or no file of tensors.
         LoraFormatError: A file is not understood, or holds changes that depend on a base that is not given.
         ModelMismatchError: The LoRAs change layers of different shape, or the statistics are of another model.
@@ -316,7 +315,7 @@ def _provenance(
 
 
 def merged_from(files: Sequence[Path], weights: Sequence[float]) -> str:
-    """What was merged, as JSON for a header: names, weights, and hashes by which the files can be found again."""
+    """What was merged, as JSON for a header: names, weights, and hashes that identify the files."""
     return json.dumps(
         [
             {"file": as_text(file.name), "weight": weight, "sha256": file_sha256(file)}
@@ -363,15 +362,15 @@ def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator
 
 @dataclass(frozen=True)
 class MergedChanges:
-    """What a merge makes of each layer.
+    """The merged change of each layer.
 
     Attributes:
         united: The LoRAs under common names.
-        weights: What each LoRA's change is multiplied with.
+        weights: Factor of each LoRA's change.
         method: How the changes of one layer become one.
-        dtype: In which factors are stored.
+        dtype: Dtype of the stored factors.
         bases: Weights of the base model, for changes that depend on them.
-        metrics: In which errors are least; Frobenius norm without.
+        metrics: The metrics in which errors are minimised; None for the Frobenius norm.
 
     Raises:
         ModelMismatchError: Two LoRAs change a layer of different shape.
@@ -407,16 +406,18 @@ class MergedChanges:
 
     @property
     def formed(self) -> tuple[str, ...]:
-        """Layers whose change has to be formed: by the method, or since a LoRA has more there than up and down."""
+        """Layers whose change has to be formed, because of the method or because a LoRA has more there than up and
+        down.
+        """
         return tuple(name for name in self.layers if not self._is_plain(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the changed weight; of several forms the one with a kernel."""
+        """Shape of the changed weight; if the LoRAs' shapes differ in form, the one with a kernel."""
         shapes = [self.united.loras[position].shape_of(name) for position in self.united.positions(name)]
         return max(shapes, key=len)
 
     def old_rank(self, name: str) -> int | None:
-        """The sum of the LoRAs' ranks there; None where the change is formed."""
+        """The sum of the LoRAs' ranks for the layer; None if its change is formed."""
         if not self._is_plain(name):
             return None
         return sum(self.united.loras[position].rank_of(name) or 0 for position in self._acting(name))
@@ -552,18 +553,18 @@ def ties(
 ) -> Float[Tensor, "*shape"]:
     """Trim, elect sign, disjoint merge (Yadav et al., arXiv 2306.01708, algorithm 1), for one weight.
 
-    Each change is trimmed to its largest values. Where the signs disagree, that of the sum wins, and the mean
-    is taken over those changes that have this sign, each times its weight. The weights have no say in the
-    election, as in PEFT. The paper trims whole models, this does each weight by itself, so that no more than
-    one weight's changes are in memory.
+    Each change is trimmed to its largest values. If the signs disagree, that of the sum wins, and the mean is taken
+    over the changes with this sign, each times its weight. As in PEFT, the weights have no influence on the election.
+    The paper trims whole models; this function trims each weight by itself, so that only one weight's changes are in
+    memory.
 
     Args:
         changes: Of one weight, at strength 1.
         density: The share k of values to keep.
-        weights: What each change is multiplied with after the election; None: 1.
+        weights: Factor of each change after the election; None for 1.
 
     Returns:
-        In the changes' dtype. A value that only one change kept is that change's own, times its weight.
+        The merged change, in the changes' dtype. A value that only one change kept is that value times its weight.
     """
     kept = [trimmed(change, density) for change in changes]
     elected = reduce(torch.add, kept).sign()
@@ -594,7 +595,7 @@ def trimmed(change: Float[Tensor, "*shape"], density: float) -> Float[Tensor, "*
 def kth_largest(values: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
     """The k-th largest of many values, exactly.
 
-    A sample brackets it, and only what lies between is sorted out; where the sample misleads, all is.
+    A sample brackets it, and only the values between are sorted; if the sample misleads, all values are.
 
     Args:
         values: Finite.
@@ -622,8 +623,8 @@ def dare(
 
     Args:
         change: One weight's change.
-        density: 1 − p for the paper's drop rate p: the chance of each value to stay. It is then divided by it.
-        generator: On the CPU; its state alone decides what is dropped.
+        density: 1 − p for the paper's drop rate p: the chance of each value to stay. Kept values are divided by it.
+        generator: On the CPU; its state alone decides which values are dropped.
     """
     if density >= 1.0:
         return change
@@ -632,7 +633,7 @@ def dare(
 
 
 def require_density(density: float) -> float:
-    """Give the density back.
+    """Return the density if it is valid.
 
     Raises:
         ConfigError: It is not above 0 and at most 1.

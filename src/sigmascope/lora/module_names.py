@@ -1,7 +1,7 @@
 """What the names of a LoRA's modules mean: part of the model, layer and family, with a model or without one.
 
 kohya's names have underscores for dots, prefixes differ from tool to tool, and a U-Net or transformer has one name
-for each layer in diffusers and another in its original file. All of that is undone in three steps:
+for each layer in diffusers and another in its original file. Three steps undo all of that:
 
 - `parse_name` takes one name apart: the part of the model, and the path inside that part. A name with all its dots
   turned into underscores, `down_blocks_1_resnets_0_conv1`, could be many paths. `unflattened_denoiser` and
@@ -9,8 +9,8 @@ for each layer in diffusers and another in its original file. All of that is und
   stays flat, and only a model's own layers can tell it.
 - `LayerIndex` finds a model's layer for each name. Names are compared without dots and prefixes, part by part of
   the model, in both namings of its family.
-- Without a model, `parse_names` gives the layers' paths with the family and naming that they are of, and
-  `file_family` says which family a file is for and what tells so.
+- Without a model, `parse_names` gives the layers' paths with their family and naming, and `file_family` says which
+  family a file is for, and what shows it.
 """
 
 import re
@@ -136,7 +136,7 @@ class ModuleName:
     """A module's name, taken apart.
 
     Attributes:
-        parts: The parts of the model that it may be of, the likeliest first; none where the name does not say.
+        parts: The parts of the model that it may belong to, the likeliest first; none if the name does not say.
         path: The layer's path inside the part.
         is_flat: Whether the path has underscores where it had dots.
         encoder: ComfyUI's name of the text encoder, where the name has it.
@@ -148,7 +148,7 @@ class ModuleName:
     encoder: str | None = None
 
     def dotted(self, part: Part) -> str | None:
-        """The path in one of the parts with its dots; None for a flat one of no known architecture."""
+        """The path in one of the parts, with its dots; None for a flat path of no known architecture."""
         if not self.is_flat:
             return self.path
         is_text = part.startswith("text_encoder")
@@ -188,7 +188,7 @@ _TRANSFORMER_LAYERS: Final = _dotted(
 
 
 def unflattened_denoiser(name: str) -> str | None:
-    """The path of a denoiser's layer, in the naming that the flat name is of.
+    """The path of a denoiser's layer, in the flat name's own naming.
 
     Args:
         name: Without `lora_unet_` or the like.
@@ -261,7 +261,8 @@ class LayerIndex:
     Attributes:
         layers: The paths.
         by_name: The layers of each flat name, in each part of the model.
-        swapped: Those whose rows lie otherwise under that name, if they have twice as many outputs as inputs.
+        swapped: Layers whose halves are in the opposite order under that name, if they have twice as many outputs as
+            inputs.
     """
 
     layers: frozenset[str] = frozenset()
@@ -312,12 +313,12 @@ class LayerIndex:
         return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
 
     def find(self, part: Part, path: str) -> str | None:
-        """The layer of a path inside a part of the model, whatever stands before it."""
+        """The layer of a path inside a part of the model, whatever its prefix."""
         layers = self.by_name.get((part, _comparable(part, path)), set())
         return next(iter(layers)) if len(layers) == 1 else None
 
     def layer_of(self, name: str, shape: tuple[int, ...]) -> str | None:
-        """The layer that a module is for; None where there is none, or more than one.
+        """The layer that a module is for; None if there is none, or more than one.
 
         Args:
             name: The module's, in any format.
@@ -392,17 +393,17 @@ class ParsedNames:
 
 
 def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
-    """Understand a LoRA's names by themselves.
+    """Interpret a LoRA's names without its model.
 
     Args:
         lora: In any format; its tensors are not read.
-        family: Of the model that it is for; from its header, names and shapes when left out.
+        family: The family of its model; by default it is told from header, names and shapes.
 
     Returns:
-        The layers' paths, all of one naming.
+        The layers' paths, all in one naming.
 
     Raises:
-        LoraFormatError: The names are of two namings that do not go together.
+        LoraFormatError: The names mix two namings that do not go together.
         ConfigError: There is no such family, or the LoRA's shapes are not that family's.
     """
     if family is not None and family not in FAMILIES:
@@ -516,7 +517,7 @@ class FileFamily:
 
 
 def file_family(lora: LoraFile) -> FileFamily:
-    """Tell by names and shapes; by the header where these leave it open.
+    """Recognise the family by names and shapes, and by the header if these leave it open.
 
     Args:
         lora: In any format; its tensors are not read.
@@ -559,7 +560,7 @@ def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
 
 
 def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
-    """Say which family is nearest to a denoiser that is of none, and what is otherwise there.
+    """Say which family is nearest to a denoiser that fits none, and how it differs.
 
     Args:
         layers: Shapes of weights by path.

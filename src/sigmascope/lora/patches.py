@@ -3,7 +3,7 @@
 `sort_patches` tells which patches of a weight act. `change_by` forms what one of them adds to the weight as it is when
 the patch comes, in float64. Hosts differ: DoRA's magnitudes per output are divided by the norm of the unchanged weight
 in ComfyUI and by that of the changed one in PEFT (and in the paper, Liu et al., arXiv 2402.09353), and PEFT's strength
-acts inside the norm. Here is what each host does, not what it should do.
+acts inside the norm. This module does what each host does, right or wrong.
 
 Rotations of a weight's rows are OFT (Qiu et al., arXiv 2306.07280) and BOFT (Liu et al., arXiv 2311.06243). A block's
 rotation is the Cayley transform of a skew matrix, R = (I + Q)(I − Q)⁻¹ with Q = B − Bᵀ, whose length is limited by the
@@ -65,7 +65,7 @@ class Sorted:
 
 
 def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
-    """Tell the changes that act on a weight from those that are only there.
+    """Separate the changes that act on a weight from those that do not.
 
     A change of strength 0 acts where its host still multiplies the weight itself, or sets it whatever the strength.
     """
@@ -102,7 +102,7 @@ def strength_of(patch: AppliedPatch) -> float:
 
 
 def scale_of_patch(patch: AppliedPatch) -> float:
-    """Alpha over rank, as the host has it.
+    """The host's alpha / rank.
 
     Raises:
         LoraFormatError: It could not be read.
@@ -127,7 +127,7 @@ def _required(patch: AppliedPatch, name: str, value: float | None) -> float:
 
 
 def is_by_peft(patch: AppliedPatch) -> bool:
-    """Whether PEFT applies it, which does some kinds in another way than ComfyUI."""
+    """Whether PEFT applies it; PEFT applies some kinds differently from ComfyUI."""
     return _PEFT_TYPE_MARK in patch.data_type
 
 
@@ -138,13 +138,13 @@ def needs_weight(patch: AppliedPatch) -> bool:
 
 
 def change_by(patch: AppliedPatch, weight: Tensor, held: Tensor) -> Tensor:
-    """ΔW of one patch with its strength, in the weight's shape, float64; `strength_model` is not in it.
+    """ΔW of one patch with its strength, in the weight's shape, float64; without `strength_model`.
 
     Args:
-        patch: One that acts.
-        weight: What acts before the patch, in float64; the part that the patch is for. Zeros where it does not
+        patch: A patch that acts.
+        weight: The weight just before the patch, in float64; only the part that the patch is for. Zeros if it does not
             matter.
-        held: What the weight's own tensor holds then: without the branches that PEFT runs beside it.
+        held: What the weight's own tensor holds then, without the branches that PEFT runs beside it.
 
     Raises:
         SigmascopeError: A kind that is not known, or tensors that do not fit the weight.
@@ -206,7 +206,7 @@ def _require_size(patch: AppliedPatch, shape: tuple[int, ...], weight: Tensor) -
     """Before a change is formed, where its tensors tell its shape: small ones may declare terabytes.
 
     Raises:
-        ModelMismatchError: It is no change of such a weight.
+        ModelMismatchError: The patch does not fit the weight.
     """
     if prod(shape) != weight.numel():
         raise ModelMismatchError(
@@ -286,8 +286,7 @@ def oft_change(
 ) -> Float[Tensor, "out ..."]:
     """s·(Rᵀ − I)·W, block by block of b rows, before the strength that all kinds are multiplied with.
 
-    ComfyUI lets the strength into the rotation and multiplies the change with it again; a stored rescale is not
-    looked at there.
+    ComfyUI applies the strength inside the rotation and multiplies the change by it again; it ignores a stored rescale.
     """
     count, size = blocks.shape[:2]
     rotation = cayley(blocks, limit)
@@ -326,7 +325,7 @@ def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "...
 
     Args:
         blocks: Any matrices B; only their skew part counts.
-        limit: Of ‖Q‖ over all blocks; none if it is not above 0.
+        limit: The largest ‖Q‖ over all blocks; no limit if it is not above 0.
     """
     skew = blocks - blocks.mT
     length = float(torch.linalg.vector_norm(skew)) + _COMFYUI_SKEW_EPSILON
@@ -343,10 +342,10 @@ def is_product(patch: AppliedPatch) -> bool:
 
 
 def own_shape(patch: AppliedPatch) -> Shape:
-    """The shape that a change has by itself, without looking at the weight.
+    """The shape of a change according to its own tensors.
 
     Raises:
-        LoraFormatError: Its parts do not fit together, or tell no shape.
+        LoraFormatError: Its parts do not fit together, or do not show a shape.
     """
     if patch.adapter_type == "diff" and "diff" in patch.tensors:
         return tuple(patch.tensors["diff"].shape)
@@ -363,7 +362,7 @@ def own_shape(patch: AppliedPatch) -> Shape:
 
 
 def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Shape | None:
-    """The shape that a weight has after its changes: its own, or as far as they say; None where nobody does.
+    """The shape of a weight after its changes: its own, or what the changes say; None if neither is known.
 
     ComfyUI enlarges a weight by zeros for a change that says so.
     """
@@ -382,7 +381,7 @@ def _shows_shape(patch: AppliedPatch) -> bool:
 
 
 def fits(patch: AppliedPatch, shape: Shape) -> bool:
-    """Whether a plain change is the matrix of a weight, and not one that is reshaped to it."""
+    """Whether a plain change has the shape of the weight's matrix, without reshaping."""
     own = own_shape(patch)
     return patch.offset is not None or (own[0], prod(own[1:])) == (shape[0], prod(shape[1:]))
 
@@ -416,7 +415,7 @@ def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
 
 
 def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Factors of a part of a weight, with zeros where it is not changed.
+    """Factors of the change of a part of a weight, with zeros for the rest.
 
     Raises:
         ModelMismatchError: They do not fit the weight, or the part.
@@ -488,7 +487,7 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
         shape: Of the weight.
 
     Raises:
-        LoraFormatError: A change that has no small factors, as a difference or DoRA, or too many together.
+        LoraFormatError: A change has no small factors (a difference, DoRA), or their combined rank is too large.
         ModelMismatchError: One does not fit the weight.
     """
     rank = rank_together(patches)
@@ -540,7 +539,7 @@ def _side_factors(parts: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 
 
 def rank_together(patches: Sequence[AppliedPatch]) -> int:
-    """The inner dimension that the changes of one weight have as one pair of factors; 0 for those that have none."""
+    """The combined rank of the changes of one weight as one pair of factors; changes without factors count 0."""
     return sum(
         _inner_dimension({name: tuple(part.shape) for name, part in patch.tensors.items()})
         for patch in patches

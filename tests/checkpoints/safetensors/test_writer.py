@@ -161,7 +161,7 @@ def test_metadata_comes_back(tmp_path: Path) -> None:
 
 def test_metadata_that_is_not_text_is_refused_before_writing(tmp_path: Path) -> None:
     metadata = json.loads('{"title": "x", "rank": 32}')
-    with pytest.raises(WriteError, match=r"x\.safetensors: .*'rank': 32 is not text"):
+    with pytest.raises(WriteError, match=r"x\.safetensors: .*'rank': 32 is not a pair of strings"):
         StreamingWriter(tmp_path / "x.safetensors", metadata)
     assert names(tmp_path) == []
 

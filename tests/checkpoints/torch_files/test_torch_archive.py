@@ -101,8 +101,8 @@ def test_a_tensor_that_was_not_written_is_an_error_and_no_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        ("half", torch.zeros(3), r"'half' is torch\.float32 \[3\], announced was torch\.float16 \[3\]"),
-        ("half", torch.zeros(4, dtype=torch.float16), r"'half' is torch\.float16 \[4\], announced was"),
+        ("half", torch.zeros(3), r"'half' is torch\.float32 \[3\], but the list says torch\.float16 \[3\]"),
+        ("half", torch.zeros(4, dtype=torch.float16), r"'half' is torch\.float16 \[4\], but the list says"),
         ("other", torch.zeros(3), "'other' was not in the list"),
     ],
 )

@@ -349,7 +349,7 @@ def test_changes_of_norms_and_biases_have_names_of_their_own(file: Path) -> None
 
 def test_two_differences_of_one_weight_are_refused(file: Path) -> None:
     save_file({"x.y.diff": torch.ones(2), "x.y.w_norm": torch.ones(2)}, file)
-    with pytest.raises(LoraFormatError, match=r"x\.y: diff and w_norm change one weight"):
+    with pytest.raises(LoraFormatError, match=r"x\.y: diff and w_norm change the same weight"):
         load_lora(file)
 
 

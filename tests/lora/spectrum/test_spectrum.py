@@ -89,7 +89,7 @@ def test_values_are_kept_in_float64(matrix: Tensor) -> None:
 
 
 def test_values_that_rise_are_refused() -> None:
-    with pytest.raises(ValueError, match="fall"):
+    with pytest.raises(ValueError, match="descending order"):
         Spectrum(torch.tensor([1.0, 2.0]), 5.0, (3, 3))
 
 

@@ -1,4 +1,4 @@
-"""Families of models: a file for each, and which of them a checkpoint is of.
+"""Families of models: a file for each, and how a checkpoint's family is recognised.
 
 - `family`: the record. `known`: all of them, and lookups by name. `layouts`: how a checkpoint names its parts.
 - `unet`, `text_encoders`: what several families share.

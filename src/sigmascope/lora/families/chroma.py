@@ -1,4 +1,4 @@
-"""Chroma: FLUX.1 without modulation in the blocks, which one network gives to all."""
+"""Chroma: FLUX.1 with one network that computes the modulation of all blocks."""
 
 from typing import Final
 

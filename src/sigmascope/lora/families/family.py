@@ -1,4 +1,4 @@
-"""What is known of a family of models, as one record; every table of names, shapes and hosts is derived from these."""
+"""One record for each family of models. Every table of names, shapes and hosts is derived from these records."""
 
 import re
 from collections.abc import Mapping
@@ -44,10 +44,10 @@ class Row:
     Attributes:
         original: The layer's name in the original model.
         parts: Diffusers' layers that are its rows, in order; one where nothing is fused.
-        swapped: Whether the halves of the rows lie the other way round, in a layer of twice as many outputs as
+        swapped: Whether the halves of the rows are in the opposite order, in a layer with twice as many outputs as
             inputs.
         grouped: Whether the parts are query, key and value of grouped attention: the query has as many rows as the
-            matrix has columns, key and value have one half of the rest each.
+            matrix has columns; key and value have half of the remaining rows each.
         also: The layer's name in a second dialect of original files.
     """
 
@@ -68,7 +68,7 @@ class Row:
         return len(self.parts) == 1 and not self.swapped
 
     def numbered(self, number: str) -> "Row":
-        """The line for one block; itself for no number."""
+        """The line for one block; the line itself if `number` is empty."""
         if not number:
             return self
         return Row(
@@ -108,7 +108,7 @@ class Ratio:
     inputs: int
 
     def matches(self, path: str) -> bool:
-        """Whether it is about that layer; remembered, so ask with one number for all blocks."""
+        """Whether it is about that layer. Answers are cached, so ask with the same number for all blocks."""
         return _matches(self.layers, path)
 
 
@@ -119,13 +119,13 @@ def _matches(pattern: str, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What a host leaves out of a format, without an error.
+    """Layers that a host silently does not load from a format.
 
     Attributes:
         host: `diffusers` through its pipeline, or `comfyui`.
         format: The LoRA format.
-        layers: A regular expression, of the whole path of a layer as the format names it.
-        down: The end of the down factor's key of the files that it is so with; None for all.
+        layers: A regular expression for the whole path of a layer, as the format names it.
+        down: The ending of the down factors' keys in the files concerned; None for all files.
     """
 
     host: Literal["diffusers", "comfyui"]
@@ -143,36 +143,37 @@ class Family:
         title: What its users call it.
         architecture: What is written as `modelspec.architecture`.
         base_version: What is written as kohya's `ss_base_model_version`.
-        also_called: What other tools write there; case, dots, dashes and underscores do not matter, nor what follows.
-        not_called: How the names of other models begin, where they begin with one of the names above.
+        also_called: What other tools write there; case, dots, dashes, underscores and whatever follows do not matter.
+        not_called: Beginnings of other models' names that start with one of the names above.
         component: The diffusers pipeline's component that is the denoiser.
         signatures: Keys that a checkpoint of the family has, by the naming of its denoiser; separated by spaces.
-        ratios: What another family that shares names differs in; see `family_misfit`.
+        ratios: Sizes by which it differs from a family with the same names; see `family_misfit`.
         most_blocks: How many numbered blocks it has at most, by the name of the list.
         widest: Features that attention reads at most; None for any number.
         widths: Features of the blocks of its published models; they tell where names and shapes fit several families.
-        else_: The family to assume of a file of names that both have, unless shapes or blocks speak against it.
+        else_: The family to assume for a file whose names both have, unless shapes or blocks rule it out.
         layers: One a line, `original = diffusers`; `#` is the number of a block, the first
             number of the name. A name alone is the same in both.
             Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
-            `swapped`: the halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+            `swapped`: the halves of the rows are in the opposite order, if the layer gives only (shift, scale).
             `grouped`: the parts are the query, key and value of grouped attention (`Row.grouped`).
         aliases: What a second dialect of original files writes for parts of the names in `layers`.
-        variant: A regular expression of the layers that only variants of it have.
-        twin: How the blocks begin that a variant has beside the model's own, and with the same layers.
+        variant: A regular expression for layers that only variants of it have.
+        twin: The beginning of the names of extra blocks in a variant, which have the same layers as the model's own.
         blocks: Lists of blocks, and layers outside of them, in the order in which a latent passes them, and what
             reports call them: `double_blocks.# = transformer_blocks`, or a name alone. `.#` marks a numbered list.
         extra_blocks: Layers outside of blocks that have no place in that order.
-        attention: A regular expression of attention's layers whose names do not say so (`attn`).
-        around: The same of the layers around attention, which are not called `ff`, `mlp` or the like.
+        attention: A regular expression for attention layers that do not have `attn` in their names.
+        around: The same for layers around attention that are not called `ff`, `mlp` or the like.
         encoders: What ComfyUI calls the text encoders; several names where models of the family differ, the one to assume first.
-        decides: Of these, those that are other parts in other families: in a model of no known family, they are the
-            parts that they are here.
-        kohya_encoders: How kohya's tools begin the names of modules of text encoders.
-        kohya_naming: The naming that kohya's files of this family have.
-        lost: What hosts leave out of the formats' files.
-        context_widths: Of a U-Net: what its cross attention reads; the first is the base model's.
-        unet_blocks: Of a U-Net, as published.
+        decides: Those of these that are different parts in different families: in a model of an unknown family, they
+            are taken for the parts that they are here.
+        kohya_encoders: Prefixes of text encoders' modules in kohya's files.
+        kohya_naming: The naming in kohya's files of this family.
+        lost: What hosts silently do not load from the formats' files.
+        context_widths: For a U-Net: widths of the context that its cross attention reads; the first is the base
+            model's.
+        unet_blocks: For a U-Net: its published blocks.
         projects_by_convolution: Whether a U-Net's transformers begin and end with 1×1 convolutions.
         steps: How many steps make a picture: 1, or None for several.
     """
@@ -219,8 +220,8 @@ class Family:
         Args:
             host: As in `Lost.host`.
             format: Of the file.
-            path: The layer's, as the format names it; whether all of them are lost when left out.
-            down: How the file's down factors end; of files that end so or otherwise when left out.
+            path: The layer's path, as the format names it; by default, all layers must be lost.
+            down: The ending of the file's down factors; by default, it must be lost whatever the ending.
         """
         return any(
             (lost.host, lost.format) == (host, format)
@@ -236,7 +237,7 @@ class Family:
 
     @cached_property
     def shown_blocks(self) -> tuple[tuple[str, str], ...]:
-        """Each list of blocks or layer outside of them, `.#` after a list's name, and what reports call it."""
+        """Each list of blocks (with `.#` after its name) or layer outside of blocks, and what reports call it."""
         lines = [line.partition(" = ") for line in map(str.strip, self.blocks.splitlines()) if line]
         return tuple((name, shown or name.removesuffix(".#")) for name, _, shown in lines)
 

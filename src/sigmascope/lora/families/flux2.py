@@ -1,4 +1,4 @@
-"""FLUX.2 [dev] and [klein]. Names are FLUX.1's where both have the layer; widths and number of blocks are not."""
+"""FLUX.2 [dev] and [klein]. Layers that FLUX.1 has too have the same names, but other widths and numbers of blocks."""
 
 from typing import Final
 

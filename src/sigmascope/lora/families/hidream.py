@@ -1,4 +1,4 @@
-"""HiDream-I1. Its own names are diffusers'."""
+"""HiDream-I1. Original files and diffusers use the same names."""
 
 from typing import Final
 

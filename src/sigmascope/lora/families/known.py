@@ -1,7 +1,8 @@
-"""The families that are known, and what follows from all of them together.
+"""All known families, and the tables that are derived from all of them together.
 
-Every module beside this one that has a `Family` is read: to add a family, write a file. The order of the files has no
-meaning. A name is looked up in one index of all families (`RowIndex`), so that what a look-up costs does not grow with their number.
+Every module in this folder that has a `Family` is read: to add a family, write a file. The order of the files does not
+matter. One index (`RowIndex`) holds the names of all families, so that the cost of a look-up does not grow with their
+number.
 """
 
 import re
@@ -18,7 +19,7 @@ from sigmascope.lora.families.family import COMFYUI_ENCODERS, Family, Part, Row,
 from sigmascope.lora.families.text_encoders import ENCODERS
 
 _OF_THEM_ALL: Final = frozenset({"family", "known", "layouts"})
-"""The modules here that are about all families, and so hold no record."""
+"""The modules in this folder that hold no record."""
 
 
 def recorded() -> list[Family]:
@@ -33,13 +34,13 @@ def recorded() -> list[Family]:
 
 
 class RowIndex:
-    """The layers of all families, and of kinds of text encoders, by name.
+    """The layers of all families, and of text encoders, by name.
 
     Attributes:
-        by_original: The line of each table that has a layer of this original name; `#` is the number of a block.
+        by_original: The lines (one for each table) with a layer of this original name; `#` is the number of a block.
         by_part: The same by diffusers' name.
-        by_flat: The names whose dots became underscores. A name of a second dialect (`Row.also`) gives way to one that
-            is a layer's own.
+        by_flat: The dotted names by their form with underscores. If two clash, a layer's own name wins over one of a
+            second dialect (`Row.also`).
     """
 
     def __init__(self, tables: Mapping[str, Iterable[Row]]) -> None:
@@ -102,10 +103,10 @@ def _looked_up(names: Mapping[str, Mapping[str, Row]], table: str, path: str) ->
 
 
 def parts_by_encoder(families: Iterable[Family]) -> dict[str, Part]:
-    """Which part of a model of no known family a text encoder is, by ComfyUI's name: that which all families say, or one decides.
+    """The part of each text encoder in a model of an unknown family, by ComfyUI's name: families agree, or one decides.
 
     Raises:
-        ValueError: Families differ, and none of them decides, or several.
+        ValueError: Families differ, and not exactly one of them decides.
     """
     said: dict[str, set[Part]] = {}
     decided: dict[str, set[Part]] = {}
@@ -125,7 +126,7 @@ def parts_by_encoder(families: Iterable[Family]) -> dict[str, Part]:
 
 
 def encoder_parts(families: Iterable[Family]) -> dict[str, tuple[Part, ...]]:
-    """The parts that a text encoder may be, by ComfyUI's name: the usual one, those of families, and a model's only one."""
+    """The parts that a text encoder may be, by ComfyUI's name: the usual, those of families, and a model's only one."""
     usual = {encoder: part for part, encoder in COMFYUI_ENCODERS.items()}
     known = list(families)
     said = {
@@ -163,7 +164,7 @@ def shown_blocks(families: Iterable[Family]) -> tuple[dict[str, str], dict[str, 
 
 
 def flow(families: Iterable[Family]) -> tuple[str, ...]:
-    """One order for what reports call the blocks of all families, in which each family's own are in its order."""
+    """One order of the block names of all families, which keeps each family's own order."""
     before: dict[str, set[str]] = {}
     for family in families:
         order = list(dict.fromkeys(shown for _, shown in family.shown_blocks))
@@ -180,7 +181,7 @@ def flow(families: Iterable[Family]) -> tuple[str, ...]:
 
 
 def by_header(families: Iterable[Family]) -> dict[str, str]:
-    """The family of each name that headers call it by, in the letters and digits of it alone; "" for another model.
+    """The family of each name in headers, reduced to its letters and digits; "" for another model.
 
     Raises:
         ValueError: Two families have one name.
@@ -195,7 +196,7 @@ def by_header(families: Iterable[Family]) -> dict[str, str]:
 
 
 def plain(name: str) -> str:
-    """Letters and digits alone: tools write Flux.2-dev, flux-2-dev and flux_2_dev."""
+    """Only the letters and digits, in lower case: tools write Flux.2-dev, flux-2-dev and flux_2_dev."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -203,13 +204,13 @@ _ALL: Final = tuple(recorded())
 FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in _ALL}
 """The families of models that are known, by name."""
 UNKNOWN: Final = Family(name="unknown", title="an unknown family", architecture="", base_version="")
-"""What holds of a model of no family."""
+"""The record of a model whose family is not known."""
 
 UNET_FAMILIES: Final = frozenset(name for name, family in FAMILIES.items() if family.is_unet)
 CONTEXT_WIDTHS: Final = {family.context_widths[0]: family.name for family in _ALL if family.context_widths}
 """U-Nets are told apart by the width of the context that their cross attention reads."""
 WIDTHS_BY_NAMES: Final = {width: family.name for family in _ALL for width in family.context_widths}
-"""The same where only names are known, not what else the model has."""
+"""The same for files that show only names, not what else the model has."""
 PARTS_BY_ENCODER: Final = parts_by_encoder(_ALL)
 ENCODER_PARTS: Final = encoder_parts(_ALL)
 BLOCK_LISTS, SINGLE_BLOCKS = shown_blocks(_ALL)
@@ -229,14 +230,14 @@ _BY_HEADER: Final = by_header(_ALL)
 
 
 def family_named(name: str | None) -> Family:
-    """The record of a family; `UNKNOWN` of any other name."""
+    """The record of a family; `UNKNOWN` for any other name."""
     return FAMILIES.get(name or "", UNKNOWN)
 
 
 def family_of_header(text: str) -> str | None:
-    """The family that a value of a header names, such as `Flux.2-klein-4b`; None where it names none that is known.
+    """The family that a header's value names, such as `Flux.2-klein-4b`; None if it names no known one.
 
-    Names of models are followed by their version, so the longest known name that the value begins with counts.
+    A model's name is followed by its version, so the longest known name at the beginning of the value counts.
     """
     value = plain(text)
     beginnings = (value[:length] for length in range(len(value), 0, -1))
@@ -244,7 +245,7 @@ def family_of_header(text: str) -> str | None:
 
 
 def likeliest(families: Iterable[str], shapes: Shapes) -> list[str]:
-    """Of families that fit, those with models of that width; and of these, those that are not assumed to be another.
+    """Of families that fit, those with models of that width, but none for which another of them is assumed (`else_`).
 
     Args:
         families: Their names.
@@ -301,7 +302,7 @@ def families_with(paths: Iterable[str]) -> list[str]:
 
 
 def known_names(paths: Iterable[str]) -> Counter[str]:
-    """How many of these paths each family has, or a variant of it; only families that have any."""
+    """How many of these paths each family or a variant of it has; families without any are left out."""
     return Counter(family for path in paths for family in _families_of(path))
 
 
@@ -311,7 +312,7 @@ def is_layer_of(family: str, path: str) -> bool:
 
 
 def without_twin(path: str) -> str:
-    """A layer's path, dotted or flat, as in the model's own blocks: without `Family.twin`."""
+    """A layer's path, dotted or flat, without `Family.twin`: as in the model's own blocks."""
     return path[len(_twin(path)) :]
 
 

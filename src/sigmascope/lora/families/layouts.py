@@ -1,8 +1,9 @@
-"""Which family a checkpoint is of, and how it names its parts.
+"""Recognise a checkpoint's family, and how it names its parts.
 
-`layout_of` tells the family by keys and shapes alone, so that no tensor is read. Its signatures are keys of
-diffusers' models and of the files that the families were published in; what another model shares the names of, it
-differs from in shapes or blocks (`family_misfit`). A U-Net's family shows in the width of its cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
+`layout_of` recognises the family by keys and shapes alone; no tensor is read. Its signatures are keys of diffusers'
+models and of the files that the families were published in. Families that share names are told apart by shapes and
+blocks (`family_misfit`), and U-Nets by the width of their cross attention (`unet_family`). A model that fits no
+signature is used under its own keys, as a single part.
 """
 
 import re
@@ -69,7 +70,7 @@ class ModelLayout:
 
     Attributes:
         family: One of `FAMILIES`, or `unknown`.
-        naming: The vocabulary of the denoiser's keys, whatever stands before them. `lbm`: diffusers' U-Net keys
+        naming: The vocabulary of the denoiser's keys, whatever their prefix. `lbm`: diffusers' U-Net keys
             under `denoiser.`. `diffusers`. `sgm`: the U-Net keys of CompVis and Stability AI (`input_blocks`).
             `original`: the family's own (`double_blocks`, `joint_blocks`, WAN's `self_attn`). `unknown`.
         prefixes: What stands before the keys of each part: `unet.`, `model.diffusion_model.`, or nothing.
@@ -101,8 +102,8 @@ def layout_of(infos: Shapes) -> ModelLayout:
         infos: Shapes by key, of a whole checkpoint or of one component.
 
     Returns:
-        The layout; of a model that is not known, family `unknown` with all keys in the part `denoiser`. A VAE or
-        text encoder alone, without a prefix, is a part of its own and of no certain family.
+        The layout. For a model that is not known, it has the family `unknown`, with all keys in the part `denoiser`. A
+        VAE or text encoder alone, without a prefix, is a part of its own, and its family is not certain.
     """
     if any(key.startswith("denoiser.") and key.endswith(".weight") for key in infos):
         return ModelLayout("lbm", "lbm", _present(infos, _LBM))
@@ -139,7 +140,7 @@ def _layers_under(infos: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def family_misfit(family: str, shapes: Shapes) -> str | None:
-    """What of a denoiser is otherwise than in a family, although its names may be the family's.
+    """How a denoiser differs from a family although its names may be the family's.
 
     Args:
         family: As in `ModelLayout.family`.
@@ -147,7 +148,7 @@ def family_misfit(family: str, shapes: Shapes) -> str | None:
 
     Returns:
         Such as "double_blocks.0.img_mlp.0 is 36864 × 6144, not 4 times as many outputs as inputs"; None if all fits,
-        or no more than half of what tells does not: a single layer of another shape is damage.
+        or if at most half of the telling layers do not: a single layer of another shape is damage.
     """
     record = family_named(family)
     blocks, widest = record.most_blocks, record.widest
@@ -252,10 +253,10 @@ def unet_family(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
 
 
 def attends_to_itself(context: Iterable[Sequence[int]]) -> bool:
-    """Whether cross attention reads the hidden states themselves, as LBM's does: it is as wide as they are at each level.
+    """Whether cross attention reads the hidden states, as LBM's does: then it is as wide as they are at each level.
 
-    Text is of one width for all levels, which that of small models may equal by chance: one width alone proves it
-    only where it is LBM's own.
+    Text has the same width at all levels, and in a small model this may equal the hidden states' width by chance. So a
+    single width proves it only if it is LBM's own.
 
     Args:
         context: (hidden states, context): the shapes of the matrices `to_k` or `to_v` of cross attention.

@@ -1,4 +1,4 @@
-"""LBM: a U-Net of SDXL's make whose cross attention reads the hidden states themselves; told by that or by `denoiser.`."""
+"""LBM: SDXL's U-Net with cross attention that reads the hidden states; recognised by that or by `denoiser.`."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""LTX-Video: diffusers' names but for three."""
+"""LTX-Video: diffusers' names, except for three."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Qwen-Image. Its own names are diffusers'."""
+"""Qwen-Image. Original files and diffusers use the same names."""
 
 from typing import Final
 

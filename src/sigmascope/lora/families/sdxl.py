@@ -1,4 +1,4 @@
-"""SDXL, and its refiner, which reads 1280 features and has the second text encoder alone."""
+"""SDXL and its refiner, which reads 1280 features and has only the second text encoder."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Layers of text encoders whose single files and transformers name them otherwise, or fuse them; as in `Family.layers`."""
+"""Layers of text encoders that single files and transformers name differently or fuse; as in `Family.layers`."""
 
 from typing import Final
 

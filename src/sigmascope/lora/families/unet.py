@@ -1,4 +1,4 @@
-"""What the U-Nets of Stable Diffusion's make share; their layers are translated by rule (`lora.layer_names`)."""
+"""What all Stable Diffusion U-Nets share. Their layers are translated by rule (`lora.layer_names`)."""
 
 from typing import Final
 

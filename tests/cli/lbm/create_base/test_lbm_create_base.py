@@ -138,7 +138,7 @@ def test_options_that_cannot_work_are_refused_before_anything_is_written(
 def test_an_empty_name_of_a_backbone_is_refused(files: Path, name: str) -> None:
     outcome = create(files, "--backbone_signature", name)  # the later one counts
     assert isinstance(outcome.exception, ConfigError)
-    assert "--backbone_signature: is empty" in outcome.exception.message
+    assert "--backbone_signature is empty" in outcome.exception.message
     assert not list((files / "out").iterdir())
 
 

@@ -242,9 +242,7 @@ def test_missing_keys_are_named_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_model_s_configuration_is_no_training() -> None:
-    with pytest.raises(
-        ConfigError, match=r"describes only a model.*train_shards, base_model_path"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"describes only a model.*train_shards, base_model_path") as caught:
         load_train_settings(CONFIG_PATH)
     assert "lbm infer --config_path" in str(caught.value.hint)
 
