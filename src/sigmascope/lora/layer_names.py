@@ -1,4 +1,4 @@
-"""What a model's layers are called: which tensors are layers, the block of each, and its name in another naming.
+"""Names of a model's layers: which tensors are layers, their blocks, and their names in another naming.
 
 Dotted paths (native, PEFT, ComfyUI) and names flattened with underscores (kohya) are both understood, in any family's
 naming, so a block has one name in every format (`block_of_module`).

@@ -5,8 +5,8 @@ for each layer in diffusers and another in its original file. Three steps undo a
 
 - `parse_name` takes one name apart: the part of the model, and the path inside that part. A name with all its dots
   turned into underscores, `down_blocks_1_resnets_0_conv1`, could be many paths. `unflattened_denoiser` and
-  `unflattened_text_encoder` match it against the grammar of the architectures that are known; a name outside of it
-  stays flat, and only a model's own layers can tell it.
+  `unflattened_text_encoder` match it against the grammar of known architectures; other names stay flat, and only a
+  model's own layers can resolve them.
 - `LayerIndex` finds a model's layer for each name. Names are compared without dots and prefixes, part by part of
   the model, in both namings of its family.
 - Without a model, `parse_names` gives the layers' paths with their family and naming, and `file_family` says which

@@ -1,8 +1,8 @@
 """Open a base and a tuned checkpoint as one pair (`open_pair`), with their tensors matched.
 
-Tensors are matched by their place, which is the part of the model and the key inside it; prefixes do not matter. Every
-tensor is compared, skipped by choice, or refused. The findings name what is skipped, and what differs although a LoRA of
-Linear and convolution layers cannot hold it.
+Tensors are matched by part of the model and key inside it; prefixes do not matter. Every tensor is compared, skipped by
+choice, or refused. The findings name what is skipped, and changes that a LoRA of Linear and convolution layers cannot
+hold.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -360,7 +360,7 @@ def _refuse_other_naming(base: PairSide, tuned: PairSide) -> None:
 
 @dataclass
 class MatchedTensors:
-    """Keys that both checkpoints have, by what is done with them.
+    """Keys that both checkpoints have, sorted by what happens to them.
 
     Attributes:
         compared: Keys that are compared, in the base's order.
@@ -587,7 +587,7 @@ def _differs(pair: CheckpointPair, key: str, memory: Sequence[Tensor]) -> bool:
 
 
 def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
-    """Changed tensors of the compared parts that are no Linear or convolution weights, such as biases and norms.
+    """Changed tensors of the compared parts other than Linear and convolution weights, such as biases and norms.
 
     Returns:
         ‖Δ‖ by key.

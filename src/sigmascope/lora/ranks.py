@@ -8,10 +8,10 @@ With σ₁ ≥ σ₂ ≥ … the n singular values of ΔW, and p the parameter o
     ratio      the number of σᵢ > p · σ₁
     threshold  the number of σᵢ > p
 
-A rule gives the smallest and the largest rank that the whole spectrum could still lead to, from what is known of
-it. Where the two agree, more singular values would change nothing.
+From the known part of the spectrum, a rule gives the smallest and the largest rank that are still possible. If they
+agree, more singular values would change nothing.
 
-`METHODS` leads each name and parameter that users of other tools know to one of these rules. As text, policies read
+`METHODS` maps the names and parameters of other tools to these rules. Written as text, policies look like
 `64`, `fixed:32,conv=16`, `full`, `sv_fro:0.9,max=64` or `energy:95%`.
 """
 
@@ -63,9 +63,8 @@ _SUM_ROUNDING: Final = 1e-13
 class RankPolicy(Protocol):
     """Chooses the rank of one layer from the singular values of its change.
 
-    The values may be incomplete: only the largest are computed at first. A policy answers as soon as the known
-    ones decide, and then exactly as all of them would; until that it asks for more. Policies are frozen and
-    hashable.
+    At first only the largest values are computed. A policy answers as soon as the known values decide, with the rank
+    that all values would give; until then it asks for more. Policies are frozen and hashable.
     """
 
     def first_guess(self, weight_shape: Sequence[int]) -> int:
@@ -75,12 +74,12 @@ class RankPolicy(Protocol):
     def choose(self, spectrum: Spectrum) -> int | None:
         """The rank to keep; 0 leaves the layer out, None asks for more singular values.
 
-        A rank is never above the number of values known, or of those above zero where none is missing.
+        A rank is never above the number of known values, or of values above zero if all are known.
         """
         ...
 
     def describe(self) -> str:
-        """Canonical text, equal for equal policies and for no others: for file headers and resume keys."""
+        """Canonical text for file headers and resume keys: equal if, and only if, the policies are equal."""
         ...
 
 
@@ -115,7 +114,7 @@ class FixedRank:
         return min(wanted, max_rank(weight_shape))
 
     def first_guess(self, weight_shape: Sequence[int]) -> int:
-        """The rank itself: no other singular value is needed."""
+        """The rank itself: no further singular values are needed."""
         return self.rank_for(weight_shape)
 
     def choose(self, spectrum: Spectrum) -> int | None:
@@ -137,9 +136,9 @@ class MethodRank:
     Attributes:
         name: One of `METHODS`.
         parameter: For Linear weights (out, in), as the method's own tool takes it.
-        conv_parameter: For convolutions, 1×1 included; that of Linear weights when left out.
+        conv_parameter: For convolutions, 1×1 included; by default that of Linear weights.
         max_rank: No layer gets more.
-        max_conv_rank: The same for convolutions; `max_rank` when left out.
+        max_conv_rank: The same for convolutions; by default `max_rank`.
         min_rank: No layer that changed gets less. 0 lets a method leave layers out.
 
     Raises:
@@ -169,7 +168,7 @@ class MethodRank:
         require_limits(self.min_rank, {"max_rank": self.max_rank, "max_conv_rank": self.max_conv_rank})
 
     def first_guess(self, weight_shape: Sequence[int]) -> int:
-        """Every value where the nuclear norm is needed, a few otherwise; never more than the largest rank."""
+        """All values if the nuclear norm is needed, otherwise a few; never more than the largest rank."""
         few = max_rank(weight_shape) if METHODS[self.name].needs_all else _FIRST_GUESS
         return self._limited(few, weight_shape)
 
@@ -290,8 +289,8 @@ def _first_at_least(sums: Float[Tensor, " sums"], target: float) -> int:
 def nuclear_rank(spectrum: Spectrum, share: float) -> tuple[int, int]:
     """The smallest r whose singular values sum to `share` of the nuclear norm Σσᵢ.
 
-    The sum of the unknown ones is at least E/σ and at most √((n − k)·E), where E = Σ_{i>k} σᵢ² is their energy
-    and σ the most that one of them can be.
+    The unknown ones sum to at least E/σ and at most √((n − k)·E), where E = Σ_{i>k} σᵢ² is their energy and σ an upper
+    bound of each.
     """
     values = spectrum.values
     sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
@@ -336,11 +335,11 @@ class RankRules:
 
     Attributes:
         default: For layers that no override matches.
-        overrides: (pattern, policy); of several that match, the last wins.
+        overrides: (pattern, policy); if several match, the last wins.
         excluded: Patterns of layers that are left out, whatever the overrides say.
 
     Raises:
-        ConfigError: A pattern is no regular expression.
+        ConfigError: A pattern is not a regular expression.
     """
 
     default: RankPolicy
@@ -369,15 +368,15 @@ class RankRules:
         return any(matches(pattern, layer) for pattern in self.excluded)
 
     def override_for(self, layer: str) -> RankPolicy | None:
-        """The policy of the last override that matches; None where the default holds.
+        """The policy of the last override that matches; None if the default applies.
 
-        A global budget takes the place of the default, so overrides stand beside it.
+        A budget for the whole file replaces only the default, so overrides still apply.
         """
         matching = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
         return next(matching, None)
 
     def require_for_statistics(self) -> None:
-        """Refuse a policy that means the singular values of ΔW themselves, which a metric changes.
+        """Refuse a policy that needs the singular values of ΔW itself, because a metric changes them.
 
         Raises:
             ConfigError: One of them is `threshold`.
@@ -390,7 +389,7 @@ class RankRules:
             )
 
     def check(self, layers: Sequence[str]) -> None:
-        """Refuse patterns that match nothing: silently ignored, they would give another file than was asked.
+        """Refuse patterns that match nothing: if they were ignored, the file would not be what the user asked for.
 
         Args:
             layers: Paths of all layers of the model.
@@ -432,7 +431,7 @@ def parse_policy(text: str, flag: str = "--rank_method") -> RankPolicy:
         flag: What the user calls it, for the error.
 
     Raises:
-        ConfigError: It names no method, or a value makes no sense.
+        ConfigError: It does not name a method, or a value makes no sense.
     """
     head, *rest = text.strip().split(",")
     settings = _settings(text, rest, flag)
@@ -503,7 +502,7 @@ def parse_overrides(texts: Iterable[str]) -> tuple[tuple[str, RankPolicy], ...]:
         texts: `<pattern>=<policy>` each; for policies see `parse_policy`.
 
     Raises:
-        ConfigError: One is not of that form, its pattern is no regular expression, or its policy makes no sense.
+        ConfigError: One is not of that form, its pattern is not a regular expression, or its policy makes no sense.
     """
     return tuple(
         (pattern, parse_policy(value, _RANK_FOR)) for pattern, value in split_patterns(texts, _RANK_FOR)
@@ -544,11 +543,11 @@ def require_rank(name: str, rank: int) -> None:
 
 
 def require_limits(least: int, most: Mapping[str, int | None]) -> None:
-    """Refuse limits of ranks that leave nothing between them.
+    """Refuse limits of ranks that leave no rank between them.
 
     Args:
-        least: No rank may be below; 0 or more.
-        most: By flag, ranks that none may be above; None is no limit.
+        least: The lowest rank allowed; 0 or more.
+        most: The highest rank allowed, by flag; None for no limit.
 
     Raises:
         ConfigError: With the flag.

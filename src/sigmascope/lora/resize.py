@@ -1,4 +1,4 @@
-"""Give a LoRA another rank, without the models that it was made from.
+"""Change a LoRA's rank, without the models that it was made from.
 
 QR of both factors and the SVD of their small core give all singular values of ΔW exactly, so any policy or
 budget that an extraction knows works on a finished LoRA too, and the error of the result is known.
@@ -83,9 +83,9 @@ class RankPlan(NamedTuple):
     Attributes:
         rules: The policy of every module. With a budget, only its overrides and exclusions count.
         budget: What all modules share, if any.
-        budget_weights: How much each module's squared error counts under the budget: `relative`, as its share of the
-            module's own ‖ΔW‖, since W is not known; `plain`, as it is; or a JSON file of layers and weights.
-            Statistics replace it.
+        budget_weights: How much each module's squared error counts under the budget: `relative`, relative to the
+            module's own ‖ΔW‖, since W is not known; `plain`, as it is; or a JSON file of layers and weights. Statistics
+            replace it.
     """
 
     rules: RankRules
@@ -114,11 +114,11 @@ EVERYTHING: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
 
 @dataclass(frozen=True, slots=True)
 class InputLora:
-    """One LoRA that went in.
+    """One input LoRA.
 
     Attributes:
         path: As given.
-        weight: What its change was multiplied with.
+        weight: Factor of its change.
         format: `native`, `kohya`, `peft` or `comfyui`.
         modules: How many it has.
         file_bytes: Size of its file.
@@ -138,19 +138,19 @@ class InputLora:
 
 @dataclass(frozen=True, slots=True)
 class ResizedModule:
-    """What became of one module.
+    """One module before and after.
 
     Attributes:
-        name: In the file that is written.
-        shape: Of the weight that it changes.
-        old_rank: Before, of all LoRAs together where several are combined; None where it had none.
-        rank: As stored; 0 where it is left out.
+        name: Its name in the written file.
+        shape: Shape of the weight that it changes.
+        old_rank: Its rank before, summed over the LoRAs if several are combined; None if it had none.
+        rank: Its stored rank; 0 if it is left out.
         norm: ‖ΔW‖ before.
-        error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ where it is left out.
+        error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ if it is left out.
         kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
-        left_out: Why it is, if it is. `no_change`: ΔW is zero.
-        weighted_norm: `norm` in the metric of statistics, or as the budget weighs it; None without either.
-        weighted_error: `error_norm` in it.
+        left_out: Why it is left out; None if it is not. `no_change`: ΔW is zero.
+        weighted_norm: `norm` in the metric of the statistics, or as the budget weighs it; None without either.
+        weighted_error: `error_norm` in the same measure.
     """
 
     name: str
@@ -187,11 +187,11 @@ class BlockReduction:
     Attributes:
         name: Such as `up_blocks.1`.
         modules: How many there were.
-        kept: How many are in the file that was written.
-        old_ranks: Lowest and highest rank before; None where none had one.
-        ranks: Lowest and highest rank of those kept; None without any.
-        relative_error: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all together; None where nothing was changed.
-        kept_energy: Share of ‖ΔW‖² in the singular values that were kept; None as above.
+        kept: How many are in the written file.
+        old_ranks: Lowest and highest rank before; None if no module had one.
+        ranks: Lowest and highest rank of those kept; None if none is.
+        relative_error: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all together; None if all changes are zero.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept; None if all changes are zero.
     """
 
     name: str
@@ -211,15 +211,15 @@ class ReductionReport:
         inputs: The LoRAs, in the order given.
         lora: The file that was written.
         format: Its format.
-        dtype: In which its factors are stored.
+        dtype: Dtype of the stored factors.
         method: How the changes became one; `linear` for a single LoRA.
-        plan: How much rank there was to be.
-        modules: What became of every module, in the order of the files.
-        carried: Changes that have no rank (biases, norms) or depend on the base, written as they are.
+        plan: The rank plan that was asked for.
+        modules: Every module, before and after, in the order of the files.
+        carried: Changes that have no rank (biases, norms) or depend on the base; they are written unchanged.
         formed: Modules whose change was more than up and down, so that it was formed and decomposed.
         findings: What to know before using the LoRA.
-        file_bytes: Size of the file that was written.
-        seconds: Time of the whole work.
+        file_bytes: Size of the written file.
+        seconds: How long all of it took.
     """
 
     inputs: tuple[InputLora, ...]
@@ -237,7 +237,7 @@ class ReductionReport:
 
     @property
     def bytes_before(self) -> int:
-        """Size of all files that went in."""
+        """Size of all input files."""
         return sum(lora.file_bytes for lora in self.inputs)
 
     @property
@@ -275,7 +275,7 @@ class ReductionReport:
 
     @property
     def worst(self) -> tuple[ResizedModule, ...]:
-        """The ten modules that lost the largest part of themselves, largest first."""
+        """The ten modules that lost the largest share of their change, largest first."""
         measured = [module for module in self.modules if module.relative_error is not None]
         return tuple(sorted(measured, key=lambda module: -(module.relative_error or 0.0))[:10])
 
@@ -318,12 +318,11 @@ def resize_lora(
     ridge: float = RIDGE,
     progress: Progress = no_progress,
 ) -> ReductionReport:
-    """Write a LoRA anew at another rank.
+    """Write a LoRA at another rank.
 
-    Each module gets the nearest change of the rank that the plan gives it (Eckart and Young, 1936), with alpha =
-    the stored rank. Where nothing has to be cut or rounded, its factors stay as they are, bit for bit. LoHa,
-    LoKr and Tucker changes become plain factors. Biases and norms, and changes that depend on the base (DoRA),
-    are carried over as they are.
+    Each module gets the nearest change of the rank that the plan gives it (Eckart and Young, 1936), with alpha equal to
+    the stored rank. If nothing has to be cut or rounded, its factors stay the same, bit for bit. LoHa, LoKr and Tucker
+    changes become plain factors. Biases, norms and changes that depend on the base (DoRA) are copied unchanged.
 
     In the plan's patterns and in the report, layers have the names of the model (`denoiser.conv_in`), whatever
     the format of the file.
@@ -332,12 +331,12 @@ def resize_lora(
         lora: In any format; read one module at a time.
         save_to: The `.safetensors` file to write.
         plan: How much rank each module gets, or all together.
-        save_precision: Storage of the factors; that of the input when left out (float16 for an 8-bit one).
-        format: `native`, `kohya`, `peft` or `comfyui`; the input's, with its own names, when left out.
-        statistics: A file of `sigmascope.lora.statistics`, of the model that the LoRA is for: the error of what the
-            layers put out is least, in place of that of their weights.
-        ridge: Weight of directions that the statistics never met, as a share of the mean.
-        progress: Told after each module.
+        save_precision: Dtype of the stored factors; by default the input's (float16 for an 8-bit one).
+        format: `native`, `kohya`, `peft` or `comfyui`; by default the input's, with its own names.
+        statistics: A file of `sigmascope.lora.statistics` for the LoRA's model: the factors then minimise the error of
+            the layers' outputs instead of that of their weights.
+        ridge: Weight of directions that never occurred in the statistics, as a share of the mean.
+        progress: Called after each module.
 
     Returns:
         Every module's old and new rank, and the true error of the factors as stored.
@@ -345,8 +344,8 @@ def resize_lora(
     Raises:
         ConfigError: The target is the input or a folder, a pattern matches no module, the budget cannot be met,
             or the plan leaves out every module.
-        ModelMismatchError: The statistics are of another model than the LoRA is for.
-        CheckpointError: The input is missing, damaged, or no file of tensors.
+        ModelMismatchError: The statistics are of a model other than the LoRA's.
+        CheckpointError: The input is missing, damaged, or not a file of tensors.
         LoraFormatError: Its keys follow no known format, its factors do not fit together, or the format to write
             cannot hold it.
         NonFiniteError: NaN or Inf in the input, or factors too large for the storage precision.
@@ -443,7 +442,7 @@ def write_reduced(
     carried: Mapping[str, WeightChange],
     progress: Progress,
 ) -> tuple[ResizedModule, ...]:
-    """Reduce every module and write it, and then what has no rank.
+    """Reduce and write every module, then the changes without a rank.
 
     Args:
         output: Open.
@@ -467,13 +466,13 @@ def write_reduced(
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metric of each layer of a LoRA, by the statistics of the model that it is for.
+    """The metric of each layer of a LoRA, from the statistics of its model.
 
     Attributes:
-        statistics: Of the model's layers.
-        ridge: Weight of directions that they never met.
-        paths: Of each of the LoRA's layers in the denoiser; of others there are no statistics.
-        shapes: Of their weights.
+        statistics: Statistics of the model's layers.
+        ridge: Weight of directions that never occurred in them.
+        paths: Path in the denoiser of each of the LoRA's layers; layers elsewhere have no statistics.
+        shapes: Shapes of their weights.
     """
 
     statistics: ModelStatistics
@@ -524,14 +523,14 @@ class Metrics:
         return {"sigmascope_statistics": json.dumps({**self.statistics.facts, "ridge": self.ridge})}
 
     def of(self, layer: str, dtype: torch.dtype) -> LayerMetric:
-        """A layer's metric; where the statistics do not know it, its weight is that of most layers."""
+        """A layer's metric; if the statistics lack the layer, its error gets the typical weight of the others."""
         known = self.paths.get(layer)
         return self.statistics.metric_of(known, layer, self.shapes[layer], self.ridge, _CPU, dtype)
 
 
 @dataclass(frozen=True)
 class Resizer:
-    """A set of changes and how they are to be reduced.
+    """Reduces the ranks of a set of changes.
 
     Attributes:
         shapes: Of the changed weights, by module, in the order of the file.
@@ -555,7 +554,7 @@ class Resizer:
         """Reduce every module, in order, on all cores.
 
         Yields:
-            What became of it, and its factors, None where it is left out.
+            Each module's result, and its factors (None if it is left out).
 
         Raises:
             ConfigError: A pattern of the rules matches no module, or the budget cannot be met.

@@ -1,7 +1,7 @@
 """How large a LoRA of two checkpoints has to be: its error at every size, before one is made.
 
-Every layer's change is decomposed once, deeper than any of the LoRAs asks for. A cut of these singular values is what an
-extraction would store, so that the error of every rank and every budget is known without writing a file.
+Every layer's change is decomposed once, deeper than any of the planned LoRAs needs. An extraction would store a cut of
+these singular values, so the error of every rank and budget is known without writing a file.
 """
 
 import math
@@ -51,11 +51,11 @@ class PlannedLora:
     """A LoRA that an extraction would make.
 
     Attributes:
-        rank: Of all layers; None where a budget chooses each layer's.
-        bytes: What the file takes; of the curve about so much.
-        error: ‖ΔW − A‖ / ‖ΔW‖ over all layers, of the factors as stored.
+        rank: The rank of all layers; None if a budget chooses each layer's.
+        bytes: Size of the file; approximate for points of the curve.
+        error: ‖ΔW − A‖ / ‖ΔW‖ over all layers, for the stored factors.
         weighted_error: The same as a budget weighs it: by the size of each layer's weight, or by the statistics.
-        ranks: Of each layer; 0 is not in the file.
+        ranks: Rank of each layer; 0 if it is not in the file.
     """
 
     rank: int | None
@@ -72,12 +72,12 @@ class PlannedLora:
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What one layer is of the whole change.
+    """One layer's share of the whole change.
 
     Attributes:
         name: Its path.
-        share: Of the weighted ‖ΔW‖² of all layers.
-        rank: That it has at the knee.
+        share: Its share of the weighted ‖ΔW‖² of all layers.
+        rank: Its rank at the knee.
     """
 
     name: str
@@ -91,11 +91,12 @@ class LoraPlan:
 
     Attributes:
         base, tuned: The checkpoints.
-        statistics: That the error is weighed by; None: each layer's by the size of its weight.
-        fixed: One rank for all layers, from 1 up.
-        budget: At the bytes of each of `fixed`: the best ranks.
+        statistics: The statistics that weigh the errors; None if each layer's error is weighed by the size of its
+            weight.
+        fixed: LoRAs with one rank for all layers, from 1 up.
+        budget: For each of `fixed`, the best ranks for as many bytes.
         curve: The best ranks from an eighth of rank 1's bytes to those of the highest rank.
-        knee: Of `curve`: beyond it more bytes gain little. By Satopää et al. 2011 ("kneedle").
+        knee: The point of `curve` beyond which more bytes gain little (Satopää et al. 2011, "kneedle").
         layers: Those with the largest shares, largest first.
         changed: Layers that changed and are wanted.
     """
@@ -111,7 +112,7 @@ class LoraPlan:
     changed: int
 
     def bytes_for(self, weighted_error: float) -> int | None:
-        """About the least size with at most this error; None where the curve does not reach it."""
+        """Approximately the smallest size with at most this error; None if the curve does not reach it."""
         before: PlannedLora | None = None
         for point in self.curve:
             if point.weighted_error <= weighted_error:
@@ -152,8 +153,8 @@ def plan_lora(
     Args:
         base: Checkpoint that the LoRA is for: safetensors (sharded too), `.ckpt`, or a diffusers folder.
         tuned: The fine-tuned checkpoint of the same architecture.
-        options: As of the extraction; ranks and budgets in them do not matter.
-        most_rank: Fixed ranks are planned for in powers of two up to this. Each layer is decomposed to twice it.
+        options: Options of the extraction; their ranks and budget do not matter.
+        most_rank: Fixed ranks are powers of two up to this. Each layer is decomposed to twice as many values.
         progress: Told after each layer.
 
     Raises:
@@ -303,7 +304,7 @@ class _Sizes:
 
 
 def knee_of(sizes: Sequence[int], errors: Sequence[float]) -> int:
-    """Where a falling curve bends most: farthest below the straight line between its ends.
+    """The point where a falling curve bends most: farthest below the straight line between its ends.
 
     Args:
         sizes: Rising.

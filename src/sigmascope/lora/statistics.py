@@ -1,8 +1,8 @@
-"""What a model does with each layer's weight: second moments of what its output feels of a change.
+"""How a change of each layer's weight affects the model's output, as second moments.
 
-The least change of the weights is not the least change of the picture. To first order a change E of a layer's weight
-changes a random projection of the model's output by ⟨D, E⟩, with D the projection's gradient at the weight. The mean of
-its square over projections is what the change does to the output, and the nearest that one product of two small
+The smallest change of the weights is not the smallest change of the picture. To first order a change E of a layer's
+weight changes a random projection of the model's output by ⟨D, E⟩, with D the projection's gradient at the weight. The
+mean of its square over projections is what the change does to the output, and the nearest that one product of two small
 matrices comes to it is, after one step of the power iteration (Morwani et al., arXiv 2406.17748),
 
     ‖E‖²_{G,C} = tr(G E C Eᵀ),    C = mean of DᵀD,    G = mean of DDᵀ over its trace.
@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 RIDGE: Final = 1e-3
-"""Added to each matrix of moments, as a share of its mean diagonal: directions never met have some weight."""
+"""Added to each matrix of moments, as a share of its mean diagonal, so that directions that never occurred have a
+weight."""
 FULL_UP_TO: Final = 256
 """Width up to which a matrix of moments is kept whole."""
 RANK: Final = 32
@@ -93,7 +94,7 @@ class Moments:
         """R with R·Rᵀ = the matrix + ridge · its mean diagonal.
 
         Raises:
-            NonFiniteError: The moments are all zero: nothing was met.
+            NonFiniteError: The moments are all zero or not finite.
         """
         mean = self.trace / self.size
         if not (math.isfinite(mean) and mean > 0):
@@ -155,7 +156,7 @@ class LayerMetric:
     Attributes:
         inputs: R, of the inputs' moments.
         outputs: S, of the gradients'.
-        scale: Both times this: √ of the weight that the layer's squared error has beside them.
+        scale: Factor of the result: the root of the weight of the layer's squared error.
     """
 
     inputs: MomentRoot | None = None
@@ -169,7 +170,7 @@ class LayerMetric:
 
         Args:
             change: E.
-            out: Where to put it, contiguous: fresh memory for a large layer costs as much as the products.
+            out: A contiguous buffer for the result: fresh memory for a large layer costs as much as the products.
         """
         made = torch.empty_like(change, memory_format=torch.contiguous_format) if out is None else out
         left, right = self.outputs, self.inputs
@@ -242,7 +243,7 @@ class MomentSum:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What it has summed up so far; another of the same size goes on from there when these are copied into it."""
+        """The sums so far; another `MomentSum` of the same size continues from them when they are copied into it."""
         return (self._sum,) if self._diagonal is None else (self._sum, self._diagonal)
 
     def result(self, divisor: int | float) -> Moments:
@@ -296,12 +297,12 @@ def _leading_part(sketch: Tensor, columns: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """What the output feels of a change of one layer's weight: tr(G E C Eᵀ).
+    """How a change E of one layer's weight affects the output: tr(G E C Eᵀ).
 
     Attributes:
         inputs: C, the mean of DᵀD over projections.
         outputs: G, the mean of DDᵀ over its trace.
-        rows: How many positions were met in a call.
+        rows: How many positions a call had.
     """
 
     inputs: Moments
@@ -310,7 +311,7 @@ class LayerStatistics:
 
     @property
     def weight(self) -> float:
-        """What a squared error of 1, spread evenly over the layer's weight, changes in the output, squared."""
+        """The squared change of the output by a squared error of 1, spread evenly over the layer's weight."""
         return self.inputs.trace / self.inputs.size * self.outputs.trace / self.outputs.size
 
     def metric(
@@ -327,9 +328,9 @@ class ModelStatistics(Mapping[str, LayerStatistics]):
 
     Attributes:
         layers: By path.
-        fingerprint: Of the denoiser's weights (`denoiser_fingerprint`); empty where it is not known.
+        fingerprint: Fingerprint of the denoiser (`denoiser_fingerprint`); empty if it is not known.
         facts: What they were made from: calls, probes, seed.
-        unmet: Layers of the model that no call went through, or that its output did not feel.
+        unmet: Layers of the model that no call went through, or that did not affect its output.
     """
 
     layers: dict[str, LayerStatistics]
@@ -354,7 +355,7 @@ class ModelStatistics(Mapping[str, LayerStatistics]):
 
     @property
     def captured(self) -> float:
-        """The least share of a trace that was kept with its directions, 0 to 1."""
+        """The smallest share of a trace that was kept with its directions, 0 to 1."""
         return min(
             (side.captured for layer in self.layers.values() for side in (layer.inputs, layer.outputs)),
             default=1.0,
@@ -369,18 +370,18 @@ class ModelStatistics(Mapping[str, LayerStatistics]):
         device: torch.device,
         dtype: torch.dtype,
     ) -> "LayerMetric":
-        """The metric of a layer; where its statistics are not known, its weight is that of most layers.
+        """The metric of a layer; if it has no statistics, its error gets the typical weight of the others.
 
         Args:
-            path: Of the module below the denoiser; None where it is of another part of the model.
-            layer: What the user calls it.
-            shape: Of its weight.
-            ridge: Weight of directions that were never met, as a share of the mean.
+            path: Path of the module below the denoiser; None if it is in another part of the model.
+            layer: The layer's name, for messages.
+            shape: Shape of its weight.
+            ridge: Weight of directions that never occurred, as a share of the mean.
             device: Where to compute.
-            dtype: Of the change.
+            dtype: Dtype of the change.
 
         Raises:
-            ConfigError: The statistics are of a layer of another shape.
+            ConfigError: The statistics are for a layer of another shape.
             NonFiniteError: They hold NaN or Inf.
         """
         known = None if path is None else self.get(path)
@@ -470,7 +471,7 @@ def _read_moments(checkpoint: Checkpoint, name: str) -> Moments:
 
 
 def require_ridge(ridge: float) -> None:
-    """Refuse, by a ConfigError, a ridge that is out of range."""
+    """Raise a ConfigError if a ridge is out of range."""
     if not (math.isfinite(ridge) and ridge > 0):
         raise ConfigError(f"--ridge {ridge:g} is out of range.", hint="Use more than 0, such as 0.001.")
 
@@ -481,13 +482,13 @@ def load_statistics_of(
     """Read statistics, and refuse those of another model.
 
     Args:
-        path: Of the file.
-        fingerprints: Of the models that they may be of; None where nobody knows. Not all statistics have one either.
-        layers: Paths below the denoiser; None for a layer of another part, which statistics do not know.
+        path: The file.
+        fingerprints: Fingerprints of the accepted models; None for one that is not known. Some statistics have none.
+        layers: Paths below the denoiser; None for a layer of another part, which has no statistics.
 
     Raises:
         CheckpointError: The file cannot be read.
-        ModelMismatchError: They are of another model, or know none of the layers.
+        ModelMismatchError: They are of another model, or cover none of the layers.
     """
     statistics, asked = load_statistics(path), list(layers)
     is_known = any(layer in statistics for layer in asked if layer is not None)

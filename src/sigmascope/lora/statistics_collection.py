@@ -1,13 +1,13 @@
-"""Run a model on calibration inputs, and sum up what its output feels of each layer's weight.
+"""Run a model on calibration inputs, and sum up how each layer's weight affects its output.
 
-The pipeline calls the model as it always does. Each call is made a second time, with gradients, and a random
-projection is taken back through it: of the call's own output; or, where the calls of a sampling are given as a whole
-(`collect_statistics`), of what the sampling made. An error of an early step then counts as it arrives at the end.
+The pipeline calls the model as usual. Each call is repeated with gradients, and a random projection is propagated back
+through it: a projection of the call's own output or, if `collect_statistics` is given whole samplings, of the
+sampling's result. Then an error of an early step counts by its effect at the end.
 
-The second call takes the memory of a training's activations, one call at a time; `enable_gradient_checkpointing` of a
-diffusers model makes it small. Weights that are stored in float8 or moved layer by layer stay wide and on the device
-until gradients have passed. A weight's gradient lives until it is summed up; those of a whole sampling are added up
-first where all together they are small.
+The repeated call needs as much memory for activations as training, one call at a time; a diffusers model's
+`enable_gradient_checkpointing` keeps this small. Weights that are stored in float8 or moved layer by layer stay wide
+and on the device until gradients have passed. A weight's gradient is freed once it is summed up; the gradients of a
+whole sampling are added up first if all of them together are small.
 """
 
 import inspect
@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 _LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
 _MOST_ADDED_UP: Final = 4 << 30
-"""Bytes of all weights' gradients: of a larger model those of each call count by themselves."""
+"""Gradients of all weights that take more bytes than this are not added up over a sampling; each call counts by
+itself."""
 _WRITTEN_EVERY: Final = 120.0
-"""Seconds at least from one writing of unfinished sums to the next."""
+"""Least seconds between two writings of unfinished sums."""
 _WRAPPED: Final = ("base_layer", "_orig_mod")
 """What PEFT's adapters and `torch.compile` call the module that they stand around."""
 
@@ -69,28 +70,28 @@ def collect_statistics(
     """Sum up second moments for every Linear and convolution layer of a model while a pipeline runs.
 
     Args:
-        model: The denoiser: a module whose calls give a tensor, or a tuple, dict or object with one first. Its
-            weights are not changed, and it is as it was afterwards.
-        run: Calls the model, directly or through a pipeline, any number of times. If it is a generator, each tensor
-            that it yields is what its calls since the last one made, with gradients allowed: projections are then of
-            that tensor, such as the latents after the last step, and all count alike. A tensor that does not hang
-            together with the calls by its gradients leaves each call's own output.
+        model: The denoiser: a module whose calls return a tensor, or a tuple, dict or object whose first item is one.
+            Its weights are not changed, and afterwards it is as it was before.
+        run: Calls the model, directly or through a pipeline, any number of times. A generator may yield the result of
+            its calls since the last yield, such as the latents after the last step, computed with gradients.
+            Projections are then of that tensor, and all count alike. If no gradient leads from it to the calls, each
+            call's own output is used.
         probes: Random projections of each output.
-        calls: How many calls `run` makes, for the progress; None where it is not known.
+        calls: How many calls `run` makes, for the progress; None if it is not known.
         full_up_to: Width up to which a layer's moments are kept whole.
-        rank: Directions that are kept of wider ones.
-        seed: Of the projections.
-        fingerprint: Of the model's weights, for the file.
-        unfinished: Sums of a run that was killed, to go on from; `run` begins at its input and tells it of each that
-            is done.
-        progress: Told after each call.
+        rank: Number of directions kept of wider layers.
+        seed: Seed of the projections.
+        fingerprint: Fingerprint of the model, for the file.
+        unfinished: Sums of a killed run to continue from; `run` starts at its input and reports each finished one to
+            it.
+        progress: Called after each call.
 
     Returns:
         The statistics, by the path of the layer in the model.
 
     Raises:
-        ConfigError: The model was not called, has no layers, or gives no tensor; or no gradient came back from what
-            the calls made.
+        ConfigError: The model was not called, has no layers, or returns no tensor; or no gradient came back from the
+            result.
         NonFiniteError: NaN or Inf went through a layer; the message names the first.
         Exception: Whatever `run` raises.
     """
@@ -142,16 +143,16 @@ _SCHEME: Final = 2  # of what is summed up: sums of another are not gone on with
 
 
 class UnfinishedSums:
-    """The sums so far, kept beside the file that they are for, so that a run that was killed can go on.
+    """The sums so far, kept beside the target, so that a killed run can continue.
 
-    A context manager: leaving it, in peace or on any exception, removes the file. A kill does not.
+    A context manager: leaving it, normally or by an exception, removes the file; a kill leaves it.
 
     Args:
-        target: The file of statistics that is to be made.
-        settings: What the run is: model, inputs, seeds. Sums of another run are not gone on with.
+        target: The file of statistics to make.
+        settings: Model, inputs and seeds of the run. The sums of a run with other settings are not used.
 
     Attributes:
-        inputs: How many are summed up; the next run begins there.
+        inputs: How many inputs are summed up; the next run starts there.
     """
 
     def __init__(self, target: Path, settings: Mapping[str, object]) -> None:
@@ -162,7 +163,7 @@ class UnfinishedSums:
         self._written = time.monotonic()
 
     def begin(self, watched: "_Watched") -> None:
-        """Take up the sums of the file, where there is one of the same settings."""
+        """Continue from the sums in the file, if there is one with the same settings."""
         self._watched = watched
         if not self.path.is_file():
             return
@@ -301,16 +302,16 @@ class _Pair(NamedTuple):
 
 
 class LayerSums:
-    """Sums up DᵀD and DDᵀ of one layer while it listens, D the gradients of its weight.
+    """Sums up DᵀD and DDᵀ of one layer while it listens; D are the gradients of its weight.
 
     Args:
         module: The layer.
         new_sum: Makes its sums.
 
     Attributes:
-        waits: Whether what is felt waits for `settle`.
-        adds_up: Whether gradients that wait are one D together.
-        rows: How many positions were met.
+        waits: Whether gradients wait for `settle`.
+        adds_up: Whether waiting gradients are added up to a single D.
+        rows: How many positions a call had.
     """
 
     def __init__(self, module: nn.Module, new_sum: NewSum) -> None:
@@ -328,21 +329,21 @@ class LayerSums:
 
     @property
     def bytes(self) -> int:
-        """Of its weight's gradient."""
+        """Bytes of its weight's gradient."""
         return 4 * math.prod(self._sizes)
 
     @property
     def is_met(self) -> bool:
-        """Whether something went through it and came back."""
+        """Whether an input went through it and a gradient came back."""
         return self._sums is not None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What it has summed up so far; empty where nothing was met."""
+        """The sums so far; empty if there are none."""
         return () if self._sums is None else self._sums.parts
 
     def restore(self, rows: int, parts: Sequence[Tensor]) -> None:
-        """Go on from the `rows` and `parts` of another run.
+        """Continue from the `rows` and `parts` of another run.
 
         Raises:
             ValueError: They are of another layer.
@@ -367,14 +368,14 @@ class LayerSums:
             self._handle = None
 
     def felt(self) -> float:
-        """‖D‖² of what waits for `settle`."""
+        """‖D‖² of the gradients that wait for `settle`."""
         if self._gradient is not None:
             self._sum_up(self._gradient)
             self._gradient = None
         return 0.0 if self._waiting is None else self._waiting.inputs.trace
 
     def settle(self, share: float) -> None:
-        """Take what waits, that often."""
+        """Add the waiting gradients to the sums, multiplied by `share`."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -383,7 +384,7 @@ class LayerSums:
             own.add_(part, alpha=share)
 
     def result(self, calls: int) -> LayerStatistics:
-        """The moments; the sums are let go.
+        """The moments; the sums are freed.
 
         Raises:
             NonFiniteError: NaN or Inf was among them.
@@ -405,11 +406,11 @@ class LayerSums:
         return felt
 
     def add(self, given: Tensor, gradient: Tensor) -> None:
-        """Add what one call's projection feels of the weight.
+        """Add the weight's gradient for the projection of one call.
 
         Args:
             given: The layer's input.
-            gradient: At its output.
+            gradient: The gradient at its output.
         """
         out = _rows_out(self._module, gradient).float()
         total = torch.zeros(self._sizes, device=out.device) if self._gradient is None else self._gradient
@@ -673,7 +674,7 @@ def _with_first(output: Any, tensor: Tensor) -> Any:
 
 
 def checkpoint_gradients(model: nn.Module) -> None:
-    """Let a model of diffusers compute its blocks twice when gradients are taken, to keep less of them.
+    """Switch on a diffusers model's gradient checkpointing: blocks are computed twice, and fewer activations are kept.
 
     Raises:
         ConfigError: It cannot.
@@ -689,7 +690,9 @@ def checkpoint_gradients(model: nn.Module) -> None:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No weight takes a gradient, which would cost as much memory as the model; no buffer stays changed."""
+    """Within the block no weight gets a gradient, which would take as much memory as the model; buffers are
+    restored.
+    """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     # A batch norm in training counts what goes through it.
     buffers = [
@@ -711,7 +714,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def copied(value: Any) -> Any:
-    """The same arguments with tensors of their own, made outside inference mode: autograd may see them."""
+    """The same arguments with copied tensors, made outside inference mode so that autograd can use them."""
     if isinstance(value, Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().clone()
@@ -737,7 +740,7 @@ def _tracked(value: Any, leaves: list[Tensor]) -> Any:
 
 
 def first_tensor(output: object) -> Tensor | None:
-    """What a call gave, or the first tensor in it."""
+    """A call's result, or the first tensor in it."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):

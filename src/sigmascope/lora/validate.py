@@ -422,7 +422,7 @@ class Subtraction:
     """How ΔW becomes ΔW − s·B·A.
 
     Attributes:
-        take_off: Subtracts from a block of rows in place; called with the slice of rows, and the block.
+        take_off: Subtracts the change from a block of rows in place; called with the slice of rows and the block.
         rows: The smallest number of rows for which the product is efficient.
         magnitude: m of `rounding_bound`.
         roundings: k of `rounding_bound`.

@@ -47,7 +47,7 @@ class MismatchRow(NamedTuple):
     advice: str
 
     def words(self, modules: int) -> str:
-        """What a message says after this many modules."""
+        """The words of a message after this many modules."""
         return self.one if modules == 1 else self.many
 
 
@@ -118,12 +118,12 @@ _UP_BIAS_ENDS: Final = (".lora_B.bias", ".lora_up.bias")
 
 @dataclass(frozen=True, slots=True)
 class ModuleVerdict:
-    """What becomes of one module of a LoRA file on a model.
+    """Whether, and how, one module of a LoRA file fits a model.
 
     Attributes:
         name: As the file has it.
         kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff`, `set`, `oft`, `boft` or `glora`.
-        shape: Of the weight that it is made for; () if its tensors do not tell.
+        shape: Shape of the weight that it is made for; () if its tensors do not show it.
         part: The part of the model in its name: `denoiser`, `text_encoder`, …
         rank: Of its factors; None if it has none.
         alpha: As stored in the file; None if the file has none, and then the scale is 1.
@@ -171,8 +171,8 @@ class LoraVerdict:
     Attributes:
         path: The file; None for a LoRA in memory.
         format: `native`, `kohya`, `peft` or `comfyui`; None if the file could not be read.
-        file_family: The model family that the file is for, such as `sdxl`; None if nothing tells.
-        family_evidence: What `file_family` was told from.
+        file_family: The model family that the file is for, such as `sdxl`; None if it is not known.
+        family_evidence: What shows the file's family.
         model_family: The model's family; None if it is not known.
         model_naming: How the model names its weights, as in `ModelLayout.naming`.
         modules: Every module of the file, in its order.
@@ -374,7 +374,7 @@ def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
 
 
 def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    """What to know before the file is given to diffusers or ComfyUI.
+    """What to know before loading the file in diffusers or ComfyUI.
 
     Args:
         verdict: With its modules.
