@@ -3,21 +3,20 @@
 A fine-tuned LBM minus this base is what training changed, so a LoRA is extracted against it. The base has the
 UNet and VAE weights of the backbone, without `add_embedding`, the embedding of sizes and pooled text.
 
-LBM has no text: its cross attention attends to the hidden states, so that keys and values are as wide as those,
-where the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first
-convolution. So the first convolution and the keys and values of both attentions are brought to the new widths by
-cutting, or by filling with zeros; `num_iterations` is 0. Everything else must fit as it is, and nothing else may
-be left over.
+LBM has no text: its cross attention attends to the hidden states. So its keys and values are as wide as these, while
+the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first convolution. The first
+convolution and the keys and values of both attentions are therefore cut, or filled up with zeros, to the new widths;
+`num_iterations` is 0. Every other weight must fit unchanged, and none may be left over.
 
-All files are written or none, with room on the disk checked first, and none is lost that was there. `check_base`
-proves that a base can be used: it loads it, runs it once and looks at what comes out.
+Either all files are written or none, after a check for room on the disk, and existing files are not lost on failure.
+`check_base` proves that a base can be used: it loads the base, runs it once and checks the result.
 
-The backbone's weights lie in a diffusers folder, in a single-file checkpoint with SDXL's own names, or in a
-repository of the Hugging Face hub, of which nothing else is fetched.
+The backbone may be a diffusers folder, a single-file checkpoint with SDXL's own names, or a repository of the Hugging
+Face hub, from which only its weights are fetched.
 
-Diffusers' own converter renames the tensors of a single file. It wants a state dict, and is given one that takes no
-memory: each tensor is one number, the tensor's place in the file, expanded to the shape that the file has. Where
-a number comes out is the new name, and the shape that it comes out with is the one that diffusers' model has.
+Diffusers' own converter renames the tensors of a single file. It needs a state dict, and gets one that takes no memory:
+each tensor is a single number, its position in the file, expanded to the tensor's shape. The converter's result shows
+each number's new name, and its shape in diffusers' model.
 """
 
 import logging
@@ -70,7 +69,7 @@ Shape = tuple[int, ...]
 Change = Literal["cut", "zero-filled", "cut and zero-filled"]
 
 ITERATIONS = "num_iterations"
-"""The LBM's only tensor that no backbone has: how many steps it was trained."""
+"""The number of training steps: the only tensor of an LBM that no backbone has."""
 DROPPED = "denoiser.add_embedding."
 """The UNet's embedding of sizes and pooled text: an LBM has none."""
 _FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
@@ -110,16 +109,16 @@ class BaseReport:
 
     Attributes:
         paths: The files of weights, of equal content.
-        config_path: The YAML that was written beside them; None when an equal one was there, or none asked for.
+        config_path: The YAML that was written beside them; None if an equal one was there, or none was asked for.
         backbone: The folder or file that the weights are from.
         dtypes: Number of the base's weights by dtype, without `num_iterations`.
         adapted: Weights whose shape changed, by the base's key.
-        dropped: Shapes of the backbone's weights that an LBM has no use for, by the name that they would have.
+        dropped: Shapes of the backbone's weights that an LBM does not use, by the name that they would have.
         outside: Tensors of a single file that are neither UNet nor VAE, counted by the first part of their names.
-        parameters: Of the denoiser.
-        modules: Linear and Conv2d layers of the denoiser: what a LoRA can hold.
-        nbytes: Of all tensors.
-        seconds: That it took.
+        parameters: Number of the denoiser's parameters.
+        modules: Number of the denoiser's Linear and Conv2d layers: what a LoRA can hold.
+        nbytes: Bytes of all tensors.
+        seconds: How long it took.
     """
 
     paths: tuple[Path, ...]
@@ -164,26 +163,26 @@ def create_base(
     both: bool = True,
     progress: Progress = no_progress,
 ) -> BaseReport:
-    """Write the exact base of an LBM, a tensor at a time: memory holds one, whatever the model's size.
+    """Write the exact base of an LBM, with one tensor in memory at a time.
 
     Args:
-        config: Of the LBM, or its YAML file, which is then copied as it is.
-        save_path: `.safetensors` or `.ckpt`. Replaced when there.
+        config: The LBM's config, or its YAML file, which is then copied unchanged.
+        save_path: A `.safetensors` or `.ckpt` file; an existing one is replaced.
         backbone: A diffusers folder with `unet` and `vae`, a single-file checkpoint with SDXL's own names, or a
-            repository of the Hugging Face hub; None is the config's `backbone_signature`.
-        variant: Of a folder's files, such as `fp16`; None takes the plain ones, else those that lost least.
-        dtype: Of the base's weights; None keeps the backbone's. `num_iterations` is float32 always.
-        both: Write the other format beside `save_path` too, and the config where later commands find it.
-        progress: Told after each tensor.
+            repository of the Hugging Face hub; None for the config's `backbone_signature`.
+        variant: Variant of a folder's files, such as `fp16`; None for the plain ones, or else the most precise.
+        dtype: Dtype of the base's weights; None keeps the backbone's. `num_iterations` is always float32.
+        both: Also write the other format beside `save_path`, and the config where later commands find it.
+        progress: Called after each tensor.
 
     Raises:
-        ConfigError: The config or the target's name is not valid, the backbone cannot be had, or a YAML of
+        ConfigError: The config or the target's name is not valid, the backbone cannot be found or fetched, or a YAML of
             another model is in the way.
         CheckpointError: The backbone cannot be read.
         ModelMismatchError: Names every weight that is missing, cannot be adapted (with both shapes), or has no
             place in the LBM.
         NonFiniteError: A weight holds NaN or Inf, or would in `dtype`.
-        WriteError: A target cannot be written. All are as they were, as after every error.
+        WriteError: A target cannot be written. As after every error, all targets are as they were.
     """
     begin = time.perf_counter()
     if isinstance(config, LbmConfig):
@@ -249,7 +248,7 @@ class BackboneWeight:
     Attributes:
         checkpoint: The open file that holds it.
         key: Its name there.
-        shape: As diffusers' models have it. Single files keep some Linear layers as 1×1 convolutions.
+        shape: Its shape in diffusers' models. Single files store some Linear layers as 1×1 convolutions.
     """
 
     checkpoint: Checkpoint
@@ -338,7 +337,7 @@ def _adapted_weight(origin: BackboneWeight, spec: TensorSpec) -> Tensor:
 
 
 def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
-    """Say for each weight of the LBM whose shape is not the backbone's how it changes.
+    """Find how to adapt each weight whose shape differs between the backbone and the LBM.
 
     Raises:
         ModelMismatchError: Names every weight that the backbone lacks, that has no place in the LBM, or whose
@@ -408,7 +407,7 @@ def _kind_of_change(had: Shape, shape: Shape) -> Change:
 
 
 def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
-    """Bring a weight to another shape: what is too long is cut at the end, what is too short filled with zeros.
+    """Cut or pad a weight to another shape: long axes are cut at the end, short ones filled with zeros.
 
     Raises:
         ModelMismatchError: The number of dimensions differs.
@@ -428,8 +427,8 @@ def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> Base
     """Choose the files and refuse those that cannot be written, before any work is done.
 
     Raises:
-        ConfigError: The ending is neither, or a YAML that describes another model stands where later commands
-            would find it; or links lead two of the files to one place.
+        ConfigError: The ending is not one of the two, a YAML of another model is where later commands would find it, or
+            two of the targets are links to the same file.
         WriteError: A target cannot be written.
     """
     suffix = save_path.suffix.lower()
@@ -453,11 +452,11 @@ def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> Base
 
 
 def config_target(save_path: Path, config: LbmConfig) -> Path | None:
-    """Where the config goes so that later commands find it, and no other model's is lost.
+    """Choose where to write the config so that later commands find it and no other model's config is lost.
 
     Returns:
-        `config.yaml` in the same folder; `<name>.yaml`, which goes before it, when that describes another model;
-        None when an equal one is found there already.
+        `config.yaml` in the same folder; if that describes another model, `<name>.yaml`, which takes precedence. None
+        if an equal config is there already.
 
     Raises:
         ConfigError: `<name>.yaml` is there and describes another model.
@@ -509,8 +508,8 @@ def _require_space(targets: BaseFiles, nbytes: int) -> None:
 def all_or_none(targets: Iterable[Path]) -> Iterator[None]:
     """Put every target back as it was when the block fails, even if some were replaced already.
 
-    Each file appears whole or not at all by itself; this is for what goes wrong between the first and the last
-    of them. What stood there is kept by a second link until then, so it costs no room.
+    Each file by itself appears whole or not at all; this covers failures between the first and the last of them. Until
+    then a second link keeps the old files, which takes no room.
     """
     before = {path.resolve(): _linked(path.resolve()) for path in targets}
     try:
@@ -553,13 +552,13 @@ class BaseCheck:
     Attributes:
         path: The file that was loaded.
         compared: Tensors that were found equal, bit for bit, in every file written.
-        size: Of the picture, (width, height).
-        dtype: That the weights were loaded in.
-        device: That it ran on.
-        vae_psnr: Of the source against itself encoded and decoded, in dB: whether the VAE is sound.
-        source_psnr: Of the source against the base's picture, in dB.
-        load_seconds: To load the model.
-        inference_seconds: To translate the picture in one step.
+        size: Size of the picture, (width, height).
+        dtype: Dtype that the weights were loaded in.
+        device: Device that it ran on.
+        vae_psnr: PSNR in dB of the source after encoding and decoding: whether the VAE is sound.
+        source_psnr: PSNR in dB of the base's picture against the source.
+        load_seconds: Time to load the model.
+        inference_seconds: Time to translate the picture in one step.
     """
 
     path: Path
@@ -662,8 +661,8 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
         variant: Of a folder or repository, such as `fp16` for `*.fp16.safetensors`.
 
     Raises:
-        ConfigError: It is not here and cannot be fetched, or the variant is asked of a single file.
-        CheckpointError: It cannot be read, or holds no UNet or no VAE.
+        ConfigError: It does not exist and cannot be fetched, or a variant is given for a single file.
+        CheckpointError: It cannot be read, or lacks the UNet or the VAE.
     """
     path = _locate(str(signature), variant)
     with ExitStack() as files:
@@ -721,7 +720,7 @@ def download(signature: str, variant: str | None) -> Path:
 
 
 def wanted_files(variant: str | None) -> list[str]:
-    """Patterns of the files that a base is made from; those of other variants are gigabytes nobody reads."""
+    """Patterns of the files that a base is made from, without gigabytes of other variants."""
     dotted = "" if variant is None else f".{variant}"
     names = (
         "config.json",
@@ -755,11 +754,12 @@ def _renamed(match: re.Match[str]) -> str:
 
 
 def name_single_file(checkpoint: Checkpoint, config: LbmConfig) -> Backbone:
-    """Name the UNet's and the VAE's tensors as diffusers does; what its converter does not know keeps its own name.
+    """Name the UNet's and the VAE's tensors as diffusers does; tensors that its converter does not know keep their
+    names.
 
     Raises:
         CheckpointError: There is no UNet or no VAE under SDXL's names.
-        ConfigError: The config's blocks differ in their layers, which such files cannot.
+        ConfigError: The config's blocks have different numbers of layers, which such files cannot represent.
     """
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
 

@@ -93,14 +93,14 @@ def sample_bridge(
 ) -> Latent:
     """Walk from the source latent to the target latent in `num_steps` Euler steps.
 
-    Between steps fresh bridge noise is added; the last step lands on σ = 0, where there is none.
+    Fresh bridge noise is added between steps; the last step ends at σ = 0, where there is none.
 
     Args:
         denoise_fn: Predicts z_source − z_target from x_t and σ.
         z_source: Where the walk starts (σ = 1).
         num_steps: N ≥ 1.
         noise_scale: s, the config's `bridge_noise_sigma`.
-        generator: Of the noise. On any device; the noise is drawn there, then moved.
+        generator: Generator of the noise, on any device; the noise is drawn there, then moved.
         on_step: Called after each step.
 
     Raises:

@@ -3,11 +3,11 @@
 The top-level keys are those of LBM's own configs. The optional `denoiser:` and `vae:` blocks are ours: with
 diffusers' names they override the architecture, so that the same code builds a model of a few megabytes.
 
-A key given twice is an error, where YAML's loaders let the last one win. A training's YAML serves as its model's
-too: LBM's trainer copies it to `config.yaml` beside its checkpoints. Pydantic's errors become one message that a user
-can act on.
+A key given twice is an error, although YAML loaders let the last one win. A training's YAML is also accepted as its
+model's: LBM's trainer copies it to `config.yaml` beside its checkpoints. Pydantic's errors become one message that a
+user can act on.
 
-Importing this loads no torch: only looking beside a checkpoint does.
+Importing this module does not load torch; only looking beside a checkpoint does.
 """
 
 import difflib
@@ -34,9 +34,10 @@ MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
-"""Keys that every training's YAML has; no model's has one of them."""
+"""Keys that every training's YAML has, and no model's."""
 _A_SLIP: Final = 0.85
-"""So alike (difflib's ratio) are a misspelt key and the model's key that was meant; no key of a training is to any."""
+"""Similarity (difflib's ratio) from which a key is taken for a misspelt key of the model; no key of a training reaches
+it."""
 _HOW_TO_GIVE: Final = {
     "base_model_path": " (write the file that sigmascope lbm create-base made; LBM makes it from backbone_signature in "
     "each training)"
@@ -299,9 +300,9 @@ def _of_the_model(data: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
-    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
+    """Return the config of a checkpoint: the given one, read from a file if necessary, or the one beside `path`.
 
-    Where there is none of these, it is the full-size default.
+    If there is none, it is the full-size default.
 
     Raises:
         ConfigError: The config is not valid.
@@ -485,7 +486,7 @@ def _unknown_key(location: tuple[int | str, ...], model: type[BaseModel]) -> str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A remark that names the nearest of the known names; empty where none is near."""
+    """A remark with the nearest known name; empty if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

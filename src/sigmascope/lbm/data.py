@@ -3,11 +3,11 @@
 The stream of an epoch is the same in every run with the same seed. A checkpoint keeps the position that came
 with the last batch, as plain numbers; passing it back continues with exactly the batches that follow.
 
-What cannot be used is counted, and the first few samples are named. Positions of another epoch or number of
-processes are refused, and so are epochs without one good sample.
+Samples that cannot be used are counted, and the first few are named. Positions from another epoch or number of
+processes are refused, and so is an epoch without a single good sample.
 
-A sample is decoded from bytes to pictures and masks of one size, all cut alike (`SampleDecoder`). `prefetch` does such
-work on background threads and gives the results in the order of the inputs.
+`SampleDecoder` decodes a sample's bytes to pictures and masks of one size, all cropped alike. `prefetch` does such work
+in background threads and gives the results in the order of the inputs.
 """
 
 import io
@@ -56,15 +56,15 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-"""What is decoded. Pillow knows formats that hand their content to other programs; shards may be anybody's."""
+"""Formats that are decoded. Shards may come from anyone, and some of Pillow's formats call other programs."""
 FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
 """Smallest value of each number among the options."""
 VALID = 128
 """Grey levels from here on are valid: a JPEG's white is not quite white."""
 NAMED = 20
-"""So many skipped samples are named in the report."""
+"""The most skipped samples that a report names."""
 LOGGED = 5
-"""So many are logged when they are met; the rest only count."""
+"""The most skipped samples that are logged; the rest are only counted."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class DataOptions:
     Attributes:
         shards: Paths with braces, globs or `~`, folders, or `pipe:` commands when `allow_pipe`.
         batch_size: Samples in a batch of this process.
-        seed: Of the order and of random crops.
-        shuffle: False gives the shards' own order, for validation.
-        shuffle_buffer: Samples that are mixed with each other.
+        seed: Seed of the order and of random crops.
+        shuffle: False for the shards' own order, for validation.
+        shuffle_buffer: Number of samples that are mixed with each other.
         allow_pipe: Whether `pipe:` commands may be run.
-        max_member: As of `sigmascope.lbm.shards.read_shard`.
-        crop: The part of a picture whose shape is not the batch's.
-        size: (width, height) of all samples; None is each one's nearest aspect bucket.
+        max_member: As in `sigmascope.lbm.shards.read_shard`.
+        crop: Which part to use of a picture whose shape is not the batch's.
+        size: (width, height) of all samples; None for each one's nearest aspect bucket.
         process: This process's number. Sample i of the stream belongs to process i modulo `processes`.
         processes: How many processes share the stream.
         workers: Threads that decode ahead; 0 decodes when a batch is asked for.
@@ -105,11 +105,11 @@ class Sample:
     """A decoded sample; every picture has `size`.
 
     Attributes:
-        number: In its epoch's stream.
-        key: In its shard.
+        number: Its number in the epoch's stream.
+        key: Its key in the shard.
         size: (width, height).
         pictures: (height, width, 3) for each key of the config that means a picture.
-        masks: (height, width) for each key that means a mask; without the `mask_key` of a sample that has none.
+        masks: (height, width) for each key that means a mask; the `mask_key` is missing if the sample has no mask.
     """
 
     number: int
@@ -126,11 +126,11 @@ class Batch:
     Attributes:
         source: What the model is given, in [-1, 1].
         target: What it should make of it, in [-1, 1].
-        numbers: Of each sample in its epoch's stream. Noise and timesteps are drawn from these, so that a
-            sample's draws do not depend on which process or batch it falls into.
-        keys: Of each sample in its shard, for messages.
-        epoch: That the samples belong to, from 0.
-        mask: 1 where a pixel is valid, 0 elsewhere; all 1 of a sample without one; None where the config names none.
+        numbers: Each sample's number in the epoch's stream. Noise and timesteps are seeded with these, so that a
+            sample's draws do not depend on its process or batch.
+        keys: Each sample's key in its shard, for messages.
+        epoch: The samples' epoch, from 0.
+        mask: 1 where a pixel is valid, 0 elsewhere; all 1 for a sample without a mask; None if the config names none.
         conditioning_images: In [-1, 1], by the config's `conditioning_images_keys`.
         conditioning_masks: In [0, 1], by the config's `conditioning_masks_keys`.
     """
@@ -155,8 +155,8 @@ class DataPosition:
 
     Attributes:
         epoch: From 0.
-        samples: How many samples of the epoch's stream (of all processes) have been dealt with.
-        pending: Numbers of those among them that still wait for their batch to fill.
+        samples: How many samples of the epoch's stream (of all processes) have been processed.
+        pending: Numbers of those that still wait for their batch to fill.
     """
 
     epoch: int
@@ -190,7 +190,7 @@ class DataPosition:
 
 @dataclass(frozen=True, slots=True)
 class SkippedSample:
-    """A sample that was left out, or the rest of a shard that could not be read (`key` is None), and why."""
+    """A sample that was left out, or the unreadable rest of a shard (`key` is None), and why."""
 
     shard: str
     key: str | None
@@ -227,18 +227,18 @@ class TrainingData:
     ) -> Generator[tuple[Batch, DataPosition], None, None]:
         """Give the epoch's batches, each with the position after it.
 
-        Every batch has `batch_size` samples of one size; what is left of each size comes at the end. Samples
-        that cannot be used are left out and counted in `skipped`. With several processes, each gets batches
-        of its own, and their numbers may differ by what is left over or left out.
+        Every batch has `batch_size` samples of one size; the remaining ones of each size come at the end. Samples that
+        cannot be used are left out and counted in `skipped`. Several processes each get their own batches, whose number
+        may differ by the samples left over or left out.
 
         Args:
             epoch: From 0; each has its own order.
-            position: That came with a batch of this epoch: those after it follow, and nothing before it is
-                decoded. None begins the epoch.
+            position: The position that came with a batch of this epoch: the batches after it follow, and nothing
+                before it is decoded. None starts the epoch.
 
         Raises:
-            ConfigError: The position is of another epoch, or of another number of processes.
-            DataError: Not one sample of the epoch can be used, or the stream ends before the position.
+            ConfigError: The position is from another epoch or another number of processes.
+            DataError: No sample of the epoch can be used, or the stream ends before the position.
             FileError: A shard cannot be opened.
         """
         start, options = position or DataPosition(epoch, 0), self._options
@@ -374,13 +374,13 @@ class SizeBuckets:
         self._waiting: dict[Size, list[Sample]] = {}
 
     def add(self, sample: Sample) -> list[Sample] | None:
-        """Take a sample in, and give the samples of its size when they are enough for a batch."""
+        """Add a sample, and return the samples of its size if they fill a batch."""
         bucket = self._waiting.setdefault(sample.size, [])
         bucket.append(sample)
         return self._waiting.pop(sample.size) if len(bucket) == self._batch_size else None
 
     def take_rest(self) -> list[Sample] | None:
-        """Give the unfinished batch whose first sample is the oldest, or None."""
+        """Return the unfinished batch whose first sample is the oldest, or None."""
         if not self._waiting:
             return None
         return self._waiting.pop(min(self._waiting, key=lambda size: self._waiting[size][0].number))
@@ -427,7 +427,7 @@ def _masks(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height wid
 def check_epoch(
     good: int, broken: int, passed: int, start: DataPosition, skipped: SkippedSamples, processes: int
 ) -> None:
-    """Refuse an epoch without one good sample, and warn of one that is mostly broken.
+    """Refuse an epoch without a good sample, and warn if most of its samples are broken.
 
     Args:
         good: Samples of this process that could be used since `start`.
@@ -468,14 +468,14 @@ def check_epoch(
 
 
 def redistribute(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
-    """Where one process begins when an epoch that some processes have begun goes on with another number of them.
+    """Where one process starts if an epoch continues with another number of processes than it was started with.
 
-    Every sample that none of them has used comes to one process, and none that has been used comes again.
+    Every unused sample goes to exactly one process, and no used one comes again.
 
     Args:
-        positions: Of the processes before, in order, at the same step.
-        process: The one that asks, from 0.
-        processes: How many share the rest.
+        positions: Positions of the earlier processes, in order, at the same step.
+        process: The process, from 0.
+        processes: How many processes share the rest.
     """
     shared, reached = len(positions), max(position.samples for position in positions)
     behind = range(min(position.samples for position in positions), reached)
@@ -486,13 +486,13 @@ def redistribute(positions: Sequence[DataPosition], process: int, processes: int
 
 
 class SampleDecoder:
-    """How samples become pixels: which members, which size, which part.
+    """Decodes samples: chooses members, size and crop.
 
     Args:
-        config: Names the members, and the buckets.
-        size: (width, height) of every sample; None is each one's nearest bucket.
-        crop: Which part of a picture that has another shape.
-        seed: Random parts follow from it, the epoch and the sample's number alone.
+        config: Names the members and the buckets.
+        size: (width, height) of every sample; None for each one's nearest bucket.
+        crop: Which part to use of a picture that has another shape.
+        seed: Random crops depend only on it, the epoch and the sample's number.
     """
 
     def __init__(
@@ -570,7 +570,7 @@ def decode_picture(data: bytes) -> Image.Image:
     Runs on any thread: no warning filter is touched.
 
     Raises:
-        DataError: It is empty, no picture, damaged, or of more pixels than `SIGMASCOPE_MAX_PIXELS`.
+        DataError: It is empty, not a picture, damaged, or has more pixels than `SIGMASCOPE_MAX_PIXELS`.
     """
     if not data:
         raise DataError("is empty")
@@ -587,7 +587,7 @@ def decode_picture(data: bytes) -> Image.Image:
 
 
 def decode_mask(data: bytes) -> Image.Image:
-    """Decode a mask to 8-bit grey; values of 0 and 1 alone count as 0 and 255.
+    """Decode a mask to 8-bit grey; if all values are 0 or 1, they become 0 and 255.
 
     Raises:
         DataError: As `decode_picture`.
@@ -597,7 +597,7 @@ def decode_mask(data: bytes) -> Image.Image:
 
 @dataclass(frozen=True, slots=True)
 class CropBox:
-    """The part of a picture that is used, as shares of its sides, and the size that it is brought to."""
+    """The part of a picture that is used, as shares of its sides, and the size that it is resized to."""
 
     left: float
     top: float
@@ -623,7 +623,7 @@ def _crop_start(slack: float, crop: Crop, draws: random.Random) -> float:
 
 
 def apply_crop(image: Image.Image, cut: CropBox, resample: Image.Resampling) -> Pixels:
-    """Cut and resize in one go. A picture that has the size already comes back untouched.
+    """Crop and resize in one step. A picture of that size already is returned unchanged.
 
     Returns:
         (height, width, 3) for RGB, (height, width) for grey.
@@ -660,13 +660,13 @@ def prefetch(
 ) -> Generator[Out, None, None]:
     """Map `work` over `items`, with up to `ahead` results computed before they are asked for.
 
-    When the caller stops early and closes the iterator, no thread stays behind.
+    If the caller stops early and closes the iterator, no thread is left running.
 
     Args:
-        work: Runs on a worker; what it raises is raised here, in its place.
+        work: Runs on a worker thread; its exceptions are raised here in place of the result.
         items: Taken on the caller's thread.
-        workers: Threads; 0 works on the caller's.
-        ahead: Bounds the memory that results take.
+        workers: Number of threads; 0 works on the caller's.
+        ahead: The most results to compute ahead, which bounds their memory.
     """
     if workers == 0:
         for item in items:

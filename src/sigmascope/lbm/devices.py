@@ -29,7 +29,7 @@ LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_siz
 
 
 def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
-    """Turn a device name into a device that is there.
+    """Turn a device name into a device of this machine.
 
     Args:
         name: "auto" takes the accelerator that PyTorch sees, else the CPU; or "cpu", "cuda", "cuda:1", ...
@@ -82,14 +82,14 @@ def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
 
 @contextmanager
 def explain_out_of_memory(what: str, hint: str) -> Iterator[None]:
-    """Say it plainly when memory runs out in the block, on any device.
+    """Turn running out of memory in the block, on any device, into an error that says what to change.
 
     Args:
-        what: Is being done there.
-        hint: What takes less.
+        what: What the block works on.
+        hint: What takes less memory.
 
     Raises:
-        ConfigError: In place of what PyTorch, Pillow or Python say of it. Every other error is as it was.
+        ConfigError: In place of PyTorch's, Pillow's or Python's error. Every other error passes unchanged.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Prove a LoRA on pictures: how far the base's results are from the tuned model's, with and without the LoRA.
 
-Weights say how much of a fine-tuning a LoRA holds; pictures say how much of it is seen. The tuned model runs
-first and its results are kept on disk. Then the base takes its place in memory and runs twice.
+Weights show how much of a fine-tuning a LoRA holds; pictures show how much of it is visible. The tuned model runs
+first, and its results are kept on disk. Then the base takes its place in memory and runs twice.
 """
 
 import gc
@@ -44,9 +44,9 @@ class ImageOptions:
 
     Attributes:
         num_inference_steps: Euler steps along the bridge.
-        seed: Of the bridge noise.
-        resolution: Side of the square bucket; None is the config's.
-        dtype: Of the models' weights.
+        seed: Seed of the bridge noise.
+        resolution: Side of the square bucket; None for the config's.
+        dtype: Dtype of the models' weights.
         device: Where they run.
     """
 
@@ -81,12 +81,12 @@ class OutputError:
 
     @property
     def image_error(self) -> float | None:
-        """Relative L2 of the pictures; None where the tuned one is black all over."""
+        """Relative L2 error of the pictures; None if the tuned model's picture is completely black."""
         return self.image_difference / self.image_norm if self.image_norm > 0 else None
 
     @property
     def latent_error(self) -> float | None:
-        """Relative L2 of the latents; None where the tuned one is zero."""
+        """Relative L2 error of the latents; None if the tuned model's latent is zero."""
         return self.latent_difference / self.latent_norm if self.latent_norm > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ImageErrors:
 
     @property
     def remaining(self) -> float | None:
-        """Share of the way from base to tuned latent that the LoRA leaves; None where there is no way to go."""
+        """Share of the distance from base to tuned latent that the LoRA leaves; None if the two are equal."""
         whole = self.base.latent_difference
         return self.with_lora.latent_difference / whole if whole > 0 else None
 
@@ -131,9 +131,9 @@ class ImageReport:
     Attributes:
         pictures: In the order of their names, at least one.
         unreadable: Files that could not be read as pictures.
-        not_applied: The LoRA's modules that fit nothing in the model, and so did nothing.
-        num_inference_steps, seed: As the models ran.
-        seconds: Time of all of it.
+        not_applied: The LoRA's modules that fit no layer of the model, and so had no effect.
+        num_inference_steps, seed: The models' settings.
+        seconds: How long all of it took.
     """
 
     pictures: tuple[ImageErrors, ...]
@@ -145,7 +145,7 @@ class ImageReport:
 
     @property
     def overall(self) -> ImageErrors:
-        """All pictures as one: the mean PSNR, and differences and norms of all together."""
+        """All pictures together: the mean PSNR, and the combined differences and norms."""
         base = together([picture.base for picture in self.pictures])
         return ImageErrors("all", base, together([picture.with_lora for picture in self.pictures]))
 
@@ -191,13 +191,13 @@ def validate_images(
     The LoRA is merged into the base's weights, each sum rounded once to the models' dtype.
 
     Args:
-        base: LBM checkpoint that the LoRA is put on.
-        tuned: LBM checkpoint that it should reproduce.
+        base: LBM checkpoint that the LoRA is applied to.
+        tuned: LBM checkpoint that base and LoRA should reproduce.
         lora: LoRA file of any format.
-        folder: Its own pictures are translated, not those of folders in it.
-        options: How.
-        config: YAML of both models; None looks beside each.
-        progress: Told before each picture of each model.
+        folder: Folder of pictures; its subfolders are ignored.
+        options: How the pictures are translated.
+        config: YAML of both models; None for the one beside each.
+        progress: Called before each picture of each model.
 
     Raises:
         ConfigError: There is no picture that can be read, or the model needs more than a source picture.
@@ -276,10 +276,10 @@ class Output:
 
 
 def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
-    """Add a LoRA to the weights of a model that is nobody else's; there is no way back.
+    """Add a LoRA to the weights of a model that the caller owns; this cannot be undone.
 
     Returns:
-        Names of the LoRA's modules that no weight fits.
+        Names of the LoRA's modules that fit no weight.
 
     Raises:
         LoraFormatError: A module's tensors do not fit together.
@@ -299,7 +299,7 @@ def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
 
 
 def output_error(output: Output, tuned: Output, perceptual: "PixelLoss | None" = None) -> OutputError:
-    """Compare one result with the tuned model's, in float64; by LPIPS too, where that is given."""
+    """Compare one result with the tuned model's, in float64; also by LPIPS, if given."""
     reference = tuned.pixels.astype(np.float64) / 255
     difference = output.pixels.astype(np.float64) / 255 - reference
     mean_square = float(np.mean(difference**2))

@@ -2,9 +2,9 @@
 
 Any file that Pillow reads becomes upright RGB; results are written whole or not at all.
 
-Between files and models they are resized, padded and turned into tensors. `find_images` tells the pictures in a
-folder from what only has a picture's name, `psnr` says how close one is to the truth, and `contact_sheet` shows
-several side by side, each under its name. `working_size` is the size that a picture is translated at.
+Between files and models they are resized, padded and turned into tensors. `find_images` finds the readable pictures
+of a folder, `psnr` says how close one is to the truth, and `contact_sheet` shows several side by side, each with its
+name. `working_size` is the size at which a picture is translated.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ def load_image(path: str | Path) -> Image.Image:
     palettes, grey and CMYK are converted, and of several frames the first is taken.
 
     Raises:
-        FileError: The file is missing, empty, no picture, truncated, or of more pixels than `SIGMASCOPE_MAX_PIXELS`.
+        FileError: The file is missing, empty, truncated, not a picture, or has more pixels than
+            `SIGMASCOPE_MAX_PIXELS`.
     """
     path = Path(path)
     try:
@@ -94,20 +95,20 @@ def load_image(path: str | Path) -> Image.Image:
 def open_picture(
     stream: BinaryIO | io.BytesIO, formats: Sequence[str] | None = None
 ) -> Iterator[Image.Image]:
-    """Open a picture whose size is checked before a pixel of it is decoded.
+    """Open a picture, and check its size before any pixel is decoded.
 
-    `Image.open` has a check of its own, which warns of sizes that are refused here, and raises for sizes that a user
-    may have allowed. Filters of warnings are no way round it: threads share them.
+    `Image.open` has its own check, which only warns about sizes that are refused here, and raises for sizes that a user
+    may have allowed. Warning filters cannot switch it off safely, because threads share them.
 
     Args:
         stream: The file.
-        formats: Pillow's names of those that may be opened; all by default.
+        formats: Pillow's names of the formats that may be opened; all by default.
 
     Raises:
         Image.DecompressionBombError: It has more pixels than `SIGMASCOPE_MAX_PIXELS`.
-        UnidentifiedImageError: It is of none of the formats.
-        OSError: And the others of `DECODER_ERRORS`: it is damaged.
-        ConfigError: `SIGMASCOPE_MAX_PIXELS` is no number.
+        UnidentifiedImageError: It has none of the formats.
+        OSError: It is damaged; so are the others of `DECODER_ERRORS`.
+        ConfigError: `SIGMASCOPE_MAX_PIXELS` is not a number.
     """
     most = pixel_limit()
     Image.preinit()
@@ -144,7 +145,7 @@ def pixel_limit() -> int:
     """How many pixels a picture may have: `SIGMASCOPE_MAX_PIXELS`, else Pillow's `MAX_IMAGE_PIXELS`.
 
     Raises:
-        ConfigError: The variable is no number of at least 1.
+        ConfigError: The variable is not a number of at least 1.
     """
     text = os.environ.get(PIXEL_LIMIT)
     if not text:
@@ -187,7 +188,9 @@ def _wide_grey(image: Image.Image) -> Image.Image:
 
 
 def mask_levels(grey: Image.Image) -> Image.Image:
-    """Give an 8-bit grey mask its full range: values of 0 and 1 alone, as NumPy saves booleans, are 0 and 255."""
+    """Give an 8-bit grey mask its full range: if all values are 0 or 1, as NumPy saves booleans, they become 0 and
+    255.
+    """
     return grey.point([0] + [255] * 255) if grey.getextrema() in ((0, 1), (1, 1)) else grey
 
 
@@ -251,7 +254,7 @@ def pad_to(images: Images, size: tuple[int, int]) -> Resized:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableImage:
-    """A file that is no picture though it is named like one, and why."""
+    """A file that has a picture's name but cannot be read as one, and why."""
 
     file: str
     reason: str
@@ -307,8 +310,8 @@ def psnr(image: Image.Image, truth: Image.Image) -> float:
 def ssim(pixels: NDArray[np.uint8], truth: NDArray[np.uint8]) -> float:
     """Structural similarity of 8-bit pictures, 1 for equal ones (Wang, Bovik, Sheikh and Simoncelli, 2004).
 
-    Means, variances and covariance are under a Gaussian of 1.5 pixels in a window of 11; the mean is over all places
-    where the window is whole, and over the channels.
+    Means, variances and covariance are weighted by a Gaussian of 1.5 pixels in a window of 11; the result is the mean
+    over all positions where the window is whole, and over the channels.
 
     Args:
         pixels: (height, width, 3).
@@ -480,7 +483,7 @@ def parse_size(text: str) -> str | Size:
 
 
 def check_resolution(resolution: int | None, size: str | Size) -> None:
-    """Refuse a resolution that makes no sense or that nothing would use.
+    """Refuse a resolution that makes no sense or has no effect.
 
     Args:
         resolution: Side of the square bucket; None is the config's.

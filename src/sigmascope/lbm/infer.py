@@ -37,7 +37,7 @@ from sigmascope.progress import Progress, no_progress
 MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
 SEEDS = 2**63
-"""Seeds are below this: what fits a signed 64-bit column of the run store."""
+"""Seeds are below this, so that they fit a signed 64-bit column of a database."""
 
 
 def translate_image(
@@ -57,25 +57,25 @@ def translate_image(
 ) -> Image.Image:
     """Translate one picture; the result has the picture's own size.
 
-    The same seed gives the same result on every device up to its arithmetic: noise is drawn on the CPU.
+    The same seed gives the same result on every device, up to rounding, because noise is drawn on the CPU.
 
     Args:
         model: Loaded or built; its device and dtype are used.
         image: Any Pillow image; see `images.to_rgb`.
         num_inference_steps: Euler steps along the bridge, 1 or more.
-        seed: Of the bridge noise between steps; None draws one and records it.
+        seed: Seed of the bridge noise between steps; if None, one is drawn and recorded.
         size: "bucket" resizes to the nearest aspect bucket, "keep" works at the picture's own size (padded to
             what the model needs), (width, height) resizes to that.
-        resolution: Side of the square bucket; None is the config's. Of use with "bucket" only.
-        tile_size: Encode and decode in overlapping tiles of this many pixels; None at once.
-        decode_tiles: Decode in tiles of this many latent elements, whatever `tile_size` says; None: as that says.
-        noise_scale: 0 or more; None is the config's `bridge_noise_sigma`.
+        resolution: Side of the square bucket; None for the config's. Only for the size "bucket".
+        tile_size: Encode and decode in overlapping tiles of this many pixels; None for no tiles.
+        decode_tiles: Decode in tiles of this many latent elements, whatever `tile_size` is; None to follow `tile_size`.
+        noise_scale: 0 or more; None for the config's `bridge_noise_sigma`.
         conditioning: A picture for each of the config's conditioning image and mask keys.
-        on_latent: Given the result's latent (1, channels, height, width), float32, before it is decoded.
-        progress: Told after each step.
+        on_latent: Called with the result's latent (1, channels, height, width), float32, before it is decoded.
+        progress: Called after each step.
 
     Raises:
-        ConfigError: An option is out of range or of no use, a picture is empty, or conditioning is missing.
+        ConfigError: An option is out of range or has no effect, a picture is empty, or conditioning is missing.
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
     decoded_tile = tile_size if decode_tiles is None else decode_tiles * model.vae.factor
@@ -136,15 +136,15 @@ def translated_latent(
 
 @dataclass(frozen=True, eq=False)
 class PictureRows:
-    """Pictures that an LBM translates, as the rows of a `lora_grid`. What is None or left out is as of `translate_image`.
+    """Pictures that an LBM translates, as the rows of a `lora_grid`. Settings have the defaults of `translate_image`.
 
     Attributes:
         lbm: The model.
-        pictures: By the name that their row gets, at least one.
-        name: What the model is called in the heading.
+        pictures: Pictures by the names of their rows, at least one.
+        name: The model's name in the heading.
 
     Raises:
-        ConfigError: There is no picture, the model takes others beside the source, or a setting is out of range.
+        ConfigError: There is no picture, the model needs others besides the source, or a setting is out of range.
     """
 
     lbm: LbmModel
@@ -229,7 +229,7 @@ def checked_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def check_tile_size(tile_size: int | None, model: LbmModel, option: str = "tile_size") -> None:
-    """Refuse tiles that are mostly overlap; `decode_tiles` is told in latent elements.
+    """Refuse tiles that are mostly overlap; `decode_tiles` is given in latent elements.
 
     Raises:
         ConfigError: `tile_size` is too small for the model's VAE.
@@ -337,8 +337,8 @@ def conditioning_latents(
     """Masks at latent size, then latents of the conditioning images, joined on channels.
 
     Args:
-        model: Its config says which pictures there must be.
-        frame: That of the picture which they condition; they are resized to its original size first.
+        model: Its config says which pictures are needed.
+        frame: The frame of the source; the conditioning pictures are first resized to its original size.
         given: A picture for each of the config's conditioning image and mask keys.
         like: Latent (1, channels, height, width), whose size and device they get.
         tile_size: In pixels; None encodes at once.
@@ -347,7 +347,7 @@ def conditioning_latents(
         (1, channels, height, width), float32; None where the model takes none.
 
     Raises:
-        ConfigError: A picture is missing, not asked for, or empty.
+        ConfigError: A picture is missing, not expected, or empty.
     """
     config = model.config
     keys = config.conditioning_keys

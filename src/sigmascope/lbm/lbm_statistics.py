@@ -1,9 +1,9 @@
-"""What an LBM tells of its denoiser by translating a few pictures.
+"""Translate a few pictures with an LBM to measure its layers (`lbm_statistics`) or to fit a LoRA (`fit_lbm_lora`).
 
-`lbm_statistics` sums up what the picture feels of each layer's weight, and `fit_lbm_lora` brings a LoRA nearer to the
-model that it was made from.
+`lbm_statistics` sums up how each layer's weight affects the picture. `fit_lbm_lora` brings a LoRA nearer to the model
+that it was made from.
 
-What the pictures show matters little: blurred noise does nearly as well as photographs of the right kind.
+The content of the pictures matters little: blurred noise does almost as well as photographs of the right kind.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +51,12 @@ def lbm_statistics(
     save_to: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> ModelStatistics:
-    """Translate pictures with an LBM, and sum up what its layers do.
+    """Translate pictures with an LBM, and sum up how its layers affect them.
 
     Args:
         path: The model's checkpoint: the base or the tuned model of a later extraction.
-        pictures: What it translates.
-        config_path: The model's YAML; that beside the checkpoint when left out.
+        pictures: The pictures to translate.
+        config_path: The model's YAML; by default the one beside the checkpoint.
         num_inference_steps: As the LoRA will be used.
         size: As of `translate_image`.
         resolution: The same.
@@ -131,16 +131,16 @@ def fit_lbm_lora(
     gradient_checkpointing: bool = False,
     progress: Progress = no_progress,
 ) -> FittedLora:
-    """Fit a LoRA file to the calls of the denoiser with which the tuned LBM translates pictures.
+    """Fit a LoRA file to the denoiser calls that the tuned LBM makes to translate pictures.
 
     Args:
         base: Checkpoint of the model that the LoRA is for.
-        tuned: Of the one that it was made from.
-        lora: The file.
+        tuned: Checkpoint of the model that it was made from.
+        lora: The LoRA file.
         save_to: The file to write.
-        pictures: What the tuned model translates.
-        options: As of `fit_lora`; the seed is that of the first picture's noise too.
-        config_path: The models' YAML; that beside each checkpoint when left out.
+        pictures: The pictures that the tuned model translates.
+        options: As in `fit_lora`; the seed is also that of the first picture's noise.
+        config_path: The models' YAML; by default the one beside each checkpoint.
         num_inference_steps: As the LoRA will be used.
         size: As of `translate_image`.
         resolution: The same.

@@ -2,8 +2,8 @@
 
 Shards appear whole or not at all, with the same bytes for the same samples.
 
-`find_pairs` says which files of a folder belong together, and which belong to nothing. `encode_pairs` looks at each
-before it goes in. The pocket model's scenes let anyone try training without data of their own.
+`find_pairs` says which files of a folder belong together, and which are left over. `encode_pairs` checks each picture
+before it is written. The pocket model's scenes let anyone try training without data of their own.
 """
 
 import re
@@ -26,7 +26,7 @@ EncodedSample = tuple[str, Mapping[str, bytes]]
 """A sample's name, and its members by the rest of the name (`source.jpg`)."""
 
 SHARD_SIZE = 1000
-"""Samples in a shard unless the caller says."""
+"""Samples in a shard by default."""
 WORKERS = 4
 """Threads that look at pairs of files, or render scenes."""
 AHEAD = 16
@@ -35,7 +35,7 @@ AHEAD = 16
 LIGHTS = {"cool": COOL, "warm": WARM}
 """Of rendered scenes, by the name that the command line gives them."""
 POCKET_SHARD_SIZE = 128
-"""Scenes in a shard unless the caller says: so few that a run of a few hundred has several."""
+"""Scenes in a shard by default: so few that a few hundred scenes make several shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ShardTarget:
 
     Attributes:
         folder: Created if it is not there.
-        prefix: The files are `<prefix>-000000.tar` and on.
+        prefix: The files are called `<prefix>-000000.tar` and so on.
         shard_size: Samples in a shard.
         overwrite: Replace shards of that name, and remove those beyond the new ones.
     """
@@ -118,10 +118,10 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
 
 
 def check_target(target: ShardTarget) -> None:
-    """Refuse a target that cannot be written, before work is spent on what would go there.
+    """Refuse a target that cannot be written, before any work is done.
 
     Raises:
-        ConfigError: An option makes no sense, or there are shards that may not be replaced.
+        ConfigError: An option makes no sense, or shards exist that may not be replaced.
         WriteError: The folder cannot be read.
     """
     if target.shard_size < 1:
@@ -178,13 +178,13 @@ def find_pairs(
     Args:
         folder: Hidden files are passed over.
         keys: Every sample needs a picture for each.
-        optional: Pictures that are taken where they are.
+        optional: Keys of pictures that a sample may have too.
 
     Returns:
         The complete pairs, and every other file.
 
     Raises:
-        ConfigError: A key is given twice or makes no file name, or there is not one pair.
+        ConfigError: A key is given twice or cannot be part of a file name, or there is no pair.
         FileError: The folder cannot be read.
     """
     known_keys = [*keys, *optional]
@@ -296,7 +296,7 @@ def _shard_name(name: str, taken: set[str]) -> str:
 def encode_pairs(
     pairs: Sequence[Pair], left_out: list[SkippedFile], progress: Progress = no_progress
 ) -> Iterator[EncodedSample]:
-    """Give the pairs' files as they are, in their order; each picture is decoded once, as a check."""
+    """Yield the pairs' files unchanged and in order; each picture is decoded once as a check."""
     outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
     for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
         if isinstance(outcome, str):
@@ -343,8 +343,8 @@ def write_pocket_shards(
 
     Args:
         folder: Created if it is not there.
-        numbers: Of the scenes, from 0; those below 1000 are held out.
-        light: Of the targets. Sources have the scenes' own soft light.
+        numbers: Numbers of the scenes, from 0; those below 1000 are held out.
+        light: Light of the targets. Sources have the scenes' own soft light.
         shard_size: Samples in a shard.
         prefix: Of the shards' names.
         overwrite: Replace shards of that name.
@@ -352,7 +352,7 @@ def write_pocket_shards(
         progress: Told after each scene.
 
     Returns:
-        The shards, whose bytes depend on the other arguments alone.
+        The shards; their bytes depend only on the scenes, light and size.
 
     Raises:
         ConfigError: There are no numbers, one is negative, or `write_shards` refuses the target.

@@ -3,8 +3,8 @@
 `denoiser.*` are the keys of diffusers' `UNet2DConditionModel`, `vae.vae_model.*` those of `AutoencoderKL`, and
 `num_iterations` is a float32 scalar.
 
-A model is built on the meta device and filled from a checkpoint one tensor at a time. Where the two do not fit,
-the error names the keys that are missing, unexpected or of another shape.
+A model is built on the meta device and filled from a checkpoint one tensor at a time. If the two do not fit, the error
+names the keys that are missing, unexpected or of another shape.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -86,17 +86,17 @@ def join_conditioning(
     images: Sequence[Latents],
     like: Latents,
 ) -> Float[Tensor, "batch extra latent_height latent_width"] | None:
-    """Join what the denoiser sees beside the latent, in LBM's order: masks first, then images.
+    """Join the denoiser's inputs besides the latent, in LBM's order: masks first, then images.
 
-    Masks are brought to the latent's size bilinear with antialiasing, as LBM's own conditioner does.
+    Masks are resized to the latent's size with antialiased bilinear interpolation, as LBM's own conditioner does.
 
     Args:
         masks: In [0, 1], at image size, in the order of the config's `conditioning_masks_keys`.
         images: Latents of the conditioning images, in the order of its `conditioning_images_keys`.
-        like: The latent that is conditioned: of its size, dtype and device.
+        like: The latent that is conditioned; the result has its size, dtype and device.
 
     Returns:
-        None where there are neither masks nor images.
+        The joined channels; None if there are neither masks nor images.
     """
     size = like.shape[-2:]
     parts = [functional.interpolate(mask, size, mode="bilinear", antialias=True).to(like) for mask in masks]
@@ -134,9 +134,9 @@ def load_lbm(
 ) -> LbmModel:
     """Load a checkpoint, one tensor at a time, so that memory peaks at about one model.
 
-    It is a stage of the current recorder, where there is one. That holds file, format ("safetensors" or "pickle"),
-    bytes of all files, parameters, dtype, device, and missing and unexpected keys, these even when loading fails over
-    them. Its duration is the load time.
+    Loading is a stage of the current recorder, if there is one. It holds file, format ("safetensors" or "pickle"),
+    bytes of all files, parameters, dtype, device, and missing and unexpected keys (also if loading fails because of
+    them). Its duration is the load time.
 
     Under float16 the VAE stays float32 when its config says `force_upcast`: SDXL's overflows in float16.
 
@@ -219,9 +219,9 @@ class LbmVae(nn.Module):
         Args:
             images: In [-1, 1], height and width multiples of `factor`.
             sample: Draw z from the posterior; otherwise take its mode, so that the result is the same each time.
-            generator: Of that draw; on the CPU or on the images' device. With one for each image, what an image
-                gets does not depend on the others.
-            tile_size: Encode in overlapping tiles of this many pixels; None encodes at once.
+            generator: Generator of that draw, on the CPU or on the images' device. With one for each image, an image's
+                draw does not depend on the others.
+            tile_size: Encode in overlapping tiles of this many pixels; None for no tiles.
         """
         images = images.to(self.dtype)
         if tile_size is None:
@@ -241,7 +241,7 @@ class LbmVae(nn.Module):
 
         Args:
             latents: As `encode` gives them.
-            tile_size: Decode in overlapping tiles of this many image pixels; None decodes at once.
+            tile_size: Decode in overlapping tiles of this many image pixels; None for no tiles.
         """
         latents = latents.to(self.dtype) / self.config.scaling_factor + self.config.shift_factor
         if tile_size is None:
@@ -353,7 +353,7 @@ def check_fits(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def compare_keys(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Give the keys that a model's state has and a checkpoint lacks (missing), and the other way (unexpected)."""
+    """Return the keys that a checkpoint lacks (missing), and those that the model's state lacks (unexpected)."""
     missing = [key for key in expected if key not in checkpoint]
     return missing, sorted(key for key in checkpoint if key not in expected)
 

@@ -1,9 +1,9 @@
 """Read WebDataset shards: the files that a config means, their samples, and an epoch's order of these.
 
-WebDataset's names are expanded and members grouped as WebDataset does. No member is decoded here, and none is ever
-unpickled. A shard may come from anywhere, so what its headers declare is checked before a byte is read: see `read_shard`.
+Names are expanded and members are grouped as WebDataset does. No member is decoded here, and none is ever unpickled. A
+shard may come from anywhere, so the sizes in its headers are checked before a member is read: see `read_shard`.
 
-The order of an epoch is the same in every run with the same seed, and so in every process.
+The order of an epoch is the same in every run, and in every process, with the same seed.
 """
 
 import contextlib
@@ -125,10 +125,10 @@ class RawSample:
 
     Attributes:
         shard: The file or command that it comes from.
-        key: What its members' names begin with; None stands for the rest of a shard that cannot be read.
-        members: The bytes of those that the config asks for, by the rest of the name, in lower case.
-        names: Of all its members, for messages.
-        fault: Why it cannot be used, where reading showed that.
+        key: The common beginning of its members' names; None for the unreadable rest of a shard.
+        members: Bytes of the members that the config asks for, by the rest of the name, in lower case.
+        names: Names of all its members, for messages.
+        fault: Why it cannot be used, if reading showed that.
     """
 
     shard: str
@@ -146,16 +146,16 @@ class RawSample:
 def read_shard(shard: str, keys: Collection[str], max_member: str | int | None = None) -> Iterator[RawSample]:
     """Read a shard from its beginning, holding one sample at a time.
 
-    Members that no key means are passed over unread. A member that is sparse or larger than `SIGMASCOPE_MAX_MEMBER`
-    (256 MB unless that says otherwise) ends the shard, as do compressed bytes that grow a hundredfold.
+    Members that no key means are skipped unread. A member that is sparse or larger than `SIGMASCOPE_MAX_MEMBER` (256 MB
+    by default) ends the shard, and so do compressed bytes that grow a hundredfold.
 
     Args:
         shard: A path, or a command behind `pipe:`.
-        keys: The config's; other members are passed over.
+        keys: The config's keys; other members are skipped.
         max_member: Such as `2GB`, in place of `SIGMASCOPE_MAX_MEMBER`.
 
     Yields:
-        Its samples in their order. Where it breaks off, a last one with `fault` says so.
+        Its samples in order. If the shard breaks off, a last sample says so in its `fault`.
 
     Raises:
         FileError: The file cannot be opened, or the system refuses to read on.
@@ -345,7 +345,7 @@ def epoch_samples(
         keys: The config's; members that no key means are dropped.
         epoch: From 0; each has its own order.
         seed: Of the order.
-        shuffle: Permute the shards, and mix samples in a buffer; otherwise they come as they lie.
+        shuffle: Permute the shards and mix samples in a buffer; otherwise keep the shards' order.
         buffer: Samples in the buffer.
         buffer_bytes: Memory that they may take.
         max_member: As of `read_shard`.
@@ -367,10 +367,10 @@ def shuffled(
     """Give each sample from a random place of a buffer that is refilled from the stream.
 
     Args:
-        samples: In the order that they are read.
-        draws: Gives the places.
-        size: Samples in the buffer; with 0 or 1 the order stays.
-        most_bytes: Memory that they may take; at least one is held.
+        samples: Samples in the order of reading.
+        draws: Draws the places.
+        size: Samples in the buffer; with 0 or 1 the order stays the same.
+        most_bytes: The most memory that they may take; the buffer always holds at least one.
     """
     held: list[RawSample] = []
     nbytes = 0

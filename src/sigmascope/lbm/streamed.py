@@ -1,7 +1,7 @@
-"""Run an LBM whose large weights stay in their file, where its float32 weights alone would fill the memory.
+"""Run an LBM whose large weights stay in their file, for machines that its float32 weights alone would fill.
 
-A layer's weight is read when the layer is called, and again when its gradient comes back, both times into the same
-memory. The file is then mostly in the system's cache, which other programs can have whenever they need it.
+A layer's weight is read when the layer is called, and again for its gradient, both times into the same memory. The file
+is then mostly in the system's cache, which other programs can claim at any time.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from sigmascope.lbm.model import LbmModel, assign_weights, build_lbm, is_finite
 from sigmascope.probes.host import trim_heap
 
 LARGE: Final = 1 << 18
-"""Elements from which a weight stays in the file: 1 MiB in float32."""
+"""Weights with at least this many elements stay in the file: 1 MiB in float32."""
 _HELD_FREE: Final = 1 << 29
 """Bytes that malloc may hold free from layer to layer."""
 
@@ -35,9 +35,9 @@ def streamed_lbm(
     dtype: torch.dtype = torch.float32,
     large: int = LARGE,
 ) -> Iterator[LbmModel]:
-    """A model on the CPU, good until the block is left. It computes what `load_lbm` computes.
+    """A model on the CPU that can be used inside the block. It computes the same as the model of `load_lbm`.
 
-    Gradients go through it, but none comes to the weights that stay in the file.
+    Gradients pass through it, but weights that stay in the file get none.
 
     Args:
         path: As of `load_lbm`.

@@ -1,7 +1,7 @@
 """The pocket model: a trained Latent Bridge Matching model of under 8 MB that ships with the package.
 
 `base` relights a picture with a warm light from the left; `tuned` was fine-tuned from it, every weight, to a
-blue light from the right. They are an LBM like the full-size one in all but size, so everything that works on
+blue light from the right. Apart from their size they are like the full-size LBM, so everything that works on
 one works on the other.
 """
 

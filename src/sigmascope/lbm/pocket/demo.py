@@ -1,7 +1,7 @@
 """The pocket model at work: the main job on it (`run_demo`), and the model as the subject of a benchmark.
 
-The demo extracts a LoRA, proves it, applies it and watches the inference. What the documentation promises is then
-checked on the very pictures that were made.
+The demo extracts a LoRA, proves it, applies it and watches the inference. Then it checks the documentation's promises
+on the pictures that it made.
 """
 
 import tempfile
@@ -57,7 +57,7 @@ class Check:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All that the demo made. `psnr` is against the rendered truth; empty for a picture of the user's."""
+    """The demo's results. `psnr` is against the rendered truth; it is empty for a user's own picture."""
 
     run: Run
     extraction: ExtractionReport
