@@ -264,7 +264,7 @@ def find_images(folder: str | Path) -> tuple[list[Path], list[UnreadableImage]]:
     """The pictures of a folder that can be read, by name, and those that cannot. Each is decoded once.
 
     Args:
-        folder: Only its own files count, not those of folders in it.
+        folder: Its subfolders are ignored.
 
     Raises:
         ConfigError: It is not a folder, or holds no picture that can be read.

@@ -1,13 +1,13 @@
-"""Accelerate, made as the settings say and undone afterwards, so that one process can train twice.
+"""Set Accelerate up as the settings say, and undo it afterwards, so that one process can train twice.
 
-`prepare_step` lets it take over the training step: alone, copied (DDP), spread (FSDP), or given to DeepSpeed's
-engine. A backend then computes a step's gradients and brings them together.
+`prepare_step` lets Accelerate take over the training step: in one process, copied (DDP), sharded (FSDP), or with
+DeepSpeed's engine. A backend then computes a step's gradients and combines those of all processes.
 
-`Stepper` makes an optimizer step: forward and backward for each batch of its group, clipping, the change of the
-weights. When loss or gradient is NaN or Inf, the step's batches are run once more with a look at every layer, to say
+`Stepper` makes an optimizer step: forward and backward for each batch of its group, clipping, and the update of the
+weights. If the loss or the gradient is NaN or Inf, it runs the step's batches again and checks every layer, to say
 where it first appeared.
 
-Losses and pictures are shown by trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
+Trackers (TensorBoard, Weights & Biases, …) show losses and pictures, through Accelerate too.
 """
 
 import math
@@ -57,7 +57,7 @@ _ASKED_FOR: Final = {
 }
 """What the launcher's flags ask for, which Accelerate has not on every device."""
 _NOT_IN_PARTS: Final = ("adafactor", "rprop")
-"""Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
+"""Optimizers whose in-place operations PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
 LOGS: Final = "logs"
 """The folder of trackers that write files, in `save_ckpt_path`."""
@@ -75,8 +75,8 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """Make the accelerator of one training; under `accelerate launch` it joins the other processes.
 
     Raises:
-        ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher asks for
-            a way to spread the model over processes that training has not, or contradicts the settings.
+        ConfigError: The device is not there or cannot compute in the requested precision, or the launcher contradicts
+            the settings or asks to spread the model over processes in an unsupported way.
     """
     is_ours = not PartialState._shared_state
     plugin = deepspeed_plugin(settings)
@@ -151,10 +151,10 @@ def _check_kind(accelerator: Accelerator) -> None:
 
 
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
-    """Refuse ways to spread the model over processes that training has not.
+    """Refuse unsupported ways to spread the model over processes.
 
     Raises:
-        ConfigError: It is Megatron-LM, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
+        ConfigError: It is Megatron-LM, FSDP 1, or FSDP in float16 or with an optimizer that does not support it.
     """
     if kind == DistributedType.MEGATRON_LM:
         raise ConfigError(
@@ -181,7 +181,7 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
 
 
 class AcceleratedBackend:
-    """Gradients by Accelerate: of one process, or of DDP or FSDP."""
+    """Computes gradients with Accelerate, in one process or with DDP or FSDP."""
 
     def __init__(self, accelerator: Accelerator, synchronised: nn.Module) -> None:
         self._accelerator = accelerator
@@ -200,7 +200,7 @@ class AcceleratedBackend:
         """Clip the gradients.
 
         Returns:
-            Their norm before; None where the backend does not tell.
+            Their norm before clipping; None if the backend does not report it.
         """
         norm: Tensor | None = self._accelerator.clip_grad_norm_(
             list(self._synchronised.parameters()), max_norm
@@ -208,15 +208,15 @@ class AcceleratedBackend:
         return norm
 
     def release(self) -> None:
-        """Nothing: what wraps the model does its part in calls of its own."""
+        """Do nothing: the model's wrapper only acts in its own calls."""
 
 
 class EngineBackend:
-    """Gradients by DeepSpeed's engine.
+    """Computes gradients with DeepSpeed's engine.
 
     Args:
-        accelerator: Of `accelerated`; knows which batch is a step's last.
-        engine: `DeepSpeedEngine`.
+        accelerator: Made by `accelerated`; knows which batch is a step's last.
+        engine: The `DeepSpeedEngine`.
         precision: `bf16` or `no`.
     """
 
@@ -238,7 +238,7 @@ class EngineBackend:
         self._engine.backward(loss)
 
     def clip(self, max_norm: float) -> Tensor:
-        """The gradient's norm; the engine itself clips to `max_norm`, which it knows, in its step."""
+        """Return the gradient's norm; the engine itself clips to the `max_norm` of its configuration in its step."""
         if self._engine.zero_optimization_stage() == 0:
             return torch.nn.utils.get_total_norm(
                 [
@@ -251,17 +251,19 @@ class EngineBackend:
         return torch.where(norm < 0, math.nan, norm)  # DeepSpeed says -1 where it is not finite
 
     def release(self) -> None:
-        """Take the engine's hooks out of the model, which is not trained further: a backward pass is its own again."""
+        """Remove the engine's hooks from the model, which is not trained further, so that a backward pass works as
+        usual.
+        """
         self._engine.destroy()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training works with.
+    """The objects of a training step, as Accelerate prepared them.
 
     Attributes:
         module: A `TrainingStep`; calling it gives the loss.
-        synchronised: The module whose gradients Accelerate brings together: `module`, or the denoiser alone.
+        synchronised: The module whose gradients Accelerate combines: `module`, or the denoiser alone.
         optimizer: Of the trained weights, as Accelerate wraps it.
         backend: Computes the gradients.
     """
@@ -281,13 +283,13 @@ def prepare_step(
 ) -> Prepared:
     """Let Accelerate take over model and optimizer. All processes call this together.
 
-    Under FSDP the denoiser's parameters are other objects afterwards.
+    Under FSDP the denoiser's parameters are different objects afterwards.
 
     Args:
-        accelerator: Of `accelerated`.
-        model: On the accelerator's device; where FSDP spreads the denoiser, that is moved piece by piece.
+        accelerator: Made by `accelerated`.
+        model: On the accelerator's device; if FSDP shards the denoiser, it is moved there piece by piece.
         objective: The loss.
-        optimizer: Of what is trained.
+        optimizer: Optimizer of the trained weights.
         precision: `mixed_precision`, for DeepSpeed, under which Accelerate does not know it.
 
     Raises:
@@ -326,7 +328,7 @@ def _keep_group_to_the_last(module: nn.Module) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it."""
+    """The loss as a module's forward call, so that wrappers of the module (DDP, autocast) see all of it."""
 
     def __init__(self, model: LbmModel, objective: Objective) -> None:
         super().__init__()
@@ -374,14 +376,14 @@ def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, in this process.
+    """The result of one optimizer step, in this process.
 
     Attributes:
         loss: Mean over the samples of this process.
-        latent: Its latent term; None where it has no weight.
-        pixel: Its pixel term; None where it has no weight.
-        gradient_norm: Of all processes together, before clipping; None where the backend does not tell.
-        skipped: The gradient scaler met Inf and made no step.
+        latent: Its latent term; None if its weight is 0.
+        pixel: Its pixel term; None if its weight is 0.
+        gradient_norm: Over all processes, before clipping; None if the backend does not report it.
+        skipped: Whether the gradient scaler found Inf and skipped the step.
     """
 
     loss: float
@@ -397,8 +399,9 @@ class Stepper:
     Args:
         accelerator: Of the run.
         prepared: By it.
-        schedule: Of the learning rate, not prepared: it counts optimizer steps, whatever the processes.
-        max_grad_norm: None clips nothing.
+        schedule: Schedule of the learning rate, not prepared by Accelerate: it counts optimizer steps, for any number
+            of processes.
+        max_grad_norm: Norm to clip gradients to; None for no clipping.
         team: The processes.
     """
 
@@ -422,7 +425,7 @@ class Stepper:
         """Make one step. The gradient is the mean over all samples of all processes.
 
         Raises:
-            NonFiniteError: Loss or gradient is NaN or Inf; the weights are as they were before the step.
+            NonFiniteError: Loss or gradient is NaN or Inf; the weights are the same as before the step.
         """
         size = self.accelerator.gradient_accumulation_steps
         # A short group ends at the same count, so that its last batch is the one that synchronises.
@@ -507,12 +510,12 @@ def find_nonfinite_layers(model: nn.Module, backward: Callable[[], float]) -> st
     """Run a step's computation again, and say in which layers NaN or Inf came first.
 
     Args:
-        model: Whose layers are looked at; it has no hook more afterwards.
+        model: The model to check; its hooks are removed afterwards.
         backward: Computes the loss and its gradients.
 
     Returns:
-        A part of a sentence that names layers whose weights, else whose outputs, else whose gradients are not finite;
-        empty where all are.
+        A part of a sentence that names the layers with non-finite weights, or else outputs, or else gradients; empty if
+        all are finite.
     """
     modules = dict(model.named_modules())
     weights = [
@@ -561,7 +564,7 @@ def _watch(
 
 
 def check_tracker(name: str | None) -> None:
-    """Refuse a tracker whose package is not installed: Accelerate leaves it out without a word.
+    """Refuse a tracker whose package is not installed, because Accelerate would leave it out silently.
 
     Raises:
         ConfigError: Names the package and how to install it.
@@ -574,12 +577,12 @@ def check_tracker(name: str | None) -> None:
 
 
 def start_trackers(accelerator: Accelerator, settings: TrainSettings, step: int) -> None:
-    """Begin the run in the tracker that the accelerator was made with.
+    """Start the run in the accelerator's tracker.
 
     Args:
         accelerator: Made with `log_with` and `project_dir`.
         settings: Shown as the run's hyperparameters.
-        step: That training begins or resumes at; what TensorBoard holds of later ones is dropped.
+        step: The step at which training starts or resumes; TensorBoard's entries of later steps are dropped.
     """
     if settings.tracker is None:
         return
@@ -596,7 +599,7 @@ def start_trackers(accelerator: Accelerator, settings: TrainSettings, step: int)
 
 
 def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step: int) -> None:
-    """Show a picture in those trackers that take any."""
+    """Show a picture in the trackers that accept pictures."""
     pixels = np.asarray(picture.convert("RGB"))[None]
     for tracker in accelerator.trackers:
         if tracker.name in _TAKES_PICTURES:

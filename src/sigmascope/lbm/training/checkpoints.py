@@ -1,4 +1,4 @@
-"""The checkpoints of one training run, in its folder: the newest good one, those to keep, and what a kill left.
+"""The checkpoints of one training run: finding the newest good one, keeping some, and removing what a kill left behind.
 
 A checkpoint is a folder of safetensors and JSON that appears whole or not at all: it is written under a hidden
 name, flushed to the disk and renamed.
@@ -13,7 +13,7 @@ Nothing is pickled: nested state (an optimizer's, a schedule's, a generator's) i
 container becomes a mapping with one key that names its kind, so that a tuple comes back as a tuple and an
 optimizer's integer keys as integers. Floats survive JSON bit for bit.
 
-The random generators are all that a process has: Python's, NumPy's, PyTorch's and the device's.
+The states of all of a process's random generators are kept: Python's, NumPy's, PyTorch's and the device's.
 """
 
 import json
@@ -61,16 +61,16 @@ _READ_BYTES: Final = 8 * 2**20
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that training needs to go on as if it had not stopped.
+    """Everything that training needs to continue as if it had not stopped.
 
     Attributes:
         step: Optimizer steps done.
-        epoch: That the next sample belongs to.
-        identity: Settings that the result follows from, by key (see `session.identity`).
+        epoch: The next sample's epoch.
+        identity: Settings that determine the result, by key (see `session.identity`).
         weights: By parameter, in the optimizer's order.
-        average: Of the weights; None without a moving average.
-        progress: Optimizer, schedule, scaler and moving average.
-        processes: Of each process: where its data stands and its random generators.
+        average: Moving average of the weights; None if there is none.
+        progress: State of optimizer, schedule, scaler and moving average.
+        processes: For each process, its data position and random generators.
     """
 
     step: int
@@ -96,7 +96,7 @@ class CheckpointFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder if it is not there, and train into it alone. What a killed run left is removed.
+        """Create the folder if necessary, and lock it for this run. Leftovers of a killed run are removed.
 
         Raises:
             ConfigError: Another run trains into it.
@@ -124,7 +124,8 @@ class CheckpointFolder:
     def save(self, state: TrainingState, add_files: Callable[[Path], object] | None = None) -> Path:
         """Write a checkpoint, then remove those beyond the number to keep.
 
-        Those of later steps neither count nor go: training went on from an earlier one because they are damaged.
+        Checkpoints of later steps neither count nor are removed: training resumed from an earlier one because they are
+        damaged.
 
         Raises:
             WriteError: The disk is full or refuses. All earlier checkpoints are as they were.
@@ -135,13 +136,13 @@ class CheckpointFolder:
         return target
 
     def remove_older(self, than: Path) -> None:
-        """Remove those before a good checkpoint that are beyond the number to keep; it is one of them."""
+        """Remove checkpoints before a good one beyond the number to keep, in which the good one counts."""
         checkpoints = find_checkpoints(self.path)
         for old in checkpoints[checkpoints.index(than) + self._keep :]:
             self._remove(old)
 
     def newest(self) -> tuple[Path, TrainingState] | None:
-        """Read the newest good checkpoint; damaged ones are logged and passed over.
+        """Read the newest good checkpoint; damaged ones are logged and skipped.
 
         Raises:
             CheckpointError: There are checkpoints, but all of them are damaged.
@@ -149,10 +150,10 @@ class CheckpointFolder:
         return newest_readable(self.path, read_state)
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a folder of their own, so that a new training cannot be taken for theirs.
+        """Move all checkpoints into a separate folder, so that they are not taken for those of a new training.
 
         Returns:
-            That folder; None when there was nothing to move.
+            That folder; None if there was nothing to move.
         """
         checkpoints = find_checkpoints(self.path)
         if not checkpoints:
@@ -200,7 +201,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def newest_readable(path: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """The newest checkpoint in `path` that can be read, and what was read; damaged ones are logged and passed over.
+    """The newest checkpoint in `path` that can be read, and its content; damaged ones are logged and skipped.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged.
@@ -232,13 +233,13 @@ def write_state(
     """Write a checkpoint's folder, whole or not at all.
 
     Args:
-        target: Its final name, in a folder that is there. A folder of that name is replaced.
+        target: Its final path, in an existing folder. A folder of that name is replaced.
         state: What to write.
-        add_files: Given the hidden folder, to put files of its own there; they are not checked on reading.
+        add_files: Called with the hidden folder to add further files; they are not checked on reading.
 
     Raises:
-        WriteError: The disk is full or refuses; nothing of the new folder stays.
-        TypeError: The state holds what a checkpoint cannot.
+        WriteError: The disk is full or refuses; nothing of the new folder is left.
+        TypeError: The state holds something that a checkpoint cannot store.
     """
     hidden = target.with_name(temporary_name(target))
     try:
@@ -358,15 +359,15 @@ def file_facts(path: Path) -> dict[str, Any]:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Packed:
-    """Turn nested state into JSON values; its tensors go to `tensors`, named after where they were.
+    """Turn nested state into JSON values; its tensors go to `tensors`, named by their places.
 
     Args:
         value: Dicts, lists, tuples, tensors, arrays, numbers, texts, None.
-        tensors: Filled.
-        path: What the value is called, which its tensors' names begin with.
+        tensors: The tensors are added to it.
+        path: Name of the value, with which its tensors' names begin.
 
     Raises:
-        TypeError: Names the place of anything else.
+        TypeError: It holds anything else; names the place.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -436,7 +437,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def untouched_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever the block draws, what follows draws as if it had not been."""
+    """Restore all generators after the block, so that its random draws do not affect later ones."""
     state = random_state(device)
     try:
         yield

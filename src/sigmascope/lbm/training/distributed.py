@@ -1,14 +1,14 @@
-"""Training in several processes: what they agree on, tensors that are spread over them, and DeepSpeed's settings.
+"""Training in several processes: agreement between them, sharded tensors, and DeepSpeed's settings.
 
-They agree before each step (`Processes`), so that none waits for another that has ended.
+The processes agree before each step (`Processes`), so that none waits for one that has ended.
 
-The functions from `full_tensor` on serve tensors that FSDP spreads over processes (PyTorch's DTensor): made whole for
-files, and spread again from them. A plain tensor passes through them as it is, so that the same code serves training
-in one process.
+The functions from `full_tensor` on handle tensors that FSDP shards over processes (PyTorch's DTensor): they gather them
+for files, and shard them again. A plain tensor passes through unchanged, so that training in one process uses the same
+code.
 
-Below stage 3 of ZeRO every process has all weights. From stage 1 each holds a piece of the optimizer's state: all
-trained weights are laid end to end, and cut into as many pieces as there are processes. Checkpoints keep that
-state, and read it, as that of one process.
+Below stage 3 of ZeRO every process has all weights. From stage 1 on, each process holds a piece of the optimizer's
+state: all trained weights are laid end to end and cut into as many pieces as there are processes. Checkpoints store
+    this state as that of a single process.
 """
 
 import logging
@@ -42,14 +42,14 @@ _LOST: Final = ("gloo", "nccl", "connection", "socket")
 
 
 class Processes:
-    """All processes of one training run; a single one is a team too, and talks to nobody."""
+    """All processes of one training run; with a single process, no messages are sent."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.size: int = accelerator.num_processes
 
     def gather(self, values: list[int]) -> list[list[int]]:
-        """Give everybody's numbers, a row for each process. All call this together."""
+        """Return the numbers of all processes, a row for each. All call this together."""
         if self.size == 1:
             return [values]
         row = torch.tensor([values], dtype=torch.int64, device=self._accelerator.device)
@@ -57,22 +57,22 @@ class Processes:
         return rows
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
+        """Whether it is true in any process."""
         return any(row[0] for row in self.gather([int(flag)]))
 
     def objects(self, value: Any) -> list[Any]:
-        """Give everybody's object, by process."""
+        """Return the objects of all processes, in order."""
         gathered: list[Any] = [value] if self.size == 1 else gather_object([value])
         return gathered
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails in any process within the block ends all of them, and says the same everywhere.
+        """A failure in any process within the block ends all of them with the same message.
 
-        All enter the block and leave it together; within it none waits for another, so that none can wait in vain.
+        All processes enter and leave the block together. Inside, none waits for another, so that none can wait in vain.
 
         Raises:
-            OtherProcessError: It failed in another process; says what that one said.
+            OtherProcessError: Another process failed; the message is its message.
         """
         failure: Exception | None = None
         words: str | None = None
@@ -107,9 +107,9 @@ class StepBatches(Generic[Position]):
     """The batches of one optimizer step, in this process.
 
     Attributes:
-        batches: As many in every process.
-        samples: Of all processes together.
-        position: Where this process's data stands after them.
+        batches: The same number in every process.
+        samples: Number of samples in all processes together.
+        position: This process's data position after them.
     """
 
     batches: tuple[Batch, ...]
@@ -120,10 +120,10 @@ class StepBatches(Generic[Position]):
 def step_batches(
     stream: Iterable[tuple[Batch, Position]], size: int, team: Processes
 ) -> Iterator[StepBatches[Position]]:
-    """Join up to `size` batches for each optimizer step, as many in every process.
+    """Group up to `size` batches for each optimizer step, the same number in every process.
 
-    The epoch ends for all as soon as any process has no batch left; what the others still had stays unused. Where
-    one's data fails, all stop, so that none waits for ever for one that has ended.
+    The epoch ends for all as soon as any process has no batch left; the others' remaining batches stay unused. If the
+    data of one process fails, all stop, so that none waits forever for one that has ended.
 
     Args:
         stream: Batches of an epoch, each with the position after it.
@@ -131,8 +131,8 @@ def step_batches(
         team: The processes.
 
     Raises:
-        SigmascopeError: Whatever is wrong with the data.
-        OtherProcessError: It is that of another process; says what it said.
+        SigmascopeError: Something is wrong with the data.
+        OtherProcessError: The data of another process is wrong; the message is its message.
     """
     rest = iter(stream)
     while True:
@@ -149,10 +149,10 @@ def step_batches(
 
 @contextmanager
 def naming_lost_processes(team: Processes) -> Iterator[None]:
-    """Say it plainly when a process is gone in whose place the system reports a broken connection.
+    """Turn the broken connection to a process that has ended into a clear error.
 
     Raises:
-        OtherProcessError: In place of what PyTorch says of it.
+        OtherProcessError: In place of PyTorch's error.
     """
     try:
         yield
@@ -180,7 +180,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process's part of a tensor."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
@@ -194,8 +194,8 @@ def gather_state(value: Any, *, keep: bool) -> Any:
 
     Args:
         value: Dicts, lists, tuples, tensors and anything else.
-        keep: Whether this process needs the result. Where it does not, spread tensors come out empty, so that one
-            process alone holds them all; where it does, they are on the CPU.
+        keep: Whether this process needs the result. If so, sharded tensors are gathered on the CPU; if not, they come
+            out empty, so that only one process holds them all.
     """
     if isinstance(value, DTensor):
         full = full_tensor(value)
@@ -208,7 +208,7 @@ def gather_state(value: Any, *, keep: bool) -> Any:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as `like` is spread: each process takes its own part, and nobody waits for another.
+    """Shard a whole tensor like `like`: each process takes its own part, without communication.
 
     Args:
         tensor: The same in every process, of the shape of `like`.
@@ -222,9 +222,9 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State:
-    """An optimizer's whole state as its parameters are spread.
+    """Shard an optimizer's whole state like its parameters.
 
-    What has a parameter's shape is spread as it is; counters of steps and other numbers stay.
+    Tensors with a parameter's shape are sharded like it; step counters and other numbers stay the same.
     """
     spread: State = {}
     for number, values in state["state"].items():
@@ -237,14 +237,16 @@ def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward one left gathered: it would be stale once weights change."""
+    """Free the weights that a forward pass without a backward pass left gathered: they would be stale once weights
+    change.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 WEIGHTS_STAGE: Final = 3
-"""The stage of ZeRO that spreads the weights too."""
+"""The stage of ZeRO that shards the weights too."""
 NOT_IN_PIECES: Final = ("adafactor", "adagrad", "muon")
 """Optimizers that ZeRO cannot give flat pieces of all weights: two need the shapes of the weights, and in place of
 the Adagrad it is given DeepSpeed makes one of its own, which no schedule reaches. All others were tried."""
@@ -265,7 +267,8 @@ def deepspeed_plugin(settings: TrainSettings) -> DeepSpeedPlugin | None:
         None where the launcher does not ask for DeepSpeed.
 
     Raises:
-        ConfigError: DeepSpeed's configuration cannot be read, contradicts the settings or wants what training has not.
+        ConfigError: DeepSpeed's configuration cannot be read, contradicts the settings, or asks for something
+            unsupported.
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
@@ -291,7 +294,7 @@ def launched_processes() -> int:
 
 
 def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSettings, *, processes: int) -> None:
-    """Refuse what training has not, and what contradicts the settings.
+    """Refuse a configuration that is not supported or contradicts the settings.
 
     Raises:
         ConfigError: Names the key of the file, or of the YAML.
@@ -342,7 +345,7 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
 
 
 def fit(config: dict[str, Any], settings: TrainSettings) -> None:
-    """Put the settings into DeepSpeed's configuration; what does not follow from them stays as it is.
+    """Put the settings into DeepSpeed's configuration; other keys stay unchanged.
 
     Weights stay as they are in one process and autocast chooses the precision: DeepSpeed's own bf16 would train
     rounded weights, and the VAE would compute in them too.
@@ -367,19 +370,19 @@ def fit(config: dict[str, Any], settings: TrainSettings) -> None:
 
 
 def log_to_stderr() -> None:
-    """Turn DeepSpeed's warnings from stdout, where results go, to stderr. DeepSpeed has been imported."""
+    """Redirect DeepSpeed's warnings from stdout, which is for results, to stderr. Call it after importing DeepSpeed."""
     for handler in logging.getLogger("DeepSpeed").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
 
 
 class EngineOptimizer:
-    """The optimizer in an engine, as the loop and checkpoints see one.
+    """An engine's optimizer with the interface that the loop and checkpoints expect.
 
     Args:
-        engine: `DeepSpeedEngine`, which has taken over `inner`.
-        inner: The YAML's optimizer, of one group; from stage 1 its only parameter is this process's piece.
-        parameters: What is trained, in the order of `inner`.
+        engine: The `DeepSpeedEngine` that has taken over `inner`.
+        inner: The YAML's optimizer, with one group; from stage 1 on its only parameter is this process's piece.
+        parameters: The trained parameters, in the order of `inner`.
         keep: Whether this process needs the whole state.
     """
 
@@ -394,7 +397,7 @@ class EngineOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer; its learning rate is what the schedule set."""
+        """The optimizer's groups; their learning rate is the one that the schedule set."""
         return self.optimizer.param_groups
 
     def step(self) -> None:
@@ -402,7 +405,7 @@ class EngineOptimizer:
         self._engine.step()
 
     def zero_grad(self) -> None:
-        """Nothing: `step` has done it."""
+        """Do nothing: `step` has cleared the gradients."""
 
     def state_dict(self) -> State:
         """The state of one process's optimizer. Every process calls this; it is whole where `keep` says so."""
@@ -420,7 +423,7 @@ class EngineOptimizer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from the state of one process's optimizer, and from the weights as the model holds them now.
+        """Continue from the state of a single process's optimizer, and from the model's current weights.
 
         Every process calls this, before the first step.
         """

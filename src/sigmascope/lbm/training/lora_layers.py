@@ -1,9 +1,9 @@
-"""Which layers of an LBM are trained, and how they are made trainable: LoRA factors put in by PEFT, or all weights.
+"""Choose the layers of an LBM to train, and make them trainable: LoRA factors injected by PEFT, or all weights.
 
-PEFT's layers are put in by exact names, with a rank and alpha each.
+PEFT's layers are injected by exact names, each with its own rank and alpha.
 
-`select_layers` finds the layers that the partial names of `trainable_lora_modules` mean. `plan_rows` gives the table
-of what a run trains and what stays frozen, by block and kind of layer.
+`select_layers` finds the layers that the partial names of `trainable_lora_modules` mean. `plan_rows` tabulates what a
+run trains and what stays frozen, by block and kind of layer.
 """
 
 import difflib
@@ -57,11 +57,11 @@ class PlannedModule:
     """One layer that has a LoRA.
 
     Attributes:
-        name: Of the layer, in native naming: `denoiser.conv_in`.
+        name: Name of the layer, in native naming: `denoiser.conv_in`.
         weight_shape: (out, in) or (out, in, kh, kw).
         rank: r.
         alpha: The strength is alpha / rank.
-        trained: Whether its factors change; otherwise they act as the file has them.
+        trained: Whether its factors are trained; otherwise they act but stay as in the file.
     """
 
     name: str
@@ -83,11 +83,11 @@ class PlanRow:
     Attributes:
         block: Such as `down_blocks.1`; `vae` for the whole VAE.
         kind: Such as `self-attention` or `convolution`.
-        modules: Layers there.
-        trained_modules: Of these, layers of which something is trained.
-        ranks: Of the trained LoRA modules, rising, each once.
-        trained_parameters: Values that are trained.
-        frozen_parameters: Values that stay: of the model, and of frozen LoRA modules.
+        modules: Number of layers.
+        trained_modules: Number of layers with trained values.
+        ranks: Ranks of the trained LoRA modules, rising, each once.
+        trained_parameters: Number of trained values.
+        frozen_parameters: Number of frozen values, of the model and of frozen LoRA modules.
     """
 
     block: str
@@ -109,12 +109,12 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class TrainablePlan:
-    """What a run trains and what it leaves alone.
+    """What a run trains and what stays frozen.
 
     Attributes:
         modules: Every layer with a LoRA, in the model's order; none in full fine-tuning.
-        rows: The table, by block and kind of layer; its frozen parameters add up to all that stays as it is.
-        factors: What a continued file holds, by layer; empty for a fresh LoRA.
+        rows: The table, by block and kind of layer; its frozen parameters add up to all frozen values.
+        factors: Factors of a continued file, by layer; empty for a fresh LoRA.
         metadata: The continued file's header.
     """
 
@@ -166,10 +166,10 @@ class TrainableLora:
     def state(self, weights: Mapping[str, Tensor] | None = None) -> LoraFile:
         """The LoRA by layer: copies of the trained factors, and the frozen ones as their file has them.
 
-        Factors have the ranks and alphas of the plan; whoever writes them moves the strength into `up`.
+        Factors have the ranks and alphas of the plan; the writer multiplies the strength into `up`.
 
         Args:
-            weights: By the names of `parameters`, in place of what the model holds now.
+            weights: Weights to use instead of the model's current ones, by the names of `parameters`.
         """
         trained = dict(self.parameters()) if weights is None else weights
         modules = {}
@@ -196,10 +196,10 @@ class TrainableFull:
         ]
 
     def state(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The whole model by its keys in the checkpoint. The tensors are the model's own: write them at once.
+        """The whole model by its keys in the checkpoint. The tensors are the model's own, so write them at once.
 
         Args:
-            weights: By the names of `parameters`, in place of what the model holds now.
+            weights: Weights to use instead of the model's current ones, by the names of `parameters`.
         """
         return {**self._model.state_dict(), **(weights or {})}
 
@@ -209,20 +209,20 @@ Trainable = TrainableLora | TrainableFull
 
 
 def make_trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
-    """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
+    """Make a LoRA or all weights trainable, as the settings say; see `inject_lora` and `prepare_full`."""
     return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
 
 
 def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
-    """Put a LoRA into the denoiser, fresh or from `lora_weights_path`; everything else is frozen.
+    """Inject a LoRA into the denoiser, fresh or from `lora_weights_path`; everything else is frozen.
 
-    Factors are float32 over a base of any dtype: in bfloat16 a step of the optimizer is often below what the
-    value can hold. A fresh LoRA starts as PEFT's does, down Kaiming-uniform (a = √5) and up zero, so that the first
-    step sees the base itself; each layer's down follows from the seed and the layer's name alone.
+    Factors are float32 over a base of any dtype: in bfloat16, an optimizer step is often too small to change a value. A
+    fresh LoRA starts like PEFT's, with a Kaiming-uniform down (a = √5) and a zero up, so that the first step sees the
+    base itself. Each layer's down depends only on the seed and the layer's name.
 
     Args:
         model: Loaded and without adapters. It is changed in place.
-        settings: Which layers, ranks and alphas, or the file to go on with.
+        settings: Which layers, ranks and alphas, or the file to continue.
 
     Raises:
         ConfigError: A partial name means no layer; or PEFT is too old.
@@ -319,7 +319,7 @@ def _any_of(paths: Iterable[str]) -> str:
 
 
 def plan_training(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
-    """What the settings train in a model, which is not changed; raises what `inject_lora` does."""
+    """Plan what the settings train in a model, without changing it; raises what `inject_lora` does."""
     if settings.full_finetune:
         return TrainablePlan({}, plan_rows(model, (), full=True))
     patterns = settings.trainable_lora_modules
@@ -344,9 +344,9 @@ def plan_new_lora(
     Args:
         model: Without adapters.
         patterns: Partial names of the layers to train; None for all.
-        rank: Of Linear layers; capped at min(out, in), beyond which it could say nothing more.
-        conv_rank: Of convolutions, 1×1 ones too; capped at min(out, in·kh·kw). None is `rank`.
-        alpha: The strength of every module is alpha / `rank`; None is a strength of 1.
+        rank: Rank of Linear layers, capped at min(out, in), the highest useful rank.
+        conv_rank: Rank of convolutions, including 1×1, capped at min(out, in·kh·kw). None for `rank`.
+        alpha: The strength of every module is alpha / `rank`; None for a strength of 1.
 
     Raises:
         ConfigError: Names each partial name that means no layer, with near ones.
@@ -364,18 +364,17 @@ def plan_new_lora(
 
 
 def plan_continued_lora(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | None) -> TrainablePlan:
-    """Plan to go on with a LoRA file: its factors, ranks and alphas are taken over as they are.
+    """Plan to continue a LoRA file with its own factors, ranks and alphas.
 
     Args:
         model: Without adapters.
-        lora: Of any format that `load_lora` reads.
-        patterns: Partial names of the file's modules to train; None for all of them. The others act, frozen.
+        lora: A LoRA of any format that `load_lora` reads.
+        patterns: Partial names of the file's modules to train; None for all of them. The others act but are frozen.
 
     Raises:
-        ModelMismatchError: A module of the file is no layer of the denoiser, or of another shape; each is counted,
-            the first few named.
-        LoraFormatError: The file holds changes that are more than up and down factors, or keys of no module; or a
-            module to train has alpha 0, whose factors get no gradient.
+        ModelMismatchError: Modules of the file fit no layer of the denoiser; all are counted and the first few named.
+        LoraFormatError: The file holds changes that are more than up and down factors, or keys that belong to no
+            module; or a module to train has alpha 0, so that its factors get no gradient.
         ConfigError: Names each partial name that means none of the file's modules.
     """
     if lora.unused_keys:  # the file that is written has to hold all of it
@@ -434,7 +433,7 @@ def denoiser_layers(model: LbmModel) -> dict[str, Layer]:
 def select_layers(
     layers: Sequence[str], patterns: Sequence[str] | None, *, others: Collection[str] = (), where: str
 ) -> tuple[str, ...]:
-    """Give the layers that any of the partial names is a part of, in the layers' order.
+    """Return the layers whose names contain any of the partial names, in the layers' order.
 
     A partial name may be any run of characters of a full name (`attn1`, `ff.net`, `up_blocks.1`, or a whole line
     of `lora_layer_names.txt`). A number at its end or start is a whole number: `transformer_blocks.1` is not
@@ -443,8 +442,8 @@ def select_layers(
     Args:
         layers: Full names that can be chosen, such as `denoiser.conv_in`.
         patterns: Partial names; None chooses all.
-        others: Full names that are known but cannot be chosen, to say so.
-        where: What has the layers, for messages.
+        others: Full names that exist but cannot be chosen, for messages.
+        where: What the layers belong to, for messages.
 
     Raises:
         ConfigError: Names each partial name that means no layer, with names that are near.

@@ -1,7 +1,7 @@
-"""What training tells: progress after each step, means to the trackers, the run's record, and validation.
+"""What training reports: progress after each step, means for the trackers, the run's record, and validation.
 
-The record (`TrainingRecord`) says where the time went, what the peak of memory was, and what to do about it.
-`validate` translates held-out pictures and says how close they come.
+The record (`TrainingRecord`) says where the time went, how high memory peaked, and what to do about it. `validate`
+translates held-out pictures and measures how close they are to their targets.
 """
 
 import time
@@ -34,26 +34,26 @@ TRAINING: Final = "training"
 RUN_FILE: Final = "run.json"
 """The record, beside the checkpoints."""
 WAITING_SHARE: Final = 0.20
-"""Of the training's time, above which waiting on data is a finding."""
+"""Share of the training's time above which waiting for data is a finding."""
 SAVING_SHARE: Final = 0.20
-"""Likewise, of writing checkpoints."""
+"""Share of the training's time above which writing checkpoints is a finding."""
 MEASURED_STEPS: Final = 5
 """Fewer steps say nothing about shares: the first ones fill buffers and compile kernels."""
 
 
 @dataclass(frozen=True)
 class StepLog:
-    """What is told every `log_interval` steps: means over them.
+    """The report every `log_interval` steps, with means over them.
 
     Attributes:
         step: Optimizer steps done.
         epoch: From 0.
         loss: Mean over all processes.
-        latent: Its latent term, unweighted; None where it has no weight.
+        latent: Its latent term, unweighted; None if its weight is 0.
         pixel: Its pixel term, likewise.
-        gradient_norm: Of the last step, before clipping.
-        learning_rate: Of the last step.
-        step_seconds: From one step to the next, with waiting for data and without validation and saving.
+        gradient_norm: Norm in the last step, before clipping.
+        learning_rate: Learning rate of the last step.
+        step_seconds: Time from one step to the next, including waiting for data, without validation and saving.
     """
 
     step: int
@@ -66,7 +66,7 @@ class StepLog:
     step_seconds: float
 
     def scalars(self) -> dict[str, float]:
-        """By the names that trackers show."""
+        """The values by the names that trackers show."""
         values = {
             "train/loss": self.loss,
             "train/latent_loss": self.latent,
@@ -81,7 +81,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Validation:
-    """What one validation found.
+    """The result of one validation.
 
     Attributes:
         step: Optimizer steps done.
@@ -96,7 +96,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told what while training; only in the main process."""
+    """Callbacks during training; only the main process calls them."""
 
     progress: Progress = no_progress
     on_log: Callable[[StepLog], object] = lambda log: None
@@ -105,12 +105,12 @@ class Listeners:
 
 @dataclass
 class MetricsLogger:
-    """Collects the steps' results and tells them on.
+    """Collects the steps' results and reports them.
 
     Attributes:
-        session: Of the run.
-        listeners: Are told.
-        logs: All that was told in this session.
+        session: The run's session.
+        listeners: The callbacks.
+        logs: All reports of this session.
     """
 
     session: Session
@@ -120,7 +120,7 @@ class MetricsLogger:
     _since: float = field(default_factory=time.perf_counter)
 
     def step(self, result: StepResult) -> None:
-        """Take the result of a step that was just made."""
+        """Add the result of a finished step."""
         session = self.session
         self._results.append(result)
         rate = session.stepper.optimizer.param_groups[0]["lr"]
@@ -133,7 +133,7 @@ class MetricsLogger:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The block's time belongs to no step."""
+        """Exclude the block's time from the time of steps."""
         started = time.perf_counter()
         try:
             yield
@@ -163,7 +163,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 @dataclass
 class TimeSpent:
-    """Seconds of training by what they went to; `step` is the computation of optimizer steps."""
+    """Seconds of training by activity; `step` is the computation of optimizer steps."""
 
     data: float = 0.0
     step: float = 0.0
@@ -208,15 +208,15 @@ class TrainingRecord:
     began: bool = False
 
     def run(self) -> Run:
-        """All that is known now, with the findings that follow from it."""
+        """The record so far, with its findings."""
         findings = (*time_findings(self.spent), *self.findings)
         return replace(self.recorder.run(), findings=findings)
 
     def begin(self, folder: Path, step: int, aside: Path | None) -> None:
-        """From now on the record in the folder is this session's.
+        """Make the record in the folder this session's from now on.
 
-        That of the session before goes along with its checkpoints, or gets a name that says where this one began; none
-        is overwritten.
+        The record of the previous session moves along with its checkpoints, or gets a name that says where this session
+        began; none is overwritten.
         """
         path = folder / RUN_FILE
         if path.is_file() and aside is not None:
@@ -229,7 +229,7 @@ class TrainingRecord:
         self.began = True
 
     def save_last(self, folder: Path) -> None:
-        """Write the record at the end; one that failed to begin leaves that of an earlier session in its place."""
+        """Write the record at the end; a session that failed to begin leaves an earlier session's record in place."""
         if self.began or not (folder / RUN_FILE).exists():
             self.save(folder)
 
@@ -241,7 +241,7 @@ class TrainingRecord:
 
 
 def time_findings(spent: TimeSpent) -> Sequence[Finding]:
-    """What the shares of the time say."""
+    """Findings about the shares of the time."""
     if spent.steps < MEASURED_STEPS or spent.total == 0:
         return ()
     findings = []
@@ -273,7 +273,7 @@ def time_findings(spent: TimeSpent) -> Sequence[Finding]:
 
 
 def nonfinite_finding(message: str) -> Finding:
-    """Training stopped on NaN or Inf."""
+    """The finding for a training that stopped on NaN or Inf."""
     return Finding(
         "training.nonfinite",
         "critical",
@@ -297,7 +297,7 @@ def validate(
     conditioning: Conditioning,
     autocast: AbstractContextManager[object],
 ) -> Validation:
-    """Make a picture of every sample at every number of steps. Model and random generators stay as they are."""
+    """Make a picture of every sample at every number of steps. Model and random generators stay unchanged."""
     device = next(model.parameters()).device
     pictures: list[tuple[str, Image.Image]] = []
     values: dict[int, list[float]] = {count: [] for count in num_steps}

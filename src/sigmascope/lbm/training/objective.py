@@ -1,4 +1,4 @@
-"""What training minimises: the loss of Latent Bridge Matching on a batch of pairs.
+"""The loss that training minimises: Latent Bridge Matching on a batch of pairs.
 
 For each sample (Chadebec et al., arXiv 2503.07535, section 3):
 
@@ -7,13 +7,13 @@ For each sample (Chadebec et al., arXiv 2503.07535, section 3):
     v = denoiser(x(σ), σ)
     L = w_latent·|v − (z_source − z_target)| under the mask  +  w_pixel·|VAE⁻¹(x(σ) − σ·v) − target| under the mask
 
-The pixel loss decodes the predicted target latent with gradient, and clamps the picture to [-1, 1]. Under a mask what
-is not valid counts as no difference in a mean over all elements, as in LBM, or is left out of the mean
+The pixel loss decodes the predicted target latent with gradient, and clamps the picture to [-1, 1]. Elements
+outside the mask count as no difference in a mean over all elements, as in LBM, or are left out of the mean
 (`mask_reduction: valid`).
 
-The loss of a batch is the mean over its samples, so it is the same however the samples are cut into batches. A
-sample's draws follow from the run's seed, the epoch and the sample's number in the epoch's stream. Two processes
-of batch b then see exactly what one process of batch 2b sees, and a resumed run what an uninterrupted one sees.
+The loss of a batch is the mean over its samples, so it does not depend on how the samples are divided into batches. A
+sample's draws depend only on the run's seed, the epoch and the sample's number in the epoch's stream. So two processes
+with batch size b see exactly what one process with 2b sees, and a resumed run sees what an uninterrupted one does.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ Conditioning = Float[Tensor, "batch extra height width"]
 Pixels = Float[Tensor, "batch 3 height width"]
 PixelMask = Float[Tensor, "batch 1 height width"]
 Purpose = Literal["posterior", "bridge", "crop"]
-"""What random numbers are for. Each has a stream of its own: whether a crop is drawn does not change the noise."""
+"""Purposes of random numbers. Each has its own stream, so that drawing a crop does not change the noise."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class LossTerms:
 
     Attributes:
         total: Mean over the samples, with gradient.
-        per_sample: Of which it is the mean; detached.
-        latent: Mean latent loss before its weight, detached; None where the weight is 0.
+        per_sample: Loss of each sample; detached.
+        latent: Mean latent loss before its weight, detached; None if the weight is 0.
         pixel: Mean pixel loss before its weight, likewise.
         sigmas: σ of each sample, on the CPU.
     """
@@ -68,7 +68,7 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class BridgePoint:
-    """Where on the bridge each sample stands, and what the denoiser should say there.
+    """Each sample's point on the bridge, and what the denoiser should predict there.
 
     Attributes:
         x_t: The point.
@@ -142,10 +142,9 @@ class Objective:
         )
 
     def bridge_point(self, model: LbmModel, batch: Batch) -> BridgePoint:
-        """Encode a batch and draw where on the bridge each sample stands; nothing here has a gradient.
+        """Encode a batch and draw each sample's point on the bridge, without gradients.
 
-        Latents are drawn from the posterior, where inference takes its mode: target, source, then the
-        conditioning images.
+        Latents are drawn from the posterior (inference takes its mode): target, source, then the conditioning images.
         """
         posterior = generators_for(self.settings.seed, batch.epoch, batch.numbers, "posterior")
         with vae_alone(model):
@@ -170,9 +169,9 @@ class Objective:
 
         Args:
             model: Whose VAE encodes the images.
-            batch: Has them.
+            batch: Holds the pictures and masks.
             like: The latent that is conditioned.
-            posterior: One for each sample: latents are drawn with it. None takes the posterior's mode.
+            posterior: A generator for each sample to draw latents with; None for the posterior's mode.
 
         Raises:
             ConfigError: The batch lacks one that the config names.
@@ -201,7 +200,7 @@ def encoded(
     Args:
         model: Whose VAE encodes.
         pictures: In [-1, 1].
-        posterior: One for each picture: its latent is drawn with it. None takes the posterior's mode.
+        posterior: A generator for each picture to draw its latent with; None for the posterior's mode.
     """
     device = next(model.vae.parameters()).device
     return model.vae.encode(pictures.to(device), sample=posterior is not None, generator=posterior).float()
@@ -231,7 +230,7 @@ def sample_sigmas(
 ) -> Float[Tensor, " batch"]:
     """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
 
-    - `uniform`: every one of the schedule's T timesteps alike.
+    - `uniform`: each of the schedule's T timesteps has the same probability.
     - `log_normal`: sigmoid(n), n ~ N(logit_mean, logit_std²), is the place in the schedule's table of timesteps, as
       in LBM. The table descends from T to 1, so σ = 1 − sigmoid(n), on the grid of 1/T rounded up: a positive mean
       favours the target end. Esser et al. 2024 (arXiv 2403.03206, section 3.1) have σ = sigmoid(n).
@@ -273,14 +272,14 @@ def generators_for(seed: int, epoch: int, numbers: Sequence[int], purpose: Purpo
 class PixelLoss:
     """Compares pictures at pixel resolution, whole, in tiles, or a crop of each.
 
-    A crop is decoded on its own, so the VAE sees nothing around it: near its edges, and through group
-    normalisation and attention everywhere, it differs slightly from the same place of the whole picture.
+    A crop is decoded on its own, so the VAE sees nothing around it. It differs slightly from the same part of the whole
+    picture: near its edges, and everywhere through group normalisation and attention.
 
     Args:
         kind: "l1", "l2" or "lpips" (Zhang et al., arXiv 1801.03924, with VGG).
-        crop: Side in pixels, a multiple of the VAE's factor; a picture that is smaller is taken as far as it goes.
+        crop: Side in pixels, a multiple of the VAE's factor; a smaller picture is used whole.
         tile_size: Decode the whole picture in tiles of this many pixels.
-        reduction: Over which elements a masked sample's mean is taken; see `sample_means`.
+        reduction: The elements that a masked sample's mean is over; see `sample_means`.
 
     Raises:
         ConfigError: "lpips" and the package of that name is not installed.
@@ -389,7 +388,7 @@ def cropped(
 
 
 def draw_offset(generator: torch.Generator, length: int, part: int) -> int:
-    """Where a part of a length begins, every place alike."""
+    """Draw where a part of a length begins; all positions have the same probability."""
     return int(torch.randint(0, length - part + 1, (), generator=generator))
 
 
@@ -416,8 +415,8 @@ def sample_means(
     Args:
         values: Differences.
         mask: 1 where they are valid, 0 elsewhere.
-        reduction: "all" divides by the number of all elements, so that a sample counts by how much of it is valid;
-            "valid" by that of the valid ones, so that each sample counts once.
+        reduction: "all" divides by the number of all elements, so that a sample counts by its valid share; "valid"
+            divides by the number of valid elements, so that each sample counts the same.
     """
     if mask is None:
         return values.flatten(1).mean(dim=1)

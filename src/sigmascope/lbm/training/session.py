@@ -1,10 +1,10 @@
-"""All that one training run works with: made from its settings, brought to where a checkpoint left off, and written.
+"""The state of one training run: made from its settings, restored from a checkpoint, and written at the end.
 
-`resume_identity` says which settings the result follows from: to resume under other ones would mix two trainings.
-`planned_steps` says how many optimizer steps a run will have, as far as its settings and shards tell.
+`resume_identity` collects the settings that determine the result: resuming with different ones would mix two trainings.
+`planned_steps` says how many optimizer steps a run will have, if its settings and shards show it.
 
-`write_result` writes what was trained at the end: LoRA files in every format asked for, or a whole checkpoint.
-`add_lora` puts the LoRA into each checkpoint on the way.
+`write_result` writes the result: LoRA files in every requested format, or a whole checkpoint. `add_lora` puts the LoRA
+into each checkpoint on the way.
 """
 
 import hashlib
@@ -73,11 +73,11 @@ MAY_CHANGE: Final = frozenset(
 )
 """Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
 _NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
-"""Settings whose files count, wherever they lie."""
+"""Settings that name files: the files' content counts, not their path."""
 _OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
 """Their product is the number of samples in an optimizer step."""
 _SAMPLED_BYTES: Final = 2**20
-"""Of a file's head and of its tail, by which it is known again."""
+"""Bytes of a file's head, and of its tail, that identify it."""
 COUNTED_BYTES: Final = 64 * 2**30
 """Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
 
@@ -87,21 +87,21 @@ class Session:
     """A training run in one process.
 
     Attributes:
-        settings: Of the run.
-        accelerator: Of the run.
-        team: All its processes.
-        model: As it is outside of what Accelerate wraps around it. Under FSDP it has a part of the denoiser.
-        trainable: What is trained in it.
-        parameters: That the optimizer changes, by name, in its order.
-        data: Of this process.
-        objective: Its loss.
+        settings: The run's settings.
+        accelerator: The run's accelerator.
+        team: All of the run's processes.
+        model: The model without Accelerate's wrappers. Under FSDP it has a part of the denoiser.
+        trainable: The trained LoRA or weights in it.
+        parameters: The parameters that the optimizer changes, by name, in its order.
+        data: This process's data.
+        objective: The loss.
         stepper: Makes the steps.
-        average: Of the trained weights, when asked for.
-        identity: What the result follows from.
-        total_steps: That the run will have; None where nobody knows.
+        average: Moving average of the trained weights, if asked for.
+        identity: Settings that determine the result.
+        total_steps: Number of steps of the whole run; None if it is not known.
         step: Optimizer steps done.
-        epoch: That the next batch belongs to.
-        position: Where this process's data stands; None at an epoch's beginning.
+        epoch: The next batch's epoch.
+        position: This process's data position; None at the beginning of an epoch.
     """
 
     settings: TrainSettings
@@ -125,8 +125,8 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
     """Put together what a run needs; nothing is trained yet.
 
     Raises:
-        SigmascopeError: Whatever is wrong with the settings, the data or the LoRA to go on with.
-        OtherProcessError: It was so in another process.
+        SigmascopeError: Something is wrong with the settings, the data or the LoRA to continue.
+        OtherProcessError: Another process failed.
     """
     team = Processes(accelerator)
     with team.together():
@@ -167,7 +167,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
 def make_schedule(
     settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int | None
 ) -> LRScheduler:
-    """Make the schedule, which multiplies the learning rate once for each optimizer step.
+    """Make the schedule, which scales the learning rate at each optimizer step.
 
     Raises:
         ConfigError: An argument or the number of steps is not right.
@@ -196,7 +196,7 @@ def make_schedule(
 
 
 def follows_length(settings: TrainSettings) -> bool:
-    """Whether the learning rate of a step depends on how many there will be."""
+    """Whether the learning rate depends on the total number of steps."""
     return settings.lr_scheduler not in STEADY
 
 
@@ -225,10 +225,10 @@ def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> 
 
 
 def capture_state(session: Session) -> TrainingState:
-    """All that is needed to go on from here. Every process calls this; each knows its own part.
+    """Return everything that is needed to continue from here. Every process calls this; each knows its own part.
 
-    Where FSDP spreads the weights, the main process's state has them whole, and the others' hold nothing in their
-    place: the files are those of a training in one process.
+    If FSDP shards the weights, the main process's state has all of them and the other processes' states have none, so
+    that the files are the same as those of a training in one process.
     """
     scaler, average = session.accelerator.scaler, session.average
     keep = session.accelerator.is_main_process
@@ -256,10 +256,10 @@ def capture_state(session: Session) -> TrainingState:
 
 
 def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
-    """Go on from a checkpoint of this same training.
+    """Continue from a checkpoint of this training.
 
     Raises:
-        CheckpointError: It does not hold what this training needs.
+        CheckpointError: It lacks something that this training needs.
     """
     weights = state.weights
     different = [
@@ -304,9 +304,9 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
 def resume_identity(
     settings: TrainSettings, shards: Sequence[str], processes: int, steps: int | None
 ) -> dict[str, Any]:
-    """Describe a training by what its result follows from, as JSON values.
+    """Describe a training by the settings that determine its result, as JSON values.
 
-    Files are told by name, size and a part of their content, so that a folder may be moved.
+    Files are identified by name, size and a part of their content, so that a folder may be moved.
     """
     values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _NAMES_OF_FILES))
     values["train_shards"] = [
@@ -335,9 +335,9 @@ def _weights_facts(path: Path) -> list[Any]:
 
 
 def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """Refuse to resume a training that was another one.
+    """Refuse to resume a training with different settings.
 
-    The number of processes may change where a step has as many samples as before.
+    The number of processes may change if a step has as many samples as before.
 
     Raises:
         ConfigError: Names every key that differs, with both values.
@@ -365,10 +365,10 @@ def _shortened(value: Any) -> str:
 
 
 def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int) -> int | None:
-    """Optimizer steps of the whole run, or None where they cannot be known beforehand.
+    """Optimizer steps of the whole run, or None if they cannot be known beforehand.
 
-    From the samples in the shards it is an upper bound: some may turn out to be unusable. Pictures of several
-    shapes make a few more small batches than are counted.
+    Counted from the samples in the shards, it is an estimate: some samples may turn out to be unusable, and pictures of
+    several shapes make a few more small batches than are counted.
     """
     epochs = epoch_limit(settings)
     if epochs is None:
@@ -386,14 +386,14 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
 
 
 def epoch_limit(settings: TrainSettings) -> int | None:
-    """Epochs to train at most; None where `max_steps` alone was given, which then decides."""
+    """Epochs to train at most; None if only `max_steps` was given, which then decides."""
     if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
         return None
     return settings.max_epochs
 
 
 def count_samples(shards: Sequence[str]) -> int | None:
-    """Count the samples of local shards by the names in them; None where one cannot be looked into.
+    """Count the samples of local shards by the names in them; None if a shard cannot be read.
 
     Only the members' headers are read.
     """
@@ -418,7 +418,7 @@ _ITERATIONS: Final = "num_iterations"
 
 
 def write_result(session: Session, folder: Path) -> list[Path]:
-    """Write what was trained. Every process calls this; the main one writes.
+    """Write the training's result. Every process calls this; the main one writes.
 
     Returns:
         The files of weights; none in other processes.
@@ -426,7 +426,7 @@ def write_result(session: Session, folder: Path) -> list[Path]:
     Raises:
         NonFiniteError: A trained value is NaN or Inf.
         WriteError: A file cannot be written.
-        OtherProcessError: Either was so in the main process.
+        OtherProcessError: The main process failed with one of these.
     """
     average = session.average
     trained = session.parameters if average is None else average.weights(list(session.parameters))
@@ -460,15 +460,15 @@ def write_trained(
 
     A LoRA is written once for each of `output_formats`: `lora.safetensors` for native naming,
     `lora-kohya.safetensors`, `lora-peft.safetensors`. Trained factors have the dtype of `save_precision`; frozen
-    ones keep theirs, so that they come out as they went in. Full fine-tuning writes `model.safetensors` in native
+    ones keep theirs, so that they are unchanged. Full fine-tuning writes `model.safetensors` in native
     naming, and `model.yaml`, which loading finds beside it. The same weights give the same bytes.
 
     Args:
-        trainable: What was trained.
-        settings: Of the run.
+        trainable: The trained LoRA or weights.
+        settings: The run's settings.
         step: Optimizer steps done.
-        folder: Made if it is not there.
-        weights: By the names of `trainable.parameters`, in place of what the model holds now.
+        folder: Created if it is not there.
+        weights: Weights to use instead of the model's current ones, by the names of `trainable.parameters`.
 
     Returns:
         The files of weights, in the order of `output_formats`.
@@ -513,9 +513,9 @@ def _write_checkpoint(
 def stored_lora(
     trainable: TrainableLora, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None
 ) -> LoraFile:
-    """The LoRA as it is stored: trained factors with alpha = rank in `dtype`, frozen ones as they came.
+    """The LoRA as it is stored: trained factors with alpha = rank in `dtype`, frozen ones unchanged.
 
-    The header of a continued file goes along, as far as it is still true.
+    Fields of a continued file's header are kept if they are still true.
     """
     lora, frozen = trainable.state(weights), set(trainable.plan.frozen)
     modules = {
@@ -531,9 +531,9 @@ def stored_lora(
 
 
 def training_metadata(settings: TrainSettings, step: int) -> dict[str, str]:
-    """What a file's header says of its training, with the names of kohya's tools.
+    """The facts about a training for a file's header, under the names of kohya's tools.
 
-    No time of day is in it, so that a resumed run writes the file of an uninterrupted one, byte for byte.
+    They include no time of day, so that a resumed run writes the same bytes as an uninterrupted one.
     """
     batch = settings.batch_size * settings.gradient_accumulation_steps
     return {
@@ -572,8 +572,8 @@ class MovingAverage:
     The decay rises from 0 as (1 + step)/(10 + step), so that the beginning is soon forgotten.
 
     Args:
-        parameters: What to follow, always in this order.
-        decay: That the decay rises to, below 1.
+        parameters: The parameters to follow, always in this order.
+        decay: The final decay, below 1.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
@@ -581,7 +581,7 @@ class MovingAverage:
         self._average = EMAModel(self._parameters, decay=decay)
 
     def update(self) -> None:
-        """Take the parameters as they are after a step."""
+        """Update the average with the parameters after a step."""
         self._average.step(self._parameters)
 
     @contextmanager
@@ -599,7 +599,7 @@ class MovingAverage:
         return dict(zip(names, self._average.shadow_params, strict=True))
 
     def numbers(self) -> dict[str, Any]:
-        """All that is needed to go on, but for the weights."""
+        """Everything that is needed to continue, except the weights."""
         state: dict[str, Any] = self._average.state_dict()
         return {key: value for key, value in state.items() if key != "shadow_params"}
 

@@ -1,10 +1,10 @@
 """The YAML of a training run: the keys of training and the model's own keys, in one file.
 
-What users write is brought to what the settings hold. Settings that are each right and cannot be together are
-refused, with one line for each.
+Users' notation is translated to that of the settings. Settings that are valid one by one but not together are refused,
+with one line for each conflict.
 
-Every optimizer of `torch.optim` is there, and every schedule of diffusers. Importing this loads no diffusers, so that
-settings are checked quickly.
+Every optimizer of `torch.optim` and every schedule of diffusers is available. Importing this module does not load
+diffusers, so that settings are checked quickly.
 """
 
 import difflib
@@ -61,9 +61,9 @@ EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
 class TrainSettings(LbmConfig):
-    """Everything that one training run is told; `docs/lbm-train-config.md` says what each key does.
+    """All settings of one training run; `docs/lbm-train-config.md` says what each key does.
 
-    It is an `LbmConfig` too, with the model's own keys; `lbm` gives these alone. Relative paths are relative to
+    It is also an `LbmConfig`, with the model's own keys; `lbm` gives only these. Relative paths are relative to
     the directory that training is started in, as for every path on a command line.
     """
 
@@ -172,18 +172,18 @@ class TrainSettings(LbmConfig):
 
     @property
     def pixel_loss_side(self) -> int | None:
-        """Side of the crop that the pixel loss decodes; None: the whole picture."""
+        """Side of the crop that the pixel loss decodes; None for the whole picture."""
         cut = "pixel_crop" in self.model_fields_set or self.pixel_tile_size is None
         return None if self.pixel_crop == "whole" or not cut else self.pixel_crop
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What training computes in."""
+        """The dtype that training computes in."""
         return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the base while training: what is trained itself stays float32."""
+        """Dtype of the base while training; trained weights stay float32."""
         return torch.float32 if self.full_finetune else self.compute_dtype
 
     @property
@@ -193,7 +193,7 @@ class TrainSettings(LbmConfig):
 
     @property
     def tracker(self) -> str | None:
-        """Accelerate's name of the tracker; None when there is to be none."""
+        """Accelerate's name of the tracker; None for no tracker."""
         chosen = self.report_to or ("wandb" if self.wandb_project else "tensorboard")
         return None if chosen == "none" else chosen
 
@@ -212,8 +212,8 @@ def load_train_settings(path: str | Path, *, allow_pipe: bool = False) -> TrainS
 def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool = False) -> TrainSettings:
     """Validate what a YAML file or a caller gives.
 
-    Keys of the model that are left out are taken from the config beside `base_model_path` (`<stem>.yaml` or
-    `config.yaml`) where there is one, else they have the defaults of the full-size model.
+    Missing keys of the model are taken from the config beside `base_model_path` (`<stem>.yaml` or `config.yaml`) if
+    there is one; otherwise they have the defaults of the full-size model.
 
     Args:
         data: A mapping with the keys of `TrainSettings`.
@@ -221,8 +221,8 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
         allow_pipe: Whether the commands of `pipe:` shards may run. The YAML itself cannot allow that.
 
     Raises:
-        ConfigError: Names each key that is unknown (with the nearest known one), of a wrong type, or in a
-            combination that cannot be; or it describes a model alone, or the config beside the base is not valid.
+        ConfigError: Names each key that is unknown (with the nearest known one), has a wrong type, or conflicts with
+            another; or the YAML describes only a model, or the config beside the base is not valid.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
@@ -254,7 +254,7 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
 
 
 def renamed(data: Any) -> Any:
-    """The keys that LBM's own YAMLs call otherwise, under their names here.
+    """Keys of LBM's own YAMLs under their names here.
 
     Raises:
         ValueError: One is given under both names, or names a class of torch, which LBM takes.
@@ -277,7 +277,7 @@ def renamed(data: Any) -> Any:
 
 
 def impossible_combinations(settings: "TrainSettings") -> Iterator[str]:
-    """Say what cannot be together, one line for each, naming the keys and what to do."""
+    """Yield a line for each conflict between settings, with the keys and what to do."""
     yield from _what_is_trained(settings)
     yield from _what_is_minimised(settings)
     yield from _how_it_is_optimised(settings)
@@ -375,7 +375,7 @@ def user_path(value: Any) -> Any:
 
 
 def numbers_are_numbers(data: Any, model: type[BaseModel]) -> Any:
-    """Refuse true and false where a number is meant; pydantic takes them for 1 and 0.
+    """Refuse true and false in place of a number; pydantic takes them for 1 and 0.
 
     Raises:
         ValueError: Names the keys.
@@ -404,9 +404,9 @@ def make_optimizer(
     """Make an optimizer of `torch.optim`.
 
     Args:
-        name: Of its class, in any case.
-        parameters: What it changes.
-        learning_rate: At the schedule's full height.
+        name: Name of its class, in upper or lower case.
+        parameters: The parameters that it changes.
+        learning_rate: The learning rate where the schedule's factor is 1.
         kwargs: Its other arguments; lists (YAML has no tuples) become tuples.
 
     Raises:
@@ -425,7 +425,7 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
+    """Refuse an unknown optimizer, and unknown or invalid arguments, before any model is loaded.
 
     Raises:
         ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
@@ -451,10 +451,10 @@ def _require_known(where: str, key: str, known: Sequence[str], owner: str) -> No
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Find an optimizer of `torch.optim` by its name, in any case.
+    """Find an optimizer of `torch.optim` by its name, in upper or lower case.
 
     Raises:
-        ConfigError: There is none that the training loop can use; lists them.
+        ConfigError: The training loop has no such optimizer; lists all that it has.
     """
     candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
     known: dict[str, type[torch.optim.Optimizer]] = {
@@ -472,7 +472,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a schedule or arguments of it that do not exist.
+    """Refuse an unknown schedule or unknown arguments.
 
     Raises:
         ConfigError: Names what is wrong, and the known schedules or arguments.

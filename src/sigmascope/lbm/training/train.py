@@ -1,10 +1,10 @@
 """Train a Latent Bridge Matching model (`train`), or say what a training would do (`dry_run`).
 
-A training starts with its base and from its newest checkpoint. The loop makes optimizer steps, and between them
-validations and checkpoints. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint.
+A training loads its base and continues from its newest checkpoint. The loop makes optimizer steps, and validations and
+checkpoints in between. SIGTERM and Ctrl-C end it after the current step, with a checkpoint.
 
-A dry run finds out without loading weights: the table of what is trained, the data, an estimate of one process's
-memory, and what it would resume.
+A dry run loads no weights. It reports what would be trained, the data, an estimate of one process's memory, and the
+checkpoint that it would resume.
 """
 
 import logging
@@ -98,19 +98,19 @@ EXIT_CODES: dict[StopReason, int] = {reason: 128 + number for number, reason in 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a training came to.
+    """The outcome of a training.
 
     Attributes:
-        step: Optimizer steps done, those of earlier sessions included.
-        resumed_from: Step that this session began at; None when it began anew.
-        stopped_by: The signal that ended it early; None when it came to its end.
-        logs: What was logged in this session, oldest first.
-        validations: Made in this session, oldest first.
-        checkpoint: The last one; None when there is none yet.
-        files: Weights that were written at the end: LoRA files, or the whole model. None when stopped early.
+        step: Optimizer steps done, including those of earlier sessions.
+        resumed_from: Step that this session resumed at; None if it started anew.
+        stopped_by: The signal that ended it early; None if it was completed.
+        logs: Reports of this session, oldest first.
+        validations: Validations of this session, oldest first.
+        checkpoint: The last checkpoint; None if there is none yet.
+        files: Weights that were written at the end: LoRA files, or the whole model. None if it was stopped early.
         skipped: Samples that could not be used.
         run: The record, saved beside the checkpoints as `run.json`.
-        set_aside: Where checkpoints of an earlier training went when this one was to begin anew.
+        set_aside: Where the checkpoints of an earlier training were moved if this one had to start anew.
     """
 
     step: int
@@ -132,25 +132,25 @@ def train(
     resume: bool | None = None,
     listeners: Listeners | None = None,
 ) -> TrainReport:
-    """Train as the settings say, and write what was trained.
+    """Train as the settings say, and write the result.
 
-    SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint. Called again with the same settings it
-    goes on from there; on one CPU process the weights are then those of a training that was never stopped, bit
-    for bit.
+    SIGTERM and Ctrl-C end the training after the current step, with a checkpoint. Another call with the same settings
+    continues from there; in a single process on the CPU, the weights are then bit for bit those of a training that was
+    never stopped.
 
     Args:
-        settings: Of the run.
-        progress: Told of loading.
-        resume: Go on from the newest good checkpoint in `save_ckpt_path`; False begins anew and moves the
-            checkpoints there aside; None: as `resume_from_checkpoint` says.
-        listeners: Told of steps, logs and validations.
+        settings: Settings of the run.
+        progress: Called while loading.
+        resume: Continue from the newest good checkpoint in `save_ckpt_path`; False starts anew and moves existing
+            checkpoints aside; None does what `resume_from_checkpoint` says.
+        listeners: Called after steps, logs and validations.
 
     Raises:
-        ConfigError: The settings, the data or the checkpoint do not fit, or memory runs out; a package is missing.
+        ConfigError: The settings, the data or the checkpoint do not fit, memory runs out, or a package is missing.
         NonFiniteError: Loss or gradient became NaN or Inf; names the step, the samples and the layers.
         WriteError: The disk is full or refuses. The last checkpoint is intact.
         OtherProcessError: Another process failed or ended. The last checkpoint is intact.
-        SigmascopeError: Whatever else is wrong with the files named by the settings.
+        SigmascopeError: Something else is wrong with the files that the settings name.
     """
     _check_packages(settings)
     resume = settings.resume_from_checkpoint if resume is None else resume
@@ -192,7 +192,7 @@ def train(
 class StopSignals:
     """Within its `with` block the first SIGTERM or Ctrl-C only sets `reason`; a second Ctrl-C interrupts at once.
 
-    Signals reach the main thread alone: in another one the block changes nothing, and `request` remains.
+    Only the main thread receives signals: in another thread the block changes nothing, but `request` still works.
     """
 
     def __init__(self) -> None:
@@ -223,9 +223,9 @@ class StopSignals:
 
 
 def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progress) -> LbmModel:
-    """The base, in the precision of training: what is trained itself stays float32.
+    """Load the base in the precision of training; trained weights stay float32.
 
-    Where FSDP spreads the denoiser, no device need have room for all of it.
+    If FSDP shards the denoiser, no device needs room for all of it.
     """
     sharded = accelerator.is_fsdp2
     model = load_lbm(
@@ -296,17 +296,17 @@ def _train(
 
 @dataclass
 class TrainingLoop:
-    """Trains a session to its end, or to where it is stopped.
+    """Trains a session until it is complete or stopped.
 
     Attributes:
         session: What is trained, and how far it is.
-        folder: Of the checkpoints.
-        samples: To validate with.
+        folder: Folder of the checkpoints.
+        samples: Samples for validation.
         watch: The record.
         stop: Asks for an early end.
-        teller: Is told of every step.
-        checkpoint: The last one of this training.
-        validations: All that were made in this session.
+        teller: Reports every step.
+        checkpoint: The last checkpoint of this training.
+        validations: All validations of this session.
     """
 
     session: Session
@@ -324,7 +324,7 @@ class TrainingLoop:
         """Train; afterwards the last step is in a checkpoint, and validated unless training was stopped early.
 
         Returns:
-            What stopped it early; None when it came to its end.
+            What stopped it early; None if it was completed.
 
         Raises:
             NonFiniteError: Loss or gradient is NaN or Inf.
@@ -461,7 +461,7 @@ class TrainingLoop:
 
 
 def agreed_reason(stop: StopSignals, team: Processes) -> StopReason | None:
-    """What any process was told to stop for: all call this together and stop together."""
+    """The reason for which any process was asked to stop. All call this together, and stop together."""
     code = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
     most = max(row[0] for row in team.gather([code]))
     return None if most < 0 else list(EXIT_CODES)[most]
@@ -476,8 +476,8 @@ class MemoryEstimate:
         gradients: Of what is trained.
         optimizer: Its state.
         average: The moving average of the weights.
-        activations: What the backward pass needs of one batch; with gradient checkpointing, without what it
-            computes again. Neither LPIPS nor temporary buffers are in it.
+        activations: What the backward pass needs for one batch; with gradient checkpointing, without what is computed
+            again. LPIPS and temporary buffers are not included.
     """
 
     weights: int
@@ -494,20 +494,20 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What would be trained, on what.
+    """What would be trained, and on which data.
 
     Attributes:
         rows: The table of what is trained and what is frozen.
-        trained_parameters: In all.
-        frozen_parameters: In all.
-        shards: Of training.
-        samples: In them; None where they cannot be counted.
-        picture_size: (width, height) of the first batch, which was read and decoded; None where shards are commands,
-            which a dry run does not run.
-        validation_samples: That were read; None likewise.
-        total_steps: Optimizer steps; None where nobody knows.
-        memory: Of one process.
-        resumes: The checkpoint that training would go on from.
+        trained_parameters: Number of all trained values.
+        frozen_parameters: Number of all frozen values.
+        shards: Shards of training.
+        samples: Number of samples in them; None if they cannot be counted.
+        picture_size: (width, height) of the first batch, which was read and decoded; None if shards are commands,
+            because a dry run does not run them.
+        validation_samples: Number of validation samples that were read; None likewise.
+        total_steps: Optimizer steps; None if it is not known.
+        memory: Memory of one process.
+        resumes: The checkpoint that training would resume.
     """
 
     rows: Sequence[PlanRow]
@@ -543,14 +543,14 @@ def _check_packages(settings: TrainSettings) -> None:
 
 
 def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
-    """Check everything that can go wrong before the first step, and tell what would be trained.
+    """Check everything that can go wrong before the first step, and report what would be trained.
 
     Args:
-        settings: Of the run.
-        resume: Whether training would resume; None: as `resume_from_checkpoint` says.
+        settings: Settings of the run.
+        resume: Whether training would resume; None does what `resume_from_checkpoint` says.
 
     Raises:
-        SigmascopeError: What `train` would raise before its first step, where loading weights is not needed to see it.
+        SigmascopeError: What `train` would raise before its first step, if it can be found without loading weights.
     """
     _check_packages(settings)
     resume = settings.resume_from_checkpoint if resume is None else resume
@@ -611,7 +611,7 @@ def _first_size(data: TrainingData) -> Size:
 
 
 def estimate_memory(settings: TrainSettings, size: Size) -> MemoryEstimate:
-    """Reckon the memory of a training on pictures of that (width, height)."""
+    """Estimate the memory of a training on pictures of this (width, height)."""
     stored = build_lbm(settings.lbm, device="meta", dtype=settings.weight_dtype)
     trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
