@@ -74,7 +74,7 @@ class BenchRequest:
     ] = "1"
     repeat: Annotated[int, typer.Option("--repeat", help="Measured generations of each case.")] = 10
     warmup: Annotated[
-        int, typer.Option("--warmup", help="Generations of each case before those, to warm up.")
+        int, typer.Option("--warmup", help="Warm-up generations of each case before the measured ones.")
     ] = 1
     frames: Annotated[int | None, typer.Option("--frames", help="Frames of a video.")] = None
     prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt for every generation.")] = None
@@ -143,13 +143,13 @@ def cases_of(
     """Every combination of what the options list.
 
     Args:
-        steps: Numbers by comma; None: the pipeline's own.
-        resolution: Sizes by comma, each WIDTHxHEIGHT or the side of a square; None: the pipeline's own.
-        batch: Numbers by comma.
-        frames: Of a video.
+        steps: Numbers separated by commas; None for the pipeline's own.
+        resolution: Sizes separated by commas, each WIDTHxHEIGHT or the side of a square; None for the pipeline's own.
+        batch: Numbers separated by commas.
+        frames: Number of frames of a video.
 
     Raises:
-        ConfigError: Something is no number above 0, or no size.
+        ConfigError: A value is not a number above 0, or not a size.
     """
     if frames is not None and frames < 1:
         raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
@@ -241,7 +241,7 @@ def _refuse_for_pocket(request: BenchRequest) -> None:
 
 
 def call_values(entries: Sequence[str]) -> dict[str, Any]:
-    """`guidance_scale=1.0` as a name and a value: of JSON, or the text itself.
+    """Read entries such as `guidance_scale=1.0`: the value is JSON, or else the text itself.
 
     Raises:
         ConfigError: An entry is not NAME=VALUE.
@@ -268,7 +268,7 @@ def checked_offload(text: str, device: "torch.device") -> "Offload":
     """The offloading of that name.
 
     Raises:
-        ConfigError: There is none, or nothing to offload from.
+        ConfigError: The name is unknown, or the device is the CPU, which has nothing to offload from.
     """
     if text not in ("none", "model", "sequential"):
         raise ConfigError(f"--offload is {text!r}.", hint="Use none, model or sequential.")
@@ -291,12 +291,12 @@ def print_bench(
     """Print all results.
 
     Args:
-        console: Where to.
-        name: Of the pipeline.
-        load_seconds: What loading took.
-        results: Of every case.
-        output: Where the runs lie.
-        target: Seconds that a generation may take; None: none was given.
+        console: Where to print.
+        name: The pipeline's name.
+        load_seconds: How long loading took.
+        results: Results of every case.
+        output: Folder of the runs.
+        target: Seconds that a generation may take; None for no target.
     """
     measured = [result for result in results if result.summary is not None]
     console.print(facts(_header(name, load_seconds, measured)))

@@ -539,7 +539,7 @@ def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run
     """The runs of both sides of a comparison.
 
     Raises:
-        RecordError: As `load_runs`; and for a run that both sides have, which would be found the same as itself.
+        RecordError: As in `load_runs`; or both sides have the same run.
     """
     ours, theirs = load_runs(new), load_runs(baseline)
     ids = {run.id for run in theirs}
@@ -554,8 +554,8 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
     """The runs in these files, and in the .json files of these folders, by name.
 
     Raises:
-        RecordError: A path does not exist, a folder holds no .json, a file is no run or holds times that cannot be, or two
-            files are the same run.
+        RecordError: A path does not exist, a folder holds no .json file, a file is not a run or holds impossible times,
+            or two files are the same run.
     """
     from sigmascope.records.run import impossible_times
     from sigmascope.records.serialization import load_run
@@ -591,7 +591,7 @@ def _refuse_copies(runs: "dict[Path, Run]") -> None:
 
 
 def repeated(args: Sequence[str], option: str) -> list[str]:
-    """The arguments with `option a b` written as `option a option b`. What follows `--` stays as it is."""
+    """The arguments with `option a b` written as `option a option b`. Arguments after `--` stay unchanged."""
     written: list[str] = []
     takes = False
     for index, arg in enumerate(args):

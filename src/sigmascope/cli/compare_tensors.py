@@ -183,7 +183,7 @@ def print_comparison(
     *,
     verbose: bool,
 ) -> None:
-    """Show every tensor in a line, the reasons for those that differ, and what it comes to."""
+    """Show every tensor in a line, the reasons for those that differ, and the overall verdict."""
     console.print(
         Text.assemble(("Tensors: ", "bold"), plain(paths[0].name), " against ", plain(paths[1].name))
     )

@@ -1,8 +1,8 @@
-"""What the commands share to show things: tables of 80 columns, progress, pictures, a clean stdout, missing extras, SIGTERM.
+"""Output that all commands share: tables of 80 columns, progress, pictures, a clean stdout, missing extras, SIGTERM.
 
-What a file says is shown as plain text: a name or header field with brackets in it must not become markup, and control
-characters must not reach the terminal. Stdout is kept for results (`stdout_for_results`): what libraries print while
-they are imported or at work goes to stderr, as the progress bar does. `save_picture` draws a list of plain shapes as
+Text from files is shown as plain text: brackets in a name or header field must not become markup, and control
+characters must not reach the terminal. Stdout is only for results (`stdout_for_results`): whatever libraries print
+goes to stderr, like the progress bar. `save_picture` draws a list of plain shapes as
 SVG or PNG.
 """
 
@@ -62,7 +62,7 @@ PACKAGES = {
     "train": (*_LBM_PACKAGES, "webdataset", "tensorboard"),
     "ui": (*_LBM_PACKAGES, "starlette", "uvicorn", "jinja2"),
 }
-"""What each extra brings, by the names that are imported."""
+"""The packages of each extra, by the names that are imported."""
 
 
 TERMINATED = 128 + signal.SIGTERM
@@ -70,7 +70,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Console(RichConsole):
-    """The one that commands print with: whatever a name from a file holds, it is text to the terminal."""
+    """The console of all commands, which shows names from files as plain text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -86,7 +86,7 @@ _HARMLESS = _HarmlessHook()
 
 
 def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Text:
-    """Text of a file, on one line: control characters as U+FFFD, cut where a file makes it endless."""
+    """Text from a file, on one line: control characters become U+FFFD, and very long text is cut."""
     text = " ".join(str(value).split())
     clean = printable(text)
     shown = clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
@@ -94,7 +94,7 @@ def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Tex
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line that names files, uncut: their names may hold what a terminal would obey."""
+    """Print a line that names files, uncut, without control characters that a terminal would obey."""
     typer.echo(printable(text), err=err)
 
 
@@ -109,7 +109,7 @@ def title(what: str, name: object) -> Text:
 
 
 def layer(name: str) -> Text:
-    """A module's name without what every name of a file begins with."""
+    """A module's name without the prefix that all names of a file share."""
     return plain(name.removeprefix("denoiser.").removeprefix("lora_unet_"))
 
 
@@ -119,7 +119,7 @@ def table(
     title: str | None = None,
     rows: Iterable[Sequence[RenderableType]] = (),
 ) -> Table:
-    """A table whose columns are numbers, but for those named in `left`; the first folds."""
+    """A table whose columns are right-aligned numbers, except those named in `left`; the first column wraps."""
     made = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=_TABLE_PADDING, pad_edge=False
     )
@@ -156,7 +156,7 @@ def listed(console: Console, heading: str, names: Sequence[str], *, style: str =
 
 
 def findings(shown: "Iterable[Finding]") -> Group:
-    """A line each: how grave it is, what was found, and what to do."""
+    """Print a line for each finding: its severity, what was found, and what to do."""
     return Group(
         *(
             Text.assemble(
@@ -170,12 +170,12 @@ def findings(shown: "Iterable[Finding]") -> Group:
 
 
 def print_written(console: Console, path: Path, file_bytes: int) -> None:
-    """Say which file is there now, and how large it is."""
+    """Say which file was written, and its size."""
     console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
 def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:
-    """`64 (700), 32 (92)`: values with how often each comes, the most frequent where not all are shown."""
+    """`64 (700), 32 (92)`: values with their counts; if not all fit, the most frequent ones."""
     items = list(occurrences.items())
     if len(items) > most:
         items = sorted(items, key=lambda item: -item[1])[:most]
@@ -190,12 +190,12 @@ def _short(value: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits, `-` for none."""
+    """Three significant digits, or `-` for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction in per cent; a small one as 4e-05 %, not as a nought that it is not."""
+    """A fraction in per cent; a small one as 4e-05 % instead of a misleading 0."""
     if fraction is None:
         return "-"
     value = 100.0 * fraction
@@ -213,10 +213,10 @@ def span(ranks: tuple[int, int] | None) -> str:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[ProgressCallback]:
-    """Show a bar on stderr while the block runs, and nothing where stderr is no terminal.
+    """Show a bar on stderr while the block runs, or nothing if stderr is not a terminal.
 
     Yields:
-        A callback taking (done, total, what is being worked on); a total of 0 is one that nobody knows.
+        A callback taking (done, total, what is being worked on); a total of 0 means that it is not known.
     """
     console = RichConsole(stderr=True)  # which moves the cursor
     if not console.is_terminal:  # Rich before 14.3 ends even a disabled bar with a line break
@@ -248,10 +248,10 @@ def _shortened(what: str) -> str:
 
 @contextmanager
 def stdout_for_results() -> Iterator[None]:
-    """Send to stderr what anybody writes on stdout in the block, Python or not.
+    """Send everything that is written to stdout in the block to stderr.
 
-    Also the file descriptor is turned, since compilers and communication libraries print past `sys.stdout`.
-    Nothing of our own that belongs on stdout may be printed in the block.
+    The file descriptor is redirected too, because compilers and communication libraries bypass `sys.stdout`. Results
+    must not be printed inside the block.
     """
     with suppress(AttributeError, OSError, ValueError):  # there is none, it is broken, or closed
         sys.stdout.flush()
@@ -285,9 +285,9 @@ def _turn_stdout_descriptor() -> int | None:
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Say which extra to install when an import of the block fails for want of it; the block holds imports only.
+    """Say which extra to install if an import in the block fails; the block must contain only imports.
 
-    What packages print when they are imported goes to stderr.
+    Whatever packages print while they are imported goes to stderr.
 
     Args:
         extra: A key of `PACKAGES`.
@@ -321,8 +321,8 @@ def missing_extra(error: ModuleNotFoundError, extras: Iterable[str] = PACKAGES) 
 def leaving_on_sigterm() -> Iterator[None]:
     """Within the block SIGTERM raises `SystemExit` with 143, so that every `finally` runs.
 
-    Those that follow are ignored until the block is left: a service manager may send several, and cleaning up must not be
-    cut short by them. Signals reach the main thread alone; in another one the block changes nothing.
+    Further signals are ignored until the block is left: a service manager may send several, and they must not interrupt
+    the clean-up. Only the main thread receives signals; in another thread the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -30,9 +30,9 @@ _RANK_PANEL = "Ranks"
 
 
 def option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses: on the command line each of their fields is an option or argument of its own.
+    """Let a command take dataclasses: each of their fields becomes an option or argument on the command line.
 
-    A field is annotated as a parameter would be: `Annotated[int, typer.Option(...)]`.
+    A field is annotated like a parameter: `Annotated[int, typer.Option(...)]`.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {}
@@ -98,14 +98,15 @@ Statistics = Annotated[
     Path | None,
     typer.Option(
         "--statistics",
-        help="A file from lora statistics. The error of the model's output is kept small, not that of its weights.",
+        help="A file from lora statistics. The LoRA then minimises the error of the model's output, not that of its weights.",
         show_default=False,
     ),
 ]
 Ridge = Annotated[
     float,
     typer.Option(
-        "--ridge", help="With statistics: how much an input direction counts that the inputs never took."
+        "--ridge",
+        help="With statistics: weight of input directions that never occurred, as a share of the mean.",
     ),
 ]
 
@@ -303,7 +304,7 @@ class RankFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeFlags(RankFlags):
-    """The same for a LoRA that already has ranks: a flag that is not given leaves them as they are."""
+    """The same for a LoRA that already has ranks: a flag that is not given leaves them unchanged."""
 
     rank: Annotated[
         int | None,

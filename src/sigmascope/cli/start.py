@@ -1,7 +1,7 @@
 """Commands for a first look.
 
 `demo` does the main job on the pocket model that ships with the package; `watch` runs a script and watches it from
-outside; `doctor` says what is here, what will be measured, and what will not, and why.
+outside; `doctor` says what this machine has, what can be measured, and what cannot, and why.
 """
 
 import os
@@ -75,7 +75,7 @@ def watch(
         typer.Option(
             "--keep_generations",
             min=1,
-            help="Keep this many of the last generations in full, and only sums of earlier ones.",
+            help="Keep this many of the last generations in full, and only the sums of earlier ones.",
         ),
     ] = KEEP_GENERATIONS,
     step_memory: Annotated[

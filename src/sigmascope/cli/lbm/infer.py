@@ -257,7 +257,7 @@ def _summary(
 
 
 def check_options(options: InferOptions) -> None:
-    """Refuse what cannot work, before minutes are spent on it."""
+    """Refuse options that cannot work, before minutes are spent on them."""
     from sigmascope.lbm.bridge import bridge_sigmas
     from sigmascope.lbm.devices import resolve_device, resolve_dtype
     from sigmascope.lbm.images import check_resolution, image_format, parse_size
@@ -280,7 +280,8 @@ def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
 
     Raises:
         ConfigError: A target is an input or the other target; names both flags.
-        WriteError: The target is no regular file, it or its folder is write-protected, or the folder cannot be made.
+        WriteError: The target is not a regular file, it or its folder is write-protected, or the folder cannot be
+            created.
     """
     from sigmascope.lbm.config import find_config
 
@@ -305,7 +306,7 @@ def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
 
 
 def model_files(checkpoint: Path) -> list[Path]:
-    """Every file that may be read for a checkpoint: itself, or the weights in its folder."""
+    """Every file that may be read for a checkpoint: the file itself, or the weights in its folder."""
     from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
 
     weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)

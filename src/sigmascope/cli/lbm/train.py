@@ -398,7 +398,7 @@ def make_shards(options: MakeShardsOptions) -> None:
 
 @dataclass(frozen=True)
 class Made:
-    """The shards, and the files that went into none."""
+    """The shards, and the files that were left out."""
 
     shards: "list[WrittenShard]"
     left_out: "list[SkippedFile]"

@@ -225,7 +225,7 @@ def calibrated(
     """Statistics of an LBM while it translates pictures.
 
     Raises:
-        CheckpointError: The model is no LBM, or cannot be loaded.
+        CheckpointError: The model is not an LBM, or cannot be loaded.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.devices import resolve_device

@@ -49,9 +49,13 @@ _RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square; of an LBM also bucket
 def grid(
     model: Annotated[str, typer.Argument(help=_MODEL_HELP, metavar="MODEL", show_default=False)],
     lora: Annotated[list[Path], flag("--lora", _LORA_HELP, show_default=False, exists=True)],
-    scales: Annotated[str, flag("--scales", "Strengths, by comma; below 0 too.", metavar="<n,…>")] = "0.5,1",
+    scales: Annotated[
+        str, flag("--scales", "Strengths, separated by commas. They may be negative.", metavar="<n,…>")
+    ] = "0.5,1",
     output: Annotated[Path, typer.Option("--output", "-o", help=_OUTPUT_HELP)] = Path("lora-grid.png"),
-    prompt: Annotated[list[str] | None, flag("--prompt", "A row of the grid; repeatable.", _PIPELINE)] = None,
+    prompt: Annotated[
+        list[str] | None, flag("--prompt", "Prompt of a row of the grid. Repeatable.", _PIPELINE)
+    ] = None,
     prompts: Annotated[Path | None, flag("--prompts", _PROMPTS_HELP, _PIPELINE, exists=True)] = None,
     guidance_scale: Annotated[float | None, flag("--guidance_scale", "Of its call.", _PIPELINE)] = None,
     image: Annotated[Path | None, options.start_image(_PIPELINE)] = None,
@@ -147,7 +151,7 @@ def _lbm(model: str, config: Path | None, images: list[Path], steps: int, side: 
 
 
 def print_grid(console: Console, grid: "LoraGrid") -> None:
-    """Show how far each LoRA at each scale is from no LoRA, on average; and what is wrong."""
+    """Show the average distance of each LoRA at each scale from the pictures without a LoRA, and findings."""
     reused = sum(cell.reused for cell in grid.cells)
     console.print(title("LoRA grid", f"{len(grid.cells)} cells, {reused} of them kept from before"))
     shown = table("LoRA", "Scale", "Mean difference", left=("LoRA",))

@@ -1,6 +1,6 @@
 """`sigmascope lora inspect` and `lora diff`: what is in a LoRA file, and how two differ.
 
-With `--model` a LoRA is judged beside a checkpoint (`judge`), with `--picture` its strength is drawn by block.
+With `--model` a LoRA is compared with a checkpoint (`judge`); with `--picture` its strength is drawn by block.
 """
 
 from collections import Counter
@@ -143,8 +143,8 @@ class OnModel:
 
     Attributes:
         model: The checkpoint.
-        verdict: Of both.
-        effects: By module, where relative strength was asked for.
+        verdict: Whether the LoRA fits the model.
+        effects: Effects by module, if relative strength was asked for.
     """
 
     model: Path
@@ -336,7 +336,7 @@ def _indented(width: int, text: str, style: str) -> Padding:
 
 
 def save_inspection_picture(path: Path, report: "LoraInspection", on_model: "OnModel | None") -> None:
-    """Draw strength by block as SVG, or PNG where the file is named so.
+    """Draw strength by block, as SVG or PNG by the file's suffix.
 
     Raises:
         WriteError: The file cannot be written.
@@ -354,11 +354,11 @@ class BlockRow:
 
     Attributes:
         name: Of the block.
-        norm: ‖ΔW‖ at strength 1; None where it depends on the model's weights.
-        share: Of the LoRA's ‖ΔW‖².
-        modules: How many there are.
+        norm: ‖ΔW‖ at strength 1; None if it depends on the model's weights.
+        share: Share of the LoRA's ‖ΔW‖².
+        modules: Number of modules.
         matched: How many of them match; None without a model.
-        relative: ‖ΔW‖ / ‖W‖; None where it was not measured.
+        relative: ‖ΔW‖ / ‖W‖; None if it was not measured.
     """
 
     name: str
@@ -517,7 +517,7 @@ def diff(
 
 
 def print_comparison(console: Console, report: "LoraComparison", *, verbose: bool) -> None:
-    """Show both files, the verdict, what only one has, and all modules or those that differ most."""
+    """Show both files, the verdict, modules that only one has, and all modules or those that differ most."""
     console.print(title("LoRA A", report.a.path))
     console.print(title("LoRA B", report.b.path))
     console.print(_sides(report.a, report.b))

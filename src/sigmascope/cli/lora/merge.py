@@ -1,6 +1,6 @@
 """`sigmascope lora merge`, `lora resize` and `lora convert`: one LoRA from others.
 
-Several are merged into one or into a checkpoint, one gets other ranks or another format.
+`merge` joins several into one LoRA or into a checkpoint, `resize` changes ranks, `convert` changes the format.
 """
 
 from collections.abc import Sequence

@@ -180,7 +180,7 @@ def _tried_as_dict(size: int, report: "ImageReport") -> dict[str, object]:
 
 def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport"], flags: list[str]) -> None:
     console.print(title("LoRA plan", found.tuned.name))
-    made = table("Size", "One rank", "Error", "Best ranks", "As good as the one rank from")
+    made = table("Size", "One rank", "Error", "Best ranks", "Same error from")
     for fixed, best in zip(found.fixed, found.budget, strict=True):
         enough = found.bytes_for(fixed.weighted_error)
         made.add_row(
@@ -213,9 +213,7 @@ def _layers(found: "LoraPlan") -> Table:
 
 def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
     lpips = [] if any(report.overall.with_lora.lpips is None for report in tried.values()) else ["LPIPS"]
-    made = table(
-        "Tried", "PSNR to tuned", "SSIM", *lpips, "Error of the picture", "Left of the way from the base"
-    )
+    made = table("Tried", "PSNR to tuned", "SSIM", *lpips, "Error of the picture", "Remaining distance")
     for size, report in tried.items():
         overall = report.overall
         made.add_row(

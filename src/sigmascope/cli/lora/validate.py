@@ -1,7 +1,7 @@
 """`sigmascope lora validate`: prove a LoRA against the models that it was made from.
 
-With `--images`, the models also translate a folder of pictures: `check_image_flags` refuses what cannot work before
-the weights are measured, `run_images` translates, and `print_images` shows how far the results are apart.
+With `--images`, the models also translate a folder of pictures: `check_image_flags` refuses bad flags before the
+weights are measured, `run_images` translates, and `print_images` shows how far apart the results are.
 """
 
 import math
@@ -62,7 +62,7 @@ def _image_option(name: str, help_text: str, default: str | bool = True, **more:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFlags:
-    """What the models translate with `--images`, and how; None for a flag that was not given."""
+    """Flags of the pictures to translate, as typed; None for a flag that was not given."""
 
     images: Annotated[
         Path | None,
@@ -194,7 +194,7 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
 
 
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
-    """Refuse what cannot work before the weights are measured.
+    """Refuse flags that cannot work, before the weights are measured.
 
     Args:
         flags: As given.
