@@ -35,7 +35,7 @@ PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
 """Keys that every training's YAML has, and no model's."""
-_A_SLIP: Final = 0.85
+_MISSPELT_SIMILARITY: Final = 0.85
 """Similarity (difflib's ratio) from which a key is taken for a misspelt key of the model; no key of a training reaches
 it."""
 _HOW_TO_GIVE: Final = {
@@ -295,7 +295,7 @@ def _of_the_model(data: Mapping[Any, Any]) -> dict[Any, Any]:
     return {
         key: value
         for key, value in data.items()
-        if key in known or difflib.get_close_matches(str(key), known, n=1, cutoff=_A_SLIP)
+        if key in known or difflib.get_close_matches(str(key), known, n=1, cutoff=_MISSPELT_SIMILARITY)
     }
 
 

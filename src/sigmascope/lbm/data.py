@@ -57,13 +57,13 @@ Out = TypeVar("Out")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 """Formats that are decoded. Shards may come from anyone, and some of Pillow's formats call other programs."""
-FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
+MINIMUMS = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
 """Smallest value of each number among the options."""
-VALID = 128
+FIRST_VALID_GREY = 128
 """Grey levels from here on are valid: a JPEG's white is not quite white."""
-NAMED = 20
+MAX_NAMED = 20
 """The most skipped samples that a report names."""
-LOGGED = 5
+MAX_LOGGED = 5
 """The most skipped samples that are logged; the rest are only counted."""
 
 
@@ -317,7 +317,7 @@ def check_options(options: DataOptions, config: LbmConfig) -> None:
     Raises:
         ConfigError: Names the option.
     """
-    for name, fewest in FEWEST.items():
+    for name, fewest in MINIMUMS.items():
         value = getattr(options, name)
         if value < fewest:
             raise ConfigError(f"{name}: expected {fewest} or more, got {value}.", hint="Correct it.")
@@ -358,11 +358,11 @@ class SkippedSamples:
         if (sample.shard, sample.key) in self._known:
             return
         self._known.add((sample.shard, sample.key))
-        if len(self.first) < NAMED:
+        if len(self.first) < MAX_NAMED:
             self.first.append(sample)
-        if self.count <= LOGGED:
+        if self.count <= MAX_LOGGED:
             _log.warning("Skipped %s", sample)
-        if self.count == LOGGED:
+        if self.count == MAX_LOGGED:
             _log.warning("Further samples that cannot be used are counted, not named.")
 
 
@@ -414,7 +414,7 @@ def _pictures(samples: list[Sample], key: str) -> Float[Tensor, "batch 3 height 
 def _validity(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height width"]:
     masks = [sample.masks.get(key) for sample in samples]
     valid = [
-        np.ones(pictures.size[::-1]) if mask is None else mask >= VALID
+        np.ones(pictures.size[::-1]) if mask is None else mask >= FIRST_VALID_GREY
         for pictures, mask in zip(samples, masks, strict=True)
     ]
     return torch.from_numpy(np.stack(valid, dtype=np.float32)[:, None])

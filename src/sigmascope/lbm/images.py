@@ -37,7 +37,7 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
 """Of WebP too."""
-_WINDOW: Final = 11
+_SSIM_WINDOW: Final = 11
 """Pixels a side under the Gaussian of `ssim`."""
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
@@ -326,13 +326,13 @@ def ssim(pixels: NDArray[np.uint8], truth: NDArray[np.uint8]) -> float:
     similarity /= (our_mean**2 + their_mean**2 + least_mean) * (
         our_variance + their_variance + least_variance
     )
-    border = _WINDOW // 2 if min(pixels.shape[:2]) >= _WINDOW else 0
+    border = _SSIM_WINDOW // 2 if min(pixels.shape[:2]) >= _SSIM_WINDOW else 0
     return float(similarity[border : pixels.shape[0] - border, border : pixels.shape[1] - border].mean())
 
 
 def _blurred(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The values (height, width, channels) under the Gaussian of `ssim`; pictures go on mirrored beyond their edges."""
-    reach = _WINDOW // 2
+    reach = _SSIM_WINDOW // 2
     bell = np.exp(-0.5 * (np.arange(-reach, reach + 1) / 1.5) ** 2)
     bell /= bell.sum()
     for axis in (0, 1):

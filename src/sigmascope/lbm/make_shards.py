@@ -29,7 +29,7 @@ SHARD_SIZE = 1000
 """Samples in a shard by default."""
 WORKERS = 4
 """Threads that look at pairs of files, or render scenes."""
-AHEAD = 16
+SAMPLES_AHEAD = 16
 """Samples that are made before they are asked for."""
 
 LIGHTS = {"cool": COOL, "warm": WARM}
@@ -297,7 +297,7 @@ def encode_pairs(
     pairs: Sequence[Pair], left_out: list[SkippedFile], progress: Progress = no_progress
 ) -> Iterator[EncodedSample]:
     """Yield the pairs' files unchanged and in order; each picture is decoded once as a check."""
-    outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
+    outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=SAMPLES_AHEAD)
     for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
         if isinstance(outcome, str):
             left_out.append(SkippedFile(pair.name, outcome))
@@ -364,7 +364,10 @@ def write_pocket_shards(
 
     def rendered() -> Iterator[EncodedSample]:
         samples = prefetch(
-            lambda number: render_pair(number, light, size), iter(numbers), workers=WORKERS, ahead=AHEAD
+            lambda number: render_pair(number, light, size),
+            iter(numbers),
+            workers=WORKERS,
+            ahead=SAMPLES_AHEAD,
         )
         for done, sample in enumerate(samples, start=1):
             yield sample

@@ -37,15 +37,15 @@ EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 """Of members that are taken for pictures."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
 _READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
-_META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own notes
+_NOTE_NAME = re.compile(r"__[^/]*__($|/)")  # WebDataset's own notes
 MEMBER_LIMIT = "SIGMASCOPE_MAX_MEMBER"
 """The environment variable that says how large a picture in a shard may be."""
 _MEMBER_BYTES = "256MB"
 _HEADER_BYTES = (
     1 << 20
 )  # of a name or note before a member, and of all notes about the whole archive together
-_NOTES_IN_A_ROW = 16  # a member has two or three
-_MOST_TO_ONE = 100  # that a compressed shard may grow by: pictures hardly do
+_MAX_NOTES_IN_A_ROW = 16  # a member has two or three
+_MAX_COMPRESSION_RATIO = 100  # that a compressed shard may grow by: pictures hardly do
 BUFFER_BYTES = 1 << 30
 """Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
 
@@ -190,14 +190,14 @@ def _members(
     room: int | None = None  # the most bytes that it may unpack to; of a command nobody knows
     if not isinstance(stream, Pipe):
         facts = os.fstat(stream.fileno())
-        room = facts.st_size * _MOST_TO_ONE if stat.S_ISREG(facts.st_mode) else None
+        room = facts.st_size * _MAX_COMPRESSION_RATIO if stat.S_ISREG(facts.st_mode) else None
     try:
         opened = _CheckedTar.open(fileobj=stream, mode="r|*")
     except TypeError as error:  # tarfile's own of a gzip header that ends after its first bytes
         raise tarfile.ReadError("its gzip header breaks off") from error
     with opened as tar:
         for info in tar:
-            if not info.isreg() or _META.match(info.name):
+            if not info.isreg() or _NOTE_NAME.match(info.name):
                 continue
             if info.issparse():
                 raise tarfile.ReadError(f"{info.name} is a sparse file, which a picture never is")
@@ -243,8 +243,8 @@ class _CheckedInfo(tarfile.TarInfo):
             archive.lasting_bytes += self.size
         if max(self.size, archive.lasting_bytes) > _HEADER_BYTES:
             raise tarfile.ReadError(f"headers declare {format_size(max(self.size, archive.lasting_bytes))}")
-        if archive.notes_in_a_row > _NOTES_IN_A_ROW:
-            raise tarfile.ReadError(f"more than {_NOTES_IN_A_ROW} headers stand before one member")
+        if archive.notes_in_a_row > _MAX_NOTES_IN_A_ROW:
+            raise tarfile.ReadError(f"more than {_MAX_NOTES_IN_A_ROW} headers stand before one member")
 
 
 class _CheckedTar(tarfile.TarFile):

@@ -21,9 +21,9 @@ from sigmascope.lbm.config import LbmConfig, resolve_config
 from sigmascope.lbm.model import LbmModel, assign_weights, build_lbm, is_finite
 from sigmascope.probes.host import trim_heap
 
-LARGE: Final = 1 << 18
+STREAMED_ELEMENTS: Final = 1 << 18
 """Weights with at least this many elements stay in the file: 1 MiB in float32."""
-_HELD_FREE: Final = 1 << 29
+_MAX_FREE_BYTES: Final = 1 << 29
 """Bytes that malloc may hold free from layer to layer."""
 
 
@@ -33,7 +33,7 @@ def streamed_lbm(
     config: LbmConfig | str | Path | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    large: int = LARGE,
+    large: int = STREAMED_ELEMENTS,
 ) -> Iterator[LbmModel]:
     """A model on the CPU that can be used inside the block. It computes the same as the model of `load_lbm`.
 
@@ -90,7 +90,7 @@ class _WeightReader:
             NonFiniteError: It holds NaN or Inf.
             CheckpointError: It cannot be read.
         """
-        trim_heap(_HELD_FREE)
+        trim_heap(_MAX_FREE_BYTES)
         stored = self._checkpoint.tensor_into(key, self._stored)
         if key in self._unchecked:
             if not is_finite(stored):

@@ -54,11 +54,13 @@ UP = "lora_up.weight"
 DOWN = "lora_down.weight"
 MID = "lora_mid.weight"
 
-_ALWAYS_THERE = 1 << 28  # bytes that need not be asked for
+_UNCHECKED_BYTES = 1 << 28  # bytes that need not be asked for
 _MORE_MEMORY = "Check the file: hardly any model has such a layer. Or use a machine with more memory."
-_ODDLY_SHAPED = 64  # times as much work in one order of the factors of a Tucker product as in the other
-_ROWS_OF_A_PRODUCT = 1 << 21  # elements that are formed at a time
-_LARGEST_GRAM = 2048  # rows of a Gram matrix of pairs: 32 MiB
+_MAX_ORDER_COST_RATIO = (
+    64  # times as much work in one order of the factors of a Tucker product as in the other
+)
+_PIECE_ELEMENTS = 1 << 21  # elements that are formed at a time
+_MAX_GRAM_ROWS = 2048  # rows of a Gram matrix of pairs: 32 MiB
 
 
 @runtime_checkable
@@ -132,7 +134,7 @@ def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str
     """
     needed = 2 * prod(shape) * dtype.itemsize  # the product, and it scaled
     size = f"a weight {shape}, which takes {format_size(needed)} to form"
-    if needed > _ALWAYS_THERE:
+    if needed > _UNCHECKED_BYTES:
         from sigmascope.probes.host import system_memory
 
         free = system_memory().ram_available_bytes
@@ -339,7 +341,7 @@ def _energy_of_product(one: _Factors, two: _Factors) -> float:
     by_grams = out * up_pairs**2 + inner * down_pairs**2
     if one.cores is not None:
         by_grams += 2 * places * up_pairs * down_pairs * (one.up.shape[1] + two.up.shape[1] + ranks)
-    if max(up_pairs, down_pairs) <= _LARGEST_GRAM and by_grams < 2 * places * out * inner * ranks:
+    if max(up_pairs, down_pairs) <= _MAX_GRAM_ROWS and by_grams < 2 * places * out * inner * ranks:
         ups = (one.up[:, :, None] * two.up[:, None, :]).flatten(1)
         downs = (one.down[:, None, :] * two.down[None, :, :]).flatten(0, 1)
         return _energy_between(ups.mT @ ups, downs @ downs.mT, one.cores, two.cores)
@@ -365,7 +367,7 @@ def _energy_between(ups: Tensor, downs: Tensor, one: Tensor | None, two: Tensor 
     (_, a, c), (_, b, d) = one.shape, two.shape
     ups, downs = ups.view(a, b, a, b), downs.view(c, d, c, d)
     between = min(c * b, a * d) * max(a * b, c * d)
-    at_once = max(_ROWS_OF_A_PRODUCT // max(a * b * c * d, between), 1)
+    at_once = max(_PIECE_ELEMENTS // max(a * b * c * d, between), 1)
     energies = []
     for at in range(0, one.shape[0], at_once):
         first, second = one[at : at + at_once], two[at : at + at_once]
@@ -400,7 +402,7 @@ def _times_kronecker(gram: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def _energy_by_rows(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
     """‖(one_up·one_down) ⊙ (two_up·two_down)‖², a few rows at a time."""
     out, inner = one_up.shape[0], one_down.shape[1]
-    rows = max(_ROWS_OF_A_PRODUCT // inner, 1)
+    rows = max(_PIECE_ELEMENTS // inner, 1)
     return fsum(
         frobenius_norm((one_up[at : at + rows] @ one_down) * (two_up[at : at + rows] @ two_down)) ** 2
         for at in range(0, out, rows)
@@ -568,7 +570,7 @@ def tucker_product(core: Tensor, out_factor: Tensor, in_factor: Tensor) -> Tenso
         out_factor: (m, out).
         in_factor: (n, in).
     """
-    if core.shape[0] * in_factor.shape[1] > _ODDLY_SHAPED * core.shape[1] * out_factor.shape[1]:
+    if core.shape[0] * in_factor.shape[1] > _MAX_ORDER_COST_RATIO * core.shape[1] * out_factor.shape[1]:
         inner = torch.tensordot(out_factor, core, dims=([0], [0]))  # (out, n, kh, kw)
         kernel: Tensor = torch.tensordot(inner, in_factor, dims=([1], [0]))
         return kernel.movedim(-1, 1).contiguous()

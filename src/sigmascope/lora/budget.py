@@ -47,16 +47,18 @@ _SPREAD_WHOLLY_UP_TO: Final = 8  # and all of it up to this rank,
 _HEADER_IN_RANKS: Final = 0.05  # give or take so much, which is within a header's length
 _MOST_HEADER_FITS: Final = 8  # of ranks to a header that is longer or shorter with them; two do nearly always
 _MOST_BYTES_OF_EQUAL_RANKS: Final = 32  # that the header saves where all layers get the same rank
-_FIRST_FROM: Final = 1 / 4  # of the largest benefit per byte: layers below it are decomposed further later
+_FIRST_BENEFIT_SHARE: Final = (
+    1 / 4
+)  # of the largest benefit per byte: layers below it are decomposed further later
 _SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
 # Of a file, for `StorageCost`.
 _ALPHA_BYTES: Final = 4  # a float32
 _ENTRY_BYTES: Final = len(':{"dtype":"BF16","shape":,"data_offsets":[,]},')
 
-_ROUNDING: Final = 0.32
+_FACTOR_ROUNDING_EPS: Final = 0.32
 """Rounding both factors changes their product by 0.30 ± 0.01 of the type's eps, measured over many shapes."""
-_LEAST_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
+_MIN_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
 
 WEIGHT_FOR: Final = "--weight_for"
 BUDGET_WEIGHTS: Final = "--budget_weights"
@@ -175,7 +177,7 @@ class StorageCost:
             numbers: As the attribute.
         """
         fixed = len(encoded_header([], metadata or {})) + other_bytes
-        rounding = max(_ROUNDING * torch.finfo(dtype).eps, _LEAST_ROUNDING)
+        rounding = max(_FACTOR_ROUNDING_EPS * torch.finfo(dtype).eps, _MIN_ROUNDING)
         return cls(dtype.itemsize, fixed, names, numbers, rounding=rounding)
 
     def rank_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
@@ -667,7 +669,7 @@ def _next_wanted(contest: BudgetArrays, reached: Int[Tensor, " layers"]) -> dict
     """
     at_end = contest.open & (reached >= contest.known)
     last = torch.where(contest.known > contest.floor, contest.density_at(contest.known - 1), torch.inf)
-    first = at_end & (last >= _FIRST_FROM * max(last[at_end].tolist(), default=0.0))
+    first = at_end & (last >= _FIRST_BENEFIT_SHARE * max(last[at_end].tolist(), default=0.0))
     target = (2 * contest.known).clamp(min=1).maximum(contest.floor).minimum(contest.cap)
     return {contest.layers[row]: int(target[row]) for row in first.nonzero()[:, 0].tolist()}
 

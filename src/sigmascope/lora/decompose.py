@@ -29,9 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError, SigmascopeError
-from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
+from sigmascope.lora.factors import CANCELLATION_SHARE, LoraFactors, difference_norm, norm_bound
 from sigmascope.lora.linalg import (
-    GOOD_PART,
+    ALL_VALUES_FROM_ONE_IN,
     Spectrum,
     as_float64,
     at_least_float32,
@@ -45,10 +45,10 @@ from sigmascope.lora.linalg import (
 )
 from sigmascope.lora.statistics import LayerMetric
 
-_TOLERANCE: Final = 1e-3
-"""The error may exceed the optimum by at most this share of it."""
-_SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
-_ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
+_MAX_EXCESS_ERROR: Final = 1e-3
+"""Largest excess of the error over its optimum, as a share of the optimum."""
+_ALL_VALUES_UP_TO_SIDE: Final = 128  # up to this min(m, n) all singular values cost no more than some
+_ORDINARY_EXPONENT: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
 
 _NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
@@ -56,18 +56,18 @@ LAPACK_UP_TO = 256
 """min(m, n) up to which LAPACK's SVD takes no longer than a Gram matrix and its eigenvectors."""
 
 
-_CANCELLED: Final = 1e-2
-"""Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
-_NOTHING_LEFT: Final = 1e-9
-"""The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
-_ROWS: Final = 1 << 18  # elements widened at a time, which a core's cache holds
+_MIN_ERROR_SHARE_IN_FLOAT32: Final = 1e-2
+"""Below this share of ‖A‖², the rounding of float32 products (10⁻⁷ of ‖A‖²) would show in the error."""
+_MIN_ERROR_SHARE_IN_FLOAT64: Final = 1e-9
+"""The same for float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
+_WIDENED_ELEMENTS: Final = 1 << 18  # elements widened at a time, which a core's cache holds
 
 # For `truncatable` and what it gives.
-_ROUNDED: Final = 0.5
-"""Rounding both factors costs about 0.3 of the dtype's eps."""
-_ROUNDING: Final = 1e-12
-"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
-_FORMED_ABOVE: Final = 256  # rank of factors from which ΔW may be formed, where few values are wanted
+_MAX_FACTOR_ROUNDING: Final = 0.5
+"""Largest error of rounding both factors, in eps of the dtype; it is about 0.3."""
+_ROUNDED_ZERO_SHARE: Final = 1e-12
+"""Singular values below this share of the largest are zeros, rounded by float64 arithmetic."""
+_FORMED_ABOVE_RANK: Final = 256  # rank of factors from which ΔW may be formed, where few values are wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +189,7 @@ def _decompose_weighted(
     _require_storable(delta, up)
     wide_up = up.to(work.dtype)
     weighed_up = metric.weigh_up(wide_up) / unit
-    little_is_left = total - float(values.double().square().sum()) < _CANCELLED * total
+    little_is_left = total - float(values.double().square().sum()) < _MIN_ERROR_SHARE_IN_FLOAT32 * total
     factors = (_project_in_double if little_is_left else project)(work, weighed_up)
     down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
     _require_storable(delta, down)
@@ -298,7 +298,7 @@ def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> 
     if typical == 0.0 or not math.isfinite(typical):
         return work, 1.0
     exponent = math.frexp(typical / math.sqrt(work.numel()))[1]
-    if abs(exponent) <= _ORDINARY:
+    if abs(exponent) <= _ORDINARY_EXPONENT:
         return work, 1.0
     half = exponent // 2
     # In two: of a subnormal change, 4^-half may be more than float32 holds.
@@ -327,13 +327,13 @@ def leading_vectors(
     """
     smaller = min(work.shape)
     kept = min(rank, smaller)
-    few = smaller > _SMALL and kept * GOOD_PART <= smaller
+    few = smaller > _ALL_VALUES_UP_TO_SIDE and kept * ALL_VALUES_FROM_ONE_IN <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
         subspace = leading_subspace(
             work,
             kept,
             total_energy=total_energy,
-            tolerance=_TOLERANCE,
+            tolerance=_MAX_EXCESS_ERROR,
             rounded=rounded,
             steep=steep,
         )
@@ -440,11 +440,11 @@ def stored_errors(
         total_energy: ‖A‖².
     """
     errors = _errors(right, projection, total_energy)
-    if float(errors[-1]) < _CANCELLED * total_energy:
+    if float(errors[-1]) < _MIN_ERROR_SHARE_IN_FLOAT32 * total_energy:
         exact = _project_in_double(matrix, left) if projection.energy is None else projection
         assert exact.energy is not None
         errors = _errors(right, exact, exact.energy)
-    if float(errors[-1]) < _NOTHING_LEFT * total_energy:
+    if float(errors[-1]) < _MIN_ERROR_SHARE_IN_FLOAT64 * total_energy:
         errors = _errors_of_rest(matrix, left, right)
     return errors.clamp_min(0.0)
 
@@ -469,7 +469,7 @@ def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:
-    rows = max(1, _ROWS // matrix.shape[1])
+    rows = max(1, _WIDENED_ELEMENTS // matrix.shape[1])
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
 
@@ -592,7 +592,7 @@ def truncatable(
     if metric is not None:
         return WeighedChange(factors, dtype, metric)
     formed_is_small = prod(factors.weight_shape) <= 4 * factors.parameters
-    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank and formed_is_small:
+    if factors.rank > _FORMED_ABOVE_RANK and 4 * wanted <= factors.rank and formed_is_small:
         return FormedChange(factors.delta(), dtype)
     return FactoredChange(factors, dtype)
 
@@ -626,7 +626,7 @@ class FactoredChange:
             if same is not None:
                 return same
         left, u, sigma = self._decomposed
-        kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
+        kept = max(1, min(rank, int((sigma > _ROUNDED_ZERO_SHARE * sigma[0]).sum())))
         energy = float(sigma.square().sum())
         share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
         stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
@@ -646,7 +646,7 @@ class FactoredChange:
             left, right = torch.cat([left, as_float64(up)], dim=1), torch.cat([right, lost_down])
         squared = float(((left.mT @ left) * (right @ right.mT)).sum())
         error = sqrt(max(squared, 0.0)) if isfinite(squared) else squared
-        if not error <= _ROUNDED * torch.finfo(self.dtype).eps * self.norm:
+        if not error <= _MAX_FACTOR_ROUNDING * torch.finfo(self.dtype).eps * self.norm:
             return None  # scales far from 1 run out of float16's exponents
         stored = LoraFactors(
             up.to(self.factors.up.device),
@@ -671,7 +671,7 @@ class FactoredChange:
         right = as_float64(down)
         agreement = float((shared * (right @ own_down.mT)).sum())
         squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
-        if squared <= CANCELLED * self.norm**2:
+        if squared <= CANCELLATION_SHARE * self.norm**2:
             return stored, difference_norm(self.factors, stored)
         return stored, sqrt(squared)
 
@@ -683,9 +683,9 @@ class FactoredChange:
         """
         bound = norm_bound(self.factors)
         norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
-        if norm <= sqrt(CANCELLED) * bound:
+        if norm <= sqrt(CANCELLATION_SHARE) * bound:
             norm = float(self._decomposed[2].norm())
-        return norm if norm > _ROUNDING * bound else 0.0
+        return norm if norm > _ROUNDED_ZERO_SHARE * bound else 0.0
 
     @cached_property
     def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:

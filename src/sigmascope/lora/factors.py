@@ -29,7 +29,7 @@ _PIECE: Final = 1 << 20  # elements: 4 MiB in float32
 _LARGEST_RANK_IN_ONE_PASS: Final = 128
 _LEAST_SIDE_IN_ONE_PASS: Final = 32
 
-CANCELLED: Final = 1e-10
+CANCELLATION_SHARE: Final = 1e-10
 """Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
 
 
@@ -214,7 +214,7 @@ def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
     """
     energies = one.inner(one), other.inner(other)
     squared = energies[0] - 2.0 * one.inner(other) + energies[1]
-    if squared > CANCELLED * max(energies):
+    if squared > CANCELLATION_SHARE * max(energies):
         return sqrt(squared)
     wide = [pair.to(dtype=torch.float64) for pair in (one, other)]
     _, core, _ = LoraFactors.concatenate(wide, [1.0, -1.0]).orthogonal_form()

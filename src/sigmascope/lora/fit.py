@@ -37,7 +37,7 @@ from sigmascope.units import counted
 
 __all__ = ["FitOptions", "FittedLora", "RecordedCall", "fit_lora", "record_calls", "save_fitted"]
 
-_HELD_OUT: Final = 8  # one input of so many
+_INPUTS_PER_HELD_OUT: Final = 8  # one input of so many
 _BETAS: Final = (0.9, 0.99)
 
 
@@ -205,7 +205,7 @@ def require_fittable(model: nn.Module, lora: LoraFile) -> None:
 def _divided(recorded: Sequence[Sequence[RecordedCall]]) -> tuple[list[RecordedCall], list[RecordedCall]]:
     """The calls to fit to, and those of the last inputs, which are held out."""
     inputs = [calls for calls in recorded if calls]
-    kept = 0 if len(inputs) < 2 else max(1, len(inputs) // _HELD_OUT)
+    kept = 0 if len(inputs) < 2 else max(1, len(inputs) // _INPUTS_PER_HELD_OUT)
     first = len(inputs) - kept
     return [call for calls in inputs[:first] for call in calls], [
         call for calls in inputs[first:] for call in calls

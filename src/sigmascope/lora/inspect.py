@@ -35,7 +35,7 @@ from sigmascope.progress import Progress, no_progress
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
 _NEAR_ZERO_RATIO: Final = 1e-3
-"""A module whose values are this small beside the median module's has no visible effect."""
+"""A module whose values are this small relative to the median module's has no visible effect."""
 _MAX_SPECTRUM_RANK: Final = 512
 Problem = Literal["not_finite", "needs_base"]
 

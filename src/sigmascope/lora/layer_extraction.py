@@ -59,13 +59,13 @@ from sigmascope.progress import Progress
 LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
 
 # For `_tighter`.
-_TIGHTENED: Final = 0.999  # of the error that should do
-_LEAST_TIGHTENED: Final = 0.5  # of the error asked for: below, rounding takes up most of it
+_TIGHTENED_SHARE: Final = 0.999  # of the error that should do
+_MIN_TIGHTENED_SHARE: Final = 0.5  # of the error asked for: below, rounding takes up most of it
 
 # For `LayerReader`.
 _PIECE: Final = 1 << 18  # elements at a time: 1 MiB in float32
-_TINY: Final = 1e-12
-"""Squares of float32 values well below it are no normal numbers any more, and their sums are off."""
+_MIN_ORDINARY_SIZE: Final = 1e-12
+"""Squares of much smaller float32 values are subnormal, so that their sums would be wrong."""
 
 _TENSORS: Final = ("values", "errors", "weighted")  # of a `LayerRecord`
 
@@ -404,8 +404,8 @@ def _tighter(allowed: Budget, asked: float, error: float) -> Budget:
         ConfigError: That is most of the error: the change is too small for the storage precision.
     """
     assert allowed.max_error is not None
-    tightened = _TIGHTENED * allowed.max_error * asked / error
-    if tightened < _LEAST_TIGHTENED * asked:
+    tightened = _TIGHTENED_SHARE * allowed.max_error * asked / error
+    if tightened < _MIN_TIGHTENED_SHARE * asked:
         refuse_storage(asked, error)
     return replace(allowed, max_error=tightened)
 
@@ -573,8 +573,8 @@ class LayerReader:
         )
         energy, base_energy, largest = _subtract(base, tuned, delta, rounded)
         # Whether the squares behind these sums were float32 numbers; false for NaN and Inf too.
-        changed = largest == 0.0 or largest > _TINY
-        if not (changed and base_energy > _TINY**2 and energy + base_energy < math.inf):
+        changed = largest == 0.0 or largest > _MIN_ORDINARY_SIZE
+        if not (changed and base_energy > _MIN_ORDINARY_SIZE**2 and energy + base_energy < math.inf):
             return self._as_a_whole(layer)  # which sums in float64, and says what is wrong where something is
         return LayerDelta(
             delta.view(shape),

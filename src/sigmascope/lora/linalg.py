@@ -35,24 +35,24 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.probes.accelerators import has_float64
 
-_CHUNK: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
-_IN_CACHE: Final = 1 << 18  # elements that `blocked_norm` sums at a time
+_WIDENED_ELEMENTS: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
+_CACHED_ELEMENTS: Final = 1 << 18  # elements that `blocked_norm` sums at a time
 _UP_TO_FLOAT32: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_RUN: Final = 256  # elements that `blocked_energy` sums in float32
+_FLOAT32_RUN: Final = 256  # elements that `blocked_energy` sums in float32
 _LEAST_MEAN_SQUARE: Final = 1e-30  # below, single squares leave the range of float32
 
 
 _PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element: PyTorch cannot widen them
 
 
-GOOD_PART: Final = 5
-"""Where more than one singular value in this many is wanted, all of them cost no more."""
+ALL_VALUES_FROM_ONE_IN: Final = 5
+"""If more than one singular value in this many is wanted, computing all of them costs no more."""
 
 FULL_RANK = 9999
 """The rank that users give for "all of it"."""
 
 
-_ROUNDING: Final = 8.0
+_GRAM_ROUNDING: Final = 8.0
 """Eigenvalues of a Gram matrix of k vectors below 8·√k·eps of the largest are rounding."""
 
 
@@ -64,8 +64,8 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
     """
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), _CHUNK):
-        wide = flat[start : start + _CHUNK].to(torch.float64)
+    for start in range(0, flat.numel(), _WIDENED_ELEMENTS):
+        wide = flat[start : start + _WIDENED_ELEMENTS].to(torch.float64)
         total += torch.dot(wide, wide)
     return math.sqrt(total.item())
 
@@ -81,8 +81,8 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
         return frobenius_norm(tensor)
     flat = tensor.detach().reshape(-1)
     energies = [
-        blocked_energy(flat[start : start + _IN_CACHE].to(torch.float32))
-        for start in range(0, flat.numel(), _IN_CACHE)
+        blocked_energy(flat[start : start + _CACHED_ELEMENTS].to(torch.float32))
+        for start in range(0, flat.numel(), _CACHED_ELEMENTS)
     ]
     return math.sqrt(float(torch.stack(energies).sum())) if energies else 0.0
 
@@ -99,8 +99,8 @@ def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     Returns:
         A float64 scalar; NaN or Inf when the tensor holds any.
     """
-    whole = tensor.numel() - tensor.numel() % _RUN
-    runs = torch.linalg.vector_norm(tensor[:whole].view(-1, _RUN), dim=1)
+    whole = tensor.numel() - tensor.numel() % _FLOAT32_RUN
+    runs = torch.linalg.vector_norm(tensor[:whole].view(-1, _FLOAT32_RUN), dim=1)
     rest = tensor[whole:].to(torch.float64)
     total: Tensor = runs.to(torch.float64).square().sum() + torch.dot(rest, rest)
     if _LEAST_MEAN_SQUARE * tensor.numel() <= float(total) < math.inf:
@@ -169,7 +169,7 @@ def whitening(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k j"]:
 
 
 def _rounding(gram: Tensor) -> float:
-    return _ROUNDING * math.sqrt(gram.shape[0]) * torch.finfo(gram.dtype).eps
+    return _GRAM_ROUNDING * math.sqrt(gram.shape[0]) * torch.finfo(gram.dtype).eps
 
 
 def matrix_shape(weight_shape: Sequence[int]) -> tuple[int, int]:
@@ -214,12 +214,12 @@ def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
 _MOST_BLOCKS: Final = 9  # in a basis; more for large ranks
 _WIDEST_BLOCK: Final = 64  # vectors in a block
 _RESTARTS: Final = 6  # at most, from the best vectors of a basis that is full
-_SAFETY: Final = 0.8  # of the tolerance, since what is still missing is an estimate
-_RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
-"""Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
-_NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
-_DEPENDENT: Final = 0.02
-"""A new block that leans on the old ones more than this is made orthogonal again."""
+_TOLERANCE_SHARE: Final = 0.8  # of the tolerance, since what is still missing is an estimate
+_RESOLVED_SHARE: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
+"""Share of the energy that must be left so that iterations in a dtype can resolve it beside the captured part."""
+_ROUNDING_ENERGY_SHARE: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
+_MAX_OVERLAP: Final = 0.02
+"""A new block that overlaps the old ones by more than this is orthogonalised again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +264,7 @@ def leading_subspace(
     Returns:
         `rank` vectors; fewer if the matrix has no more.
     """
-    goal = _Goal(rank, total_energy, tolerance, _NOTHING * total_energy)
+    goal = _Goal(rank, total_energy, tolerance, _ROUNDING_ENERGY_SHARE * total_energy)
     dtype = (fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None) or matrix.dtype
     start = random = _random_start(matrix, rank)
     if steep:
@@ -307,7 +307,7 @@ class _Goal:
 
     def resolved(self, dtype: torch.dtype) -> float:
         """What must be left for iterations in a dtype to see it."""
-        return _RESOLVED[dtype] * self.total_energy
+        return _RESOLVED_SHARE[dtype] * self.total_energy
 
     def is_met(self, captured: list[float]) -> bool:
         """Extrapolate the gains of the last steps as a geometric series."""
@@ -315,7 +315,7 @@ class _Goal:
             return False
         before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
         # Energies go by the square of the error, so they may exceed by twice the tolerance.
-        allowed = 2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
+        allowed = 2.0 * _TOLERANCE_SHARE * self.tolerance * self.left(captured[-1])
         if not 0.0 < last < before:
             return last == 0.0
         ratio = math.sqrt(last / before)  # later gains fall more slowly than those before them
@@ -419,7 +419,7 @@ def _without(
 ) -> tuple[Float[Tensor, "m n"], float]:
     """A − images·rows in a dtype, with its energy; on a CPU in pieces that stay in its cache."""
     made = torch.empty_like(matrix, dtype=dtype)
-    step = max(1, _IN_CACHE // matrix.shape[1]) if matrix.device.type == "cpu" else matrix.shape[0]
+    step = max(1, _CACHED_ELEMENTS // matrix.shape[1]) if matrix.device.type == "cpu" else matrix.shape[0]
     energies = []
     for start in range(0, matrix.shape[0], step):
         some = slice(start, start + step)
@@ -477,7 +477,7 @@ class KrylovBasis:
         held = self._vectors[: self.size]
         block = orthonormal_rows(torch.addmm(grown, grown @ held.mT, held, alpha=-1.0))
         overlap = block @ held.mT
-        if bool((overlap.abs() > _DEPENDENT).any()):
+        if bool((overlap.abs() > _MAX_OVERLAP).any()):
             block = orthonormal_rows(torch.addmm(block, overlap, held, alpha=-1.0))
         return block[: self.room]
 
@@ -513,10 +513,10 @@ def fast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if fast else None
 
 
-_VALUE_ROUNDING: Final = 2.0**-23
+_ENERGY_ROUNDING_SHARE: Final = 2.0**-23
 """Share of ‖ΔW‖² by which the energy of float32 singular values can be off."""
-_ROUNDED_ZERO: Final = 1e-6
-"""Share of ‖ΔW‖ below which a singular value is what float32 arithmetic left of a zero."""
+_ROUNDED_ZERO_SHARE: Final = 1e-6
+"""Singular values below this share of ‖ΔW‖ are zeros, rounded by float32 arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -579,7 +579,7 @@ class Spectrum:
     @cached_property
     def significant(self) -> int:
         """How many of the known singular values are above 10⁻⁶·‖ΔW‖; those below are rounded zeros."""
-        return int((self.values > _ROUNDED_ZERO * math.sqrt(max(self.total_energy, 0.0))).sum())
+        return int((self.values > _ROUNDED_ZERO_SHARE * math.sqrt(max(self.total_energy, 0.0))).sum())
 
     @cached_property
     def largest_rank(self) -> int:
@@ -607,7 +607,7 @@ class Spectrum:
     @property
     def energy_rounding(self) -> float:
         """How far `tail_energy` can be off where the known values come from float32."""
-        return _VALUE_ROUNDING * self.total_energy
+        return _ENERGY_ROUNDING_SHARE * self.total_energy
 
     @cached_property
     def next_value_bound(self) -> float:

@@ -44,7 +44,7 @@ from sigmascope.lora.fingerprint import BASE_FINGERPRINT
 from sigmascope.lora.linalg import FULL_RANK, at_least_float32, same_matrix
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
-    EVERYTHING,
+    FULL_RANK_PLAN,
     NEEDS_BASE,
     InputLora,
     Metrics,
@@ -83,8 +83,8 @@ _SEED_BITS: Final = 63  # that a generator takes
 
 
 # For `kth_largest`.
-_SMALL: Final = 1 << 16  # values up to which all are looked at
-_SAMPLE: Final = 1 << 14  # values of the sample
+_SORTED_WHOLE_UP_TO: Final = 1 << 16  # values up to which all are looked at
+_SAMPLE_VALUES: Final = 1 << 14  # values of the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def _rank_plan(changes: "MergedChanges", options: CombineOptions) -> RankPlan:
             f"{what}, so a rank has to be chosen.",
             hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
         )
-    return EVERYTHING
+    return FULL_RANK_PLAN
 
 
 def _provenance(
@@ -602,9 +602,9 @@ def kth_largest(values: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
         k: From 1 to n.
     """
     size = len(values)
-    if size <= _SMALL:
+    if size <= _SORTED_WHOLE_UP_TO:
         return values.kthvalue(size - k + 1).values
-    sample = values[:: size // _SAMPLE].sort(descending=True).values
+    sample = values[:: size // _SAMPLE_VALUES].sort(descending=True).values
     share, last = k / size, len(sample) - 1
     margin = 4.0 * (len(sample) * share * (1.0 - share)) ** 0.5 + 4.0
     high = sample[max(int(share * len(sample) - margin), 0)]

@@ -45,9 +45,9 @@ _ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
 _COMFYUI_SKEW_EPSILON = 1e-8  # ComfyUI's guard against a division by zero
 
 _CANCELLATION_SHARE: Final = 1e-6
-"""A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
+"""If a sum is this much shorter than its parts, squares have lost half of float64's digits, and QR is used."""
 _ROUNDING_SHARE: Final = 1e-13
-"""A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
+"""If a sum is this much shorter than its parts, they cancel, and it is only float64 rounding."""
 _MAX_COMPARED_RANK: Final = 2048  # above, the bases take seconds a weight
 
 

@@ -108,7 +108,7 @@ class RankPlan(NamedTuple):
         return (self.budget.brief if self.budget is not None and is_bare else None) or self.describe()
 
 
-EVERYTHING: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+FULL_RANK_PLAN: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
 """All the rank that there is."""
 
 

@@ -35,10 +35,10 @@ from sigmascope.lora.statistics import ModelStatistics
 from sigmascope.progress import Progress, no_progress
 from sigmascope.units import format_size
 
-_DEEPER: Final = 2  # a budget gives some layers more than the fixed rank of the same bytes
-_POINTS: Final = 32  # of the curve
-_BELOW: Final = 8  # the curve begins at this part of rank 1's bytes
-_LAYERS: Final = 10  # that are named
+_DEPTH_TO_RANK: Final = 2  # a budget gives some layers more than the fixed rank of the same bytes
+_CURVE_POINTS: Final = 32  # of the curve
+_CURVE_START_DIVISOR: Final = 8  # the curve begins at this part of rank 1's bytes
+_NAMED_LAYERS: Final = 10  # that are named
 
 # The picture, in pixels.
 _WIDTH, _HEIGHT = 960, 460
@@ -169,7 +169,7 @@ def plan_lora(
         raise ConfigError(f"--max_rank {most_rank} is not a rank.", hint="Use 1 or more, such as 32.")
     with open_pair(base, tuned, options.pairing) as pair:
         statistics = None if options.statistics is None else statistics_for(pair, options.statistics)
-        records = _decomposed(pair, options, statistics, _DEEPER * most_rank, progress)
+        records = _decomposed(pair, options, statistics, _DEPTH_TO_RANK * most_rank, progress)
         format = resolve_format(options, pair)
 
         def storage(of: ExtractOptions) -> StorageCost:
@@ -192,15 +192,17 @@ def plan_lora(
                 hint="Give the fine-tuned checkpoint as --tuned_model_path.",
             )
         weights = layer_weights(options, records)
-        sizes = _Sizes(records, of_rank, of_size, weights, _DEEPER * most_rank, spread=spread)
+        sizes = _Sizes(records, of_rank, of_size, weights, _DEPTH_TO_RANK * most_rank, spread=spread)
         fixed = tuple(sizes.of_rank(2**power) for power in range(most_rank.bit_length()))
-        smallest, largest = fixed[0].bytes / _BELOW, fixed[-1].bytes
-        steps = [smallest * (largest / smallest) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+        smallest, largest = fixed[0].bytes / _CURVE_START_DIVISOR, fixed[-1].bytes
+        steps = [
+            smallest * (largest / smallest) ** (point / (_CURVE_POINTS - 1)) for point in range(_CURVE_POINTS)
+        ]
         curve = tuple(sizes.within([math.ceil(step) for step in steps]))
         at_fixed = tuple(sizes.within([one.bytes for one in fixed], measured=True))
         knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
     shares = {layer: weights.get(layer, 1.0) * record.weighted_norm**2 for layer, record in records.items()}
-    largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]
+    largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_NAMED_LAYERS]
     return LoraPlan(
         base=Path(base),
         tuned=Path(tuned),

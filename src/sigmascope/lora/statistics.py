@@ -51,7 +51,7 @@ FULL_UP_TO: Final = 256
 RANK: Final = 32
 """Directions that are kept of a wider one, beside the diagonal. Of the pocket LBM 16 of any width lose nothing that its
 pictures show, and 8 lose up to 0.6 dB."""
-_OVERSAMPLED: Final = 2  # columns of the sketch for each direction that is kept
+_SKETCH_COLUMNS_PER_DIRECTION: Final = 2  # columns of the sketch for each direction that is kept
 _PIECE: Final = 1 << 17  # elements that are weighed at a time: half a MiB in float32
 _KIND: Final = "sigmascope_statistics"
 _VERSION: Final = "1"
@@ -262,7 +262,7 @@ class MomentSum:
             full = (total + total.mT) / 2
             return Moments(full.diagonal().float().clone(), full=full.float())
         diagonal = as_float64(self._diagonal.cpu()) / divisor
-        kept = max(1, self._columns.shape[1] // _OVERSAMPLED)
+        kept = max(1, self._columns.shape[1] // _SKETCH_COLUMNS_PER_DIRECTION)
         low_rank = _leading_part(total, as_float64(self._columns.cpu()), kept)
         rest = (diagonal - low_rank.square().sum(dim=1)).clamp_min(0.0)
         return Moments(rest.float(), low_rank=low_rank.to(torch.bfloat16))
@@ -271,7 +271,7 @@ class MomentSum:
 def sketch_columns(size: int, rank: int, seed: int) -> Float[Tensor, "n k"]:
     """Random orthonormal columns, twice the rank; all layers of a width can share them."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(size, min(_OVERSAMPLED * rank, size), generator=generator)
+    made = torch.randn(size, min(_SKETCH_COLUMNS_PER_DIRECTION * rank, size), generator=generator)
     columns: Tensor = torch.linalg.qr(made)[0].contiguous()
     return columns
 

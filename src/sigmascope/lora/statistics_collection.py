@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 _LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PIECE: Final = 1 << 24  # elements of patches at a time: 64 MiB in float32
-_MOST_ADDED_UP: Final = 4 << 30
+_MAX_ADDED_UP_BYTES: Final = 4 << 30
 """Gradients of all weights that take more bytes than this are not added up over a sampling; each call counts by
 itself."""
-_WRITTEN_EVERY: Final = 120.0
+_WRITE_INTERVAL_SECONDS: Final = 120.0
 """Least seconds between two writings of unfinished sums."""
-_WRAPPED: Final = ("base_layer", "_orig_mod")
-"""What PEFT's adapters and `torch.compile` call the module that they stand around."""
+_WRAPPED_NAMES: Final = ("base_layer", "_orig_mod")
+"""Names that PEFT's adapters and `torch.compile` give to the module that they wrap."""
 
 
 def collect_statistics(
@@ -139,7 +139,7 @@ def collect_statistics(
     return _finished(sums, watched.calls, facts | {"samplings": watched.samplings}, fingerprint)
 
 
-_SCHEME: Final = 2  # of what is summed up: sums of another are not gone on with
+_SUMS_VERSION: Final = 2  # of what is summed up: sums of another are not gone on with
 
 
 class UnfinishedSums:
@@ -158,7 +158,7 @@ class UnfinishedSums:
     def __init__(self, target: Path, settings: Mapping[str, object]) -> None:
         self.path = target.with_name(f".{target.name}.part")
         self.inputs = 0
-        self._settings = json.dumps({"scheme": _SCHEME, **settings}, sort_keys=True, default=str)
+        self._settings = json.dumps({"scheme": _SUMS_VERSION, **settings}, sort_keys=True, default=str)
         self._watched: _Watched | None = None
         self._written = time.monotonic()
 
@@ -192,7 +192,7 @@ class UnfinishedSums:
         """
         self.inputs += 1
         watched = self._watched
-        if watched is None or time.monotonic() - self._written < _WRITTEN_EVERY:
+        if watched is None or time.monotonic() - self._written < _WRITE_INTERVAL_SECONDS:
             return
         parts = [layer.parts for layer in watched.layers]
         tensors = {
@@ -227,7 +227,7 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             adapted.append(f"{name}.")
         elif isinstance(module, _LAYERS) and (inside is None or name == f"{inside}base_layer"):
-            layers[".".join(part for part in name.split(".") if part not in _WRAPPED)] = module
+            layers[".".join(part for part in name.split(".") if part not in _WRAPPED_NAMES)] = module
     return layers
 
 
@@ -543,7 +543,7 @@ class _Watched:
             return
         weights = sum(layer.bytes for layer in self.layers)
         for layer in self.layers:
-            layer.waits, layer.adds_up = True, weights <= _MOST_ADDED_UP
+            layer.waits, layer.adds_up = True, weights <= _MAX_ADDED_UP_BYTES
         try:
             for number, probe in enumerate(self._projections(made)):
                 made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]

@@ -94,7 +94,7 @@ Change = LoraFactors | WeightChange
 
 _BLOCK_ELEMENTS: Final = 1 << 18  # 1 MiB in float32
 _MIN_ERROR_TO_ROUNDING: Final = 1e3
-"""How many times its rounding bound an error must be to be trusted in float32."""
+"""An error in float32 is trusted if it is at least this many times its rounding bound."""
 _EFFICIENT_ROWS: Final = 256  # a block of as many rows is multiplied efficiently at any rank
 _UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
 _FORMED_CHANGE_ROUNDINGS: Final = 100.0  # a generous bound, in unit roundoffs of the change's norm

@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_goes_on(
 
     input_done = UnfinishedSums.input_done
     with monkeypatch.context() as patched:
-        patched.setattr("sigmascope.lora.statistics_collection._WRITTEN_EVERY", 0.0)
+        patched.setattr("sigmascope.lora.statistics_collection._WRITE_INTERVAL_SECONDS", 0.0)
         patched.setattr(UnfinishedSums, "input_done", dies_at_the_second_input)
         patched.setattr(UnfinishedSums, "__exit__", lambda *_: None)
         with pytest.raises(KeyError, match="the end of the process"):

@@ -64,7 +64,7 @@ def test_a_matrix_of_many_parts_has_the_errors_of_one(
     monkeypatch: pytest.MonkeyPatch, left_over: float
 ) -> None:
     matrix, factors = planted(61, 17, 5, left_over)
-    monkeypatch.setattr(decompose, "_ROWS", 50)  # 2 rows a part, and one alone at the end
+    monkeypatch.setattr(decompose, "_WIDENED_ELEMENTS", 50)  # 2 rows a part, and one alone at the end
     torch.testing.assert_close(
         found(matrix, factors), dense_errors(matrix, factors), rtol=PRECISION, atol=0.0
     )

@@ -224,7 +224,7 @@ def test_an_error_below_the_storage_s_rounding_is_refused(models: Models) -> Non
 def test_where_rounding_costs_more_than_was_reckoned_with_more_is_kept(
     models: Models, monkeypatch: pytest.MonkeyPatch, error: float
 ) -> None:
-    monkeypatch.setattr(budgets, "_ROUNDING", 0.16)  # half of what it is
+    monkeypatch.setattr(budgets, "_FACTOR_ROUNDING_EPS", 0.16)  # half of what it is
     report = extract(models, save_precision="bf16", budget=Budget(max_error=error))
     assert report.relative_error is not None
     assert report.relative_error <= error
@@ -233,7 +233,7 @@ def test_where_rounding_costs_more_than_was_reckoned_with_more_is_kept(
 def test_an_error_that_even_all_singular_values_leave_by_rounding_is_refused(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgets, "_ROUNDING", 0.16)
+    monkeypatch.setattr(budgets, "_FACTOR_ROUNDING_EPS", 0.16)
     with pytest.raises(ConfigError, match=re.escape("--max_error 0.14% cannot be met")):
         extract(models, save_precision="bf16", budget=Budget(max_error=0.0014))
 

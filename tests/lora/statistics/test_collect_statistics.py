@@ -160,7 +160,7 @@ def test_gradients_pass_through_whatever_a_model_gives(
 
 
 def test_a_large_model_counts_each_call_of_a_sampling_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sigmascope.lora.statistics_collection._MOST_ADDED_UP", 0)
+    monkeypatch.setattr("sigmascope.lora.statistics_collection._MAX_ADDED_UP_BYTES", 0)
     model = nn.Sequential(nn.Linear(6, 6, bias=False))
     taken: list[Tensor] = []
     steps = (0.5, 0.3)
@@ -532,7 +532,7 @@ class TestUnfinishedSums:
 
     @pytest.fixture(autouse=True)
     def written_after_each_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("sigmascope.lora.statistics_collection._WRITTEN_EVERY", 0.0)
+        monkeypatch.setattr("sigmascope.lora.statistics_collection._WRITE_INTERVAL_SECONDS", 0.0)
 
     def of(
         self,

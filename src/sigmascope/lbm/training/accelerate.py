@@ -56,7 +56,7 @@ _ASKED_FOR: Final = {
     DistributedType.FSDP: ("FSDP", "use_fsdp"),
 }
 """What the launcher's flags ask for, which Accelerate has not on every device."""
-_NOT_IN_PARTS: Final = ("adafactor", "rprop")
+_NOT_UNDER_FSDP: Final = ("adafactor", "rprop")
 """Optimizers whose in-place operations PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
 LOGS: Final = "logs"
@@ -64,7 +64,7 @@ LOGS: Final = "logs"
 RUN: Final = "lbm"
 """The run's name in trackers, without a `wandb_project`."""
 _TAKES_PICTURES: Final = ("tensorboard", "wandb")
-SKIPS_ALLOWED = 30
+MAX_SKIPPED_STEPS = 30
 """Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
 NAMED: Final = 3
 """How many modules or samples a message names."""
@@ -168,7 +168,7 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
             "accelerate: FSDP 1 keeps weights in flat buffers, from which Sigmascope cannot write checkpoints.",
             hint="Set fsdp_version: 2 in Accelerate's configuration, or launch with --fsdp_version 2.",
         )
-    if settings.optimizer.lower() in _NOT_IN_PARTS:
+    if settings.optimizer.lower() in _NOT_UNDER_FSDP:
         raise ConfigError(
             f"optimizer: PyTorch's {settings.optimizer} does not work on weights that FSDP shards.",
             hint="Use AdamW, or any other than Adafactor and Rprop.",
@@ -453,7 +453,7 @@ class Stepper:
         )
         gradient_norm = None if norm is None else float(full_tensor(norm))
         # A scaler looks for its scale: a smaller one may help against an infinite gradient.
-        scales = self.accelerator.scaler is not None and self._skips < SKIPS_ALLOWED
+        scales = self.accelerator.scaler is not None and self._skips < MAX_SKIPPED_STEPS
         bad_gradient = gradient_norm is not None and not math.isfinite(gradient_norm) and not scales
         if self._team.any(not math.isfinite(total) or bad_gradient):
             raise self._nonfinite(group, step, total, last_checkpoint)

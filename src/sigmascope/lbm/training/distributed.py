@@ -37,7 +37,7 @@ from sigmascope.lbm.training.settings import TrainSettings
 Position = TypeVar("Position")
 State = dict[str, Any]
 """An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
-_LOST: Final = ("gloo", "nccl", "connection", "socket")
+_LOST_CONNECTION_WORDS: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
 
@@ -158,7 +158,9 @@ def naming_lost_processes(team: Processes) -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = str(error)
-        is_lost = isinstance(error, DistError) or any(word in words.lower() for word in _LOST)
+        is_lost = isinstance(error, DistError) or any(
+            word in words.lower() for word in _LOST_CONNECTION_WORDS
+        )
         if team.size == 1 or not is_lost:
             raise
         # The first sentence, without the place in gloo's source.
@@ -245,12 +247,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-WEIGHTS_STAGE: Final = 3
+ZERO_WEIGHTS_STAGE: Final = 3
 """The stage of ZeRO that shards the weights too."""
-NOT_IN_PIECES: Final = ("adafactor", "adagrad", "muon")
+NOT_UNDER_ZERO: Final = ("adafactor", "adagrad", "muon")
 """Optimizers that ZeRO cannot give flat pieces of all weights: two need the shapes of the weights, and in place of
 the Adagrad it is given DeepSpeed makes one of its own, which no schedule reaches. All others were tried."""
-_OF_THE_YAML: Final = ("optimizer", "scheduler")
+_FORBIDDEN_KEYS: Final = ("optimizer", "scheduler")
 """Keys that DeepSpeed's configuration may not have."""
 _SIZED_BY_MODEL: Final = (
     "reduce_bucket_size",
@@ -299,7 +301,7 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
     Raises:
         ConfigError: Names the key of the file, or of the YAML.
     """
-    if stage >= WEIGHTS_STAGE:
+    if stage >= ZERO_WEIGHTS_STAGE:
         raise ConfigError(
             f"accelerate: zero_optimization.stage {stage} shards the weights too; use FSDP for that.",
             hint="Use stage 2, or launch with --use_fsdp --fsdp_version 2.",
@@ -309,12 +311,12 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
             "mixed_precision: fp16 does not work with DeepSpeed, which scales the loss by its own rules.",
             hint="Use bf16 or no.",
         )
-    if stage > 0 and settings.optimizer.lower() in NOT_IN_PIECES:
+    if stage > 0 and settings.optimizer.lower() in NOT_UNDER_ZERO:
         raise ConfigError(
             f"optimizer: {settings.optimizer} does not work on the flat shards of weights that ZeRO makes.",
-            hint=f"Use AdamW, or any other than {', '.join(NOT_IN_PIECES)}; or stage 0.",
+            hint=f"Use AdamW, or any other than {', '.join(NOT_UNDER_ZERO)}; or stage 0.",
         )
-    for key in _OF_THE_YAML:
+    for key in _FORBIDDEN_KEYS:
         if key in asked:
             raise ConfigError(
                 f"accelerate: DeepSpeed's configuration has {key}, which the YAML sets.",

@@ -37,7 +37,7 @@ WAITING_SHARE: Final = 0.20
 """Share of the training's time above which waiting for data is a finding."""
 SAVING_SHARE: Final = 0.20
 """Share of the training's time above which writing checkpoints is a finding."""
-MEASURED_STEPS: Final = 5
+MIN_MEASURED_STEPS: Final = 5
 """Fewer steps say nothing about shares: the first ones fill buffers and compile kernels."""
 
 
@@ -242,7 +242,7 @@ class TrainingRecord:
 
 def time_findings(spent: TimeSpent) -> Sequence[Finding]:
     """Findings about the shares of the time."""
-    if spent.steps < MEASURED_STEPS or spent.total == 0:
+    if spent.steps < MIN_MEASURED_STEPS or spent.total == 0:
         return ()
     findings = []
     data = spent.data / spent.total

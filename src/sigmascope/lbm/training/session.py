@@ -40,12 +40,12 @@ from sigmascope.lbm.training.checkpoints import TrainingState, random_state, res
 from sigmascope.lbm.training.distributed import Processes, gather_state, shard_like, shard_optimizer_state
 from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora, make_trainable
 from sigmascope.lbm.training.objective import Objective
-from sigmascope.lbm.training.settings import STEADY, TrainSettings, make_optimizer
+from sigmascope.lbm.training.settings import LENGTH_INDEPENDENT, TrainSettings, make_optimizer
 from sigmascope.lora.file import LoraFile, as_text, kept_metadata
 from sigmascope.lora.fingerprint import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.writer import save_lora, stored_factors
 
-_NUMPY_SEEDS: Final = 2**32
+_NUMPY_SEED_LIMIT: Final = 2**32
 """NumPy takes seeds below this."""
 
 MAY_CHANGE: Final = frozenset(
@@ -72,13 +72,13 @@ MAY_CHANGE: Final = frozenset(
     }
 )
 """Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
-_NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
+_FILE_SETTINGS: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
 """Settings that name files: the files' content counts, not their path."""
-_OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
+_STEP_SAMPLE_FACTORS: Final = ("batch_size", "gradient_accumulation_steps", "processes")
 """Their product is the number of samples in an optimizer step."""
 _SAMPLED_BYTES: Final = 2**20
 """Bytes of a file's head, and of its tail, that identify it."""
-COUNTED_BYTES: Final = 64 * 2**30
+MAX_COUNTED_BYTES: Final = 64 * 2**30
 """Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
 
 
@@ -132,7 +132,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
     with team.together():
         data = open_data(settings, accelerator.process_index, team.size)
         # For libraries that draw; training's own draws have their generators.
-        set_seed(settings.seed % _NUMPY_SEEDS)
+        set_seed(settings.seed % _NUMPY_SEED_LIMIT)
         trainable = make_trainable(model, settings)
         model.denoiser.train()
         if settings.gradient_checkpointing:
@@ -197,7 +197,7 @@ def make_schedule(
 
 def follows_length(settings: TrainSettings) -> bool:
     """Whether the learning rate depends on the total number of steps."""
-    return settings.lr_scheduler not in STEADY
+    return settings.lr_scheduler not in LENGTH_INDEPENDENT
 
 
 def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> TrainingData:
@@ -308,7 +308,7 @@ def resume_identity(
 
     Files are identified by name, size and a part of their content, so that a folder may be moved.
     """
-    values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _NAMES_OF_FILES))
+    values = settings.model_dump(mode="json", exclude=set(MAY_CHANGE | _FILE_SETTINGS))
     values["train_shards"] = [
         [Path(shard).name, Path(shard).stat().st_size] if Path(shard).is_file() else [shard, None]
         for shard in shards
@@ -344,7 +344,7 @@ def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], che
     """
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if "processes" in different and _step_samples(before) == _step_samples(now):
-        different = [key for key in different if key not in _OF_A_STEP]
+        different = [key for key in different if key not in _STEP_SAMPLE_FACTORS]
     if different:
         listed = "; ".join(
             f"{key}: {_shortened(before.get(key))} then, {_shortened(now.get(key))} now" for key in different
@@ -356,7 +356,7 @@ def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], che
 
 
 def _step_samples(values: Mapping[str, Any]) -> int:
-    return math.prod(values[key] for key in _OF_A_STEP)
+    return math.prod(values[key] for key in _STEP_SAMPLE_FACTORS)
 
 
 def _shortened(value: Any) -> str:
@@ -376,7 +376,7 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
     needed = follows_length(settings) and settings.max_steps is None
     piped = any(shard.startswith(PIPE) for shard in shards)
     samples = None
-    if not piped and (needed or sum(Path(shard).stat().st_size for shard in shards) <= COUNTED_BYTES):
+    if not piped and (needed or sum(Path(shard).stat().st_size for shard in shards) <= MAX_COUNTED_BYTES):
         samples = count_samples(shards)
     if samples is None:
         return settings.max_steps
@@ -411,7 +411,7 @@ def count_samples(shards: Sequence[str]) -> int | None:
 _log = logging.getLogger(__name__)
 
 
-_OF_AN_EXTRACTION: Final = "sigmascope_"
+_EXTRACTION_PREFIX: Final = "sigmascope_"
 """Keys of a continued file's header that begin so are dropped: they tell how that file was made."""
 _ITERATIONS: Final = "num_iterations"
 """The model's counter of steps, to which this training's are added."""
@@ -525,7 +525,7 @@ def stored_lora(
     inherited = {
         key: text
         for key, text in kept_metadata(trainable.plan.metadata).items()
-        if not key.startswith(_OF_AN_EXTRACTION)
+        if not key.startswith(_EXTRACTION_PREFIX)
     }
     return LoraFile(modules, inherited)
 

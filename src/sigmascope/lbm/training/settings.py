@@ -41,7 +41,7 @@ _OF_LBM: Final = {
     "learning_rate_scheduler_kwargs": "lr_scheduler_kwargs",
 }
 """Keys of LBM's own YAMLs that have another name here."""
-NOT_FOR_THIS_LOOP = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
+UNSUPPORTED_OPTIMIZERS = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
 """The base class, the one that calls the model itself, and the one for sparse gradients."""
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -55,7 +55,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 """diffusers' schedules and the arguments of each."""
 NO_WARMUP = frozenset({"constant", "piecewise_constant"})
 """Schedules that take no `warmup_steps`."""
-STEADY = NO_WARMUP | {"constant_with_warmup"}
+LENGTH_INDEPENDENT = NO_WARMUP | {"constant_with_warmup"}
 """Schedules that do not depend on the length of the run."""
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
@@ -456,7 +456,9 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         ConfigError: The training loop has no such optimizer; lists all that it has.
     """
-    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    candidates = (
+        getattr(torch.optim, name) for name in dir(torch.optim) if name not in UNSUPPORTED_OPTIMIZERS
+    )
     known: dict[str, type[torch.optim.Optimizer]] = {
         kind.__name__.lower(): kind
         for kind in candidates

@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 StopReason = Literal["SIGTERM", "SIGINT"]
 
-SAVED_EARLY: Final = 10
+EPOCH_SAVE_DIVISOR: Final = 10
 """An epoch's end is saved unless fewer than 1/10 of `save_interval` steps were made since the last checkpoint."""
 _SIGNALS: dict[int, StopReason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT"}
 EXIT_CODES: dict[StopReason, int] = {reason: 128 + number for number, reason in _SIGNALS.items()}
@@ -360,7 +360,7 @@ class TrainingLoop:
                 return None
             session.epoch, session.position = session.epoch + 1, None
             made = session.step - (self._saved_step or 0)
-            if made * SAVED_EARLY >= session.settings.save_interval:
+            if made * EPOCH_SAVE_DIVISOR >= session.settings.save_interval:
                 self._save()
         return None
 

@@ -33,7 +33,7 @@ _BLOCK: Final = """
     LIST.#.block.ff_i.experts.3.w3
     LIST.#.block.adaLN_modulation.1
 """
-_CAPTIONS: Final = 49
+_CAPTION_MATRICES: Final = 49
 """Matrices of `caption_projection`: one for each of the 48 blocks, which read a layer of Llama each, and one for T5."""
 HIDREAM: Final = Family(
     name="hidream",
@@ -45,7 +45,7 @@ HIDREAM: Final = Family(
     },
     widths=(2560,),
     layers="".join(_BLOCK.replace("LIST", name) for name in ("double_stream_blocks", "single_stream_blocks"))
-    + "".join(f"caption_projection.{number}.linear\n" for number in range(_CAPTIONS))
+    + "".join(f"caption_projection.{number}.linear\n" for number in range(_CAPTION_MATRICES))
     + """
         x_embedder.proj
         t_embedder.timestep_embedder.linear_1

@@ -18,7 +18,7 @@ from typing import Final
 from sigmascope.lora.families.family import COMFYUI_ENCODERS, Family, Part, Row, Shapes
 from sigmascope.lora.families.text_encoders import ENCODERS
 
-_OF_THEM_ALL: Final = frozenset({"family", "known", "layouts"})
+_MODULES_WITHOUT_RECORD: Final = frozenset({"family", "known", "layouts"})
 """The modules in this folder that hold no record."""
 
 
@@ -26,7 +26,7 @@ def recorded() -> list[Family]:
     """The records of the modules here, by name."""
     package = __name__.rpartition(".")[0]
     names = (module.name for module in iter_modules(sys.modules[package].__path__))
-    modules = [import_module(f"{package}.{name}") for name in names if name not in _OF_THEM_ALL]
+    modules = [import_module(f"{package}.{name}") for name in names if name not in _MODULES_WITHOUT_RECORD]
     families = {
         id(value): value for module in modules for value in vars(module).values() if isinstance(value, Family)
     }
