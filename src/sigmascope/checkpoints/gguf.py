@@ -287,21 +287,21 @@ class _HeaderReader:
             self.fail(f"is damaged: {what} is not valid text ({error.reason}).")
 
     def fields(self, count: int) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         for _ in range(count):
             name = self.text("the name of a field")
-            if name in found:
+            if name in values:
                 self.fail(f"has the field {shortened(name)} twice.")
-            found[name] = self._value(self.number("I", "a field's type"), f"the field {shortened(name)}", 0)
-        return found
+            values[name] = self._value(self.number("I", "a field's type"), f"the field {shortened(name)}", 0)
+        return values
 
     def tensors(self, count: int) -> tuple[GgufEntry, ...]:
         if count > _MAX_TENSORS:
             self.fail(f"declares {count:,} tensors; the limit is {_MAX_TENSORS:,}.")
-        found: dict[str, GgufEntry] = {}
+        entries: dict[str, GgufEntry] = {}
         for _ in range(count):
             name = self.text("the name of a tensor")
-            if name in found:
+            if name in entries:
                 self.fail(f"has the tensor {shortened(name)} twice.")
             dimensions = self.number("I", "a tensor's number of sizes")
             if dimensions > _MAX_DIMENSIONS:
@@ -310,8 +310,8 @@ class _HeaderReader:
             if math.prod(size for size in sizes if size) > _MAX_ELEMENTS:
                 self.fail(f"tensor {shortened(name)}: the sizes {shortened(sizes)} are too large.")
             kind, offset = self.number("I", "a tensor's type"), self.number("Q", "a tensor's place")
-            found[name] = GgufEntry(name, tuple(reversed(sizes)), kind, offset)
-        return tuple(found.values())
+            entries[name] = GgufEntry(name, tuple(reversed(sizes)), kind, offset)
+        return tuple(entries.values())
 
     def _scalar(self, code: str, what: str) -> int | float | bool:
         value: int | float | bool = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]

@@ -210,17 +210,17 @@ def weight_files(folder: Path) -> WeightFiles:
         CheckpointError: The folder cannot be listed.
     """
     names = names_in(folder)
-    found: dict[str, str] = {}
+    by_variant: dict[str, str] = {}
     for stem in _USUAL_STEMS:
         for name in names:
             variant = _variant_of(name, stem)
             if variant is None:
                 continue
             # A whole file before an index of shards, `model` before `diffusion_pytorch_model`.
-            of_this_stem = variant in found and found[variant].startswith(stem)
-            if variant not in found or (of_this_stem and name.endswith(".safetensors")):
-                found[variant] = name
-    return WeightFiles(folder, found)
+            of_this_stem = variant in by_variant and by_variant[variant].startswith(stem)
+            if variant not in by_variant or (of_this_stem and name.endswith(".safetensors")):
+                by_variant[variant] = name
+    return WeightFiles(folder, by_variant)
 
 
 def _variant_of(name: str, stem: str) -> str | None:
@@ -293,7 +293,7 @@ class ShardedCheckpoint(CompositeCheckpoint):
 def _shard_places(
     weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint], path: Path
 ) -> tuple[dict[str, tuple[Checkpoint, str]], dict[str, str]]:
-    """Where each key lies, and what is left out with the reason."""
+    """The shard of each key, and the keys left out with the reason."""
     places: dict[str, tuple[Checkpoint, str]] = {}
     skipped: dict[str, str] = {}
     for key, name in weight_map.items():
@@ -408,8 +408,8 @@ def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
             variant.
     """
     variants: set[str] = set()
-    found = {name: _weights_of(folder / name, variant, variants) for name in _component_names(folder)}
-    files = {name: file for name, file in found.items() if file is not None}
+    main_files = {name: _weights_of(folder / name, variant, variants) for name in _component_names(folder)}
+    files = {name: file for name, file in main_files.items() if file is not None}
     if not files:
         raise CheckpointError(
             folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE_HINT
@@ -418,7 +418,7 @@ def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
         raise no_such_variant(folder, variant, sorted(variants))
     skipped = {
         name: "has no weights in this folder"
-        for name in found
+        for name in main_files
         if name not in files and _may_have_weights(folder / name)
     }
     with ExitStack() as opened:

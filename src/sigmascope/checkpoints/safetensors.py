@@ -253,7 +253,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _overflows(shape: list[int]) -> bool:
-    """Whether sizes are too large for PyTorch, which multiplies them beside a 0 too."""
+    """Whether sizes are too large for PyTorch, which multiplies them even if one of them is 0."""
     return 0 in shape and math.prod(size for size in shape if size) > _MAX_INT64
 
 
@@ -572,7 +572,7 @@ class StreamingWriter:
             self._placed_bytes += entry.nbytes
 
     def _header(self) -> tuple[bytes, int]:
-        """The header, and where the data begins behind it."""
+        """The header, and where the data begins after it."""
         header = encoded_header(self._placed, self._metadata)
         needed = padded(LENGTH_BYTES + len(header))
         fits = needed <= self._room and self._room - needed <= self._placed_bytes // _MIN_DATA_TO_PADDING

@@ -270,18 +270,18 @@ def dump_contents(
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the named tensors that `save_tensors` would write, with the caller's own header texts."""
     quotes, private = quoting(prompt, prompt_privacy), not privacy_of(prompt_privacy).keeps_words
-    found = flatten(tensors, quotes, private=private)
+    flattened = flatten(tensors, quotes, private=private)
     described = DumpMetadata(
-        tensors={name: saved_tensor(tensor) for name, tensor in found.tensors.items()},
+        tensors={name: saved_tensor(tensor) for name, tensor in flattened.tensors.items()},
         run_id=run_id,
         encoder=HIDDEN if encoder is not None and quotes(encoder) else encoder,
         prompts=stored_prompts(prompt, prompt_privacy),
         prompt_privacy=None if prompt is None else prompt_privacy,
-        conditioning=found.skeleton,
+        conditioning=flattened.skeleton,
         metadata=plain_metadata(metadata, quotes, private=private),
         header=dict(header or {}),
     )
-    return to_header(described), found.tensors
+    return to_header(described), flattened.tensors
 
 
 def saved_tensor(tensor: Tensor) -> SavedTensor:
@@ -784,7 +784,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         raise WriteError(self.folder, f"has too many dumps named {name!r}.", hint="Use another name.")
 
     def _sweep(self) -> None:
-        """Once: remove what killed processes left of dumps whose names nobody will write again."""
+        """Once, remove leftovers of killed processes, whose names would never be written again."""
         if self._is_swept:
             return
         self._is_swept = True
@@ -795,7 +795,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
+    """Whether it is a complete dump; an empty file reserves the name of one that is being written."""
     if not path.name.endswith(DUMP_SUFFIX) or path.name.startswith("."):
         return False
     with reading(path):

@@ -335,7 +335,7 @@ class _Counted:
 
 @dataclass(eq=False, slots=True)
 class _StandIn:
-    """For what a name means, or what calling it made: a tensor of `elements`, or nothing that takes memory."""
+    """Stands for a name or for the result of calling it: a tensor of `elements`, or an object that takes no memory."""
 
     name: str
     elements: int = 0
@@ -422,7 +422,7 @@ class _Rehearsal(pickle._Unpickler):
             raise _TooMuch(f"{name} is made of keys that are nested")
 
     def build(self) -> None:
-        """Take an object's own attributes: as a dictionary, whose keys were looked at when they were set."""
+        """Take an object's attributes, as a dictionary whose keys were checked when they were set."""
         attributes = self.stack.pop()
         if isinstance(self.stack[-1], dict) and not isinstance(attributes, dict):
             raise _TooMuch("the attributes of a dictionary are not a dictionary")

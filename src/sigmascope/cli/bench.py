@@ -394,7 +394,7 @@ def _spread(latency: "Latency") -> str:
 
 
 def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") -> None:
-    """A line for each remark after its case's name; a remark on all cases stands once, without a name."""
+    """Print a line for each remark, after its case's name; a remark on all cases is printed once, without a name."""
     common = (
         [remark for remark in remarks[0][1] if all(remark in others for _, others in remarks)]
         if remarks

@@ -200,7 +200,7 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _change(figure: "FigureComparison") -> Text:
-    """Coloured where the interval leaves no doubt about the direction."""
+    """Coloured if the interval leaves no doubt about the direction."""
     if figure.ratio is None:
         return Text(units.UNKNOWN)
     sure = figure.lower is not None and figure.upper is not None and not figure.lower <= 1 <= figure.upper

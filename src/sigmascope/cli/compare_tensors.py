@@ -254,7 +254,7 @@ def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
 
 
 def _cosine(value: float | None) -> str:
-    """Six digits; 1 only where it is that."""
+    """Six digits; 1 only if it is exactly 1."""
     if value is None:
         return "-"
     return "1" if value == 1.0 else f"{value:.6f}" if value < 0.9999995 else f"1-{1 - value:.0e}"

@@ -461,7 +461,9 @@ def config_error(error: ValidationError, model: type[BaseModel], where: str) -> 
 
 
 def _causes(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Leave out that a list is too short where its values were refused: pydantic counts those that remain."""
+    """Leave out the complaint that a list is too short if its values were refused: pydantic counts only those that
+    remain.
+    """
     inside = {detail["loc"][:-1] for detail in details}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
 

@@ -316,7 +316,7 @@ def output_error(output: Output, tuned: Output, perceptual: "PixelLoss | None" =
 
 
 def _perceptual() -> "PixelLoss | None":
-    """LPIPS, where its package is installed and finds its weights."""
+    """LPIPS, if its package is installed and finds its weights."""
     if find_spec("lpips") is None:
         return None
     from sigmascope.lbm.training.objective import PixelLoss

@@ -100,7 +100,7 @@ def lbm_statistics(
                 if unfinished is not None:
                     unfinished.input_done()
 
-        found = collect_statistics(
+        measured = collect_statistics(
             model.denoiser,
             run,
             calls=num_inference_steps * len(pictures),
@@ -110,8 +110,8 @@ def lbm_statistics(
             **of_run,
         )
         if save_to is not None:
-            found.save(save_to)
-    return found
+            measured.save(save_to)
+    return measured
 
 
 def fit_lbm_lora(

@@ -282,7 +282,7 @@ def _complete_pairs(
 
 
 def _shard_name(name: str, taken: set[str]) -> str:
-    """A name without dots, where WebDataset ends a sample's name, and not the one of another sample."""
+    """A unique name without dots, because WebDataset ends a sample's name at the first dot."""
     plain = name.replace(".", "_")
     plain = plain.lstrip("_") if plain.startswith("__") else plain  # those are passed over as metadata
     unique = plain = plain or "sample"

@@ -140,7 +140,7 @@ class _StreamedLayer:
 
 
 class _Product(torch.autograd.Function):
-    """Keeps nothing for the way back but where the weight is."""
+    """Keeps nothing for the backward pass except where the weight is."""
 
     @staticmethod
     def forward(context: Any, given: Tensor, layer: _StreamedLayer) -> Tensor:

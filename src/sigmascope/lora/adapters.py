@@ -244,7 +244,7 @@ class Adapter(ABC):
         return frobenius_norm(self.delta(base)) if norm is None else abs(self.scale) * norm
 
     def _norm_of_product(self) -> float | None:
-        """The norm before the scale, where the product need not be formed for it."""
+        """The norm before the scale, if it can be had without forming the product."""
         return None
 
     def shaped(self, weight_shape: Sequence[int]) -> "Adapter":

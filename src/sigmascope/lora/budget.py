@@ -334,7 +334,7 @@ class Budget:
         spectra: Mapping[str, Spectrum],
         storage: StorageCost,
     ) -> Allocation:
-        """Give each layer its share of the one rank first; where that is too much for a size, some of it to all."""
+        """Start each layer with its share of the one rank; if that exceeds the size, with a part of it for all."""
         shapes = {layer: spectrum.weight_shape for layer, spectrum in spectra.items()}
         if self.max_bytes is not None:
             share = _spread_rank(_one_rank(self.max_bytes, shapes, storage))
@@ -576,7 +576,7 @@ def _one_rank(size: int, shapes: Mapping[str, Sequence[int]], storage: StorageCo
 
 
 def _spread_rank(one_rank: float) -> int:
-    """What each layer gets of one rank for all where ranks are spread."""
+    """Each layer's part of the one rank for all, if ranks are spread."""
     share = math.ceil(_SPREAD_SHARE * (one_rank - _HEADER_IN_RANKS))
     return max(share, min(math.floor(one_rank + _HEADER_IN_RANKS), _SPREAD_WHOLLY_UP_TO))
 

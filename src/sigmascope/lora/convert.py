@@ -437,7 +437,7 @@ def _denoiser_shapes(checkpoint: Checkpoint, layout: ModelLayout) -> dict[str, t
 def _require_family(
     name: str, format: str, layout: ModelLayout, layers: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse a format that names layers by their family, where that is not known.
+    """Refuse a format that names layers by their family if the family is not known.
 
     Args:
         name: Of what the layers are of.

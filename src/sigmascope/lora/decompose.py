@@ -364,7 +364,7 @@ def _singular_directions(
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Share of the energy below which a squared singular value is rounding, which goes by ‖A‖ and not by σ₁."""
+    """Share of the energy below which a squared singular value is rounding, which scales with ‖A‖, not with σ₁."""
     return torch.finfo(dtype).eps ** 2 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
@@ -529,7 +529,7 @@ def full_svd(work: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """QR iteration on CUDA, float64 on the CPU: slower, and converging where divide and conquer does not."""
+    """QR iteration on CUDA, float64 on the CPU: slower, but it converges where divide and conquer does not."""
     try:
         if work.is_cuda:
             u, sigma, vh = torch.linalg.svd(work, full_matrices=False, driver="gesvd")
@@ -633,7 +633,7 @@ class FactoredChange:
         return Truncated(stored, error, share)
 
     def _uncut(self) -> Truncated | None:
-        """The same factors with the scale in up; None where storing them costs more than rounding should.
+        """The same factors with the scale in up; None if storing them so would round them too much.
 
         What is lost is a product of factors itself, [E_up, up]·[down; E_down] with the rounding errors E, so that
         its Gram matrices cancel nothing.

@@ -117,7 +117,7 @@ class LoraFactors:
         """
         _require_same_weight([self, other])
         if self.rank * other.rank > self.up.shape[0] * self.down.shape[1]:
-            changes = [as_float64(one.up) @ as_float64(one.down) for one in (self, other)]
+            changes = [as_float64(pair.up) @ as_float64(pair.down) for pair in (self, other)]
             return self.scale * other.scale * float((changes[0] * changes[1]).sum())
         ups = as_float64(self.up).mT @ as_float64(other.up)
         downs = as_float64(self.down) @ as_float64(other.down).mT

@@ -312,9 +312,9 @@ def _called(model: nn.Module, call: RecordedCall) -> Tensor:
 
 def _mean_square(pairs: Any) -> float:
     total = count = 0.0
-    for one, other in pairs:
-        total += float((one.double() - other.double()).square().sum())
-        count += one.numel()
+    for output, wanted in pairs:
+        total += float((output.double() - wanted.double()).square().sum())
+        count += output.numel()
     return total / count
 
 
@@ -456,7 +456,7 @@ def _kept(value: Any, last: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """The arguments where the call had them, as tensors of their own: the model may change them in place."""
+    """The arguments on the call's devices, as copied tensors: the model may change them in place."""
     if isinstance(value, KeptTensor):
         return value.values.to(value.device, copy=True)
     if type(value) is dict:

@@ -157,7 +157,7 @@ class Journal:
             _log.info("Resuming: %d finished parts in %s.", len(self._places), self.path)
 
     def _content_at(self, place: int) -> bytes | None:
-        """The content of the record there; None where there is no whole one."""
+        """The content of the record there; None if there is no complete one."""
         size = os.fstat(self._file.fileno()).st_size
         self._file.seek(place)
         head = self._file.read(_LENGTH_BYTES + _DIGEST_BYTES)
@@ -235,7 +235,7 @@ def _locked(path: Path, flags: int = 0) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Keep a second process off the same journal, where the system and the disk have such locks."""
+    """Keep a second process off the same journal, if the system and the disk support locks."""
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows

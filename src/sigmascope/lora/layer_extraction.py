@@ -398,7 +398,7 @@ def true_error(
 
 
 def _tighter(allowed: Budget, asked: float, error: float) -> Budget:
-    """A budget that makes up for what rounding added beyond what was reckoned with.
+    """A tighter budget, to make up for more rounding than was expected.
 
     Raises:
         ConfigError: That is most of the error: the change is too small for the storage precision.

@@ -283,7 +283,9 @@ def _search(
     goal: "_Goal",
     random: Float[Tensor, "r n"],
 ) -> Subspace:
-    """Iterate in the dtype of `coarse`; with `matrix`, its float32 form, from `random` rows where little is left."""
+    """Iterate in the dtype of `coarse`, from `random` rows; if little is left, continue with `matrix`, its float32
+    form.
+    """
     resolved = goal.resolved(coarse.dtype)
     subspace = _with_restarts(coarse, start, goal, stop_below=resolved)
     if goal.left(subspace.captured) > resolved:
@@ -383,7 +385,7 @@ def _deflated(
     dtype: torch.dtype,
     random: Float[Tensor, "r n"],
 ) -> Subspace:
-    """Take what was found out of the matrix, search what is left on its own scale, and choose among both.
+    """Subtract the part found from the matrix, search the rest on its own scale, and choose from both.
 
     Beside singular values a hundred times as large, the others would be rounding.
 

@@ -287,7 +287,7 @@ def merge_lora_files(
 
 
 def _rank_plan(changes: "MergedChanges", options: CombineOptions) -> RankPlan:
-    """The plan asked for; without one everything is kept, where that is less than the whole weight."""
+    """The plan asked for; by default everything is kept, if that is less than the whole weight."""
     if options.plan is not None:
         return options.plan
     if changes.formed:
@@ -470,7 +470,7 @@ class MergedChanges:
         return any(self.united.loras[position].kind_of(name) in NEEDS_BASE for position in self._acting(name))
 
     def _acting(self, name: str) -> tuple[int, ...]:
-        """The LoRAs of a layer without those of weight 0; all of them where none is left."""
+        """The LoRAs of a layer without those of weight 0; all of them if none is left."""
         positions = self.united.positions(name)
         return tuple(position for position in positions if self.weights[position] != 0.0) or positions
 

@@ -475,7 +475,7 @@ def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
-    """`diffusers` where any path is of diffusers alone; else the other one."""
+    """`diffusers` if any path exists only there; otherwise the other naming."""
     if family == "unknown":
         return {"peft": "diffusers", "comfyui": "original"}.get(lora.format, "unknown")
     if family in UNET_FAMILIES:
@@ -486,7 +486,7 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
 
 
 def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
-    """A path in the naming that the others are of, where it is of the other."""
+    """A path in the naming of the other paths; translated if it is in another."""
     if family in UNET_FAMILIES:
         renamed_path = to_diffusers(path, blocks) if naming == "diffusers" else None
         return renamed_path or path

@@ -571,7 +571,7 @@ class Resizer:
                 yield result
 
     def _weighing(self, names: Sequence[str]) -> Weigh | None:
-        """How much a squared error counts under the budget; None where statistics weigh it, or all count alike."""
+        """How much a squared error counts under the budget; None if statistics weigh it, or all count the same."""
         if self.plan.budget is None or self.has_metric:
             return None
         patterns, is_relative = self.plan.budget.weights, self.plan.budget_weights == RELATIVE
@@ -707,7 +707,7 @@ def _cut(name: str, change: Truncatable, rank: int) -> Truncated:
 
 
 def _require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
-    """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
+    """Raise a ConfigError if no module is left to write."""
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:
         raise ConfigError(

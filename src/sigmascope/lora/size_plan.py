@@ -135,7 +135,10 @@ class LoraPlan:
             "statistics": None if self.statistics is None else self.statistics.name,
             "changed_layers": self.changed,
             "knee": self.knee.as_dict(),
-            **{name: [one.as_dict() for one in getattr(self, name)] for name in ("fixed", "budget", "curve")},
+            **{
+                name: [planned.as_dict() for planned in getattr(self, name)]
+                for name in ("fixed", "budget", "curve")
+            },
             "layers": [asdict(layer) for layer in self.layers],
         }
 
@@ -199,7 +202,7 @@ def plan_lora(
             smallest * (largest / smallest) ** (point / (_CURVE_POINTS - 1)) for point in range(_CURVE_POINTS)
         ]
         curve = tuple(sizes.within([math.ceil(step) for step in steps]))
-        at_fixed = tuple(sizes.within([one.bytes for one in fixed], measured=True))
+        at_fixed = tuple(sizes.within([planned.bytes for planned in fixed], measured=True))
         knee = curve[knee_of([point.bytes for point in curve], [point.weighted_error for point in curve])]
     shares = {layer: weights.get(layer, 1.0) * record.weighted_norm**2 for layer, record in records.items()}
     largest_first = sorted(shares, key=lambda layer: -shares[layer])[:_NAMED_LAYERS]
@@ -300,7 +303,7 @@ class _Sizes:
             for layer, record in self._records.items()
         }
         change = math.fsum(record.delta_norm**2 for record in self._records.values())
-        lost = math.fsum(one.record.error_at(one.rank) ** 2 for one in layers.values())
+        lost = math.fsum(layer_cut.record.error_at(layer_cut.rank) ** 2 for layer_cut in layers.values())
         weighted = true_error(layers, (), self._weights)
         return PlannedLora(rank, size, math.sqrt(lost / change), weighted, dict(ranks))
 
@@ -335,8 +338,9 @@ def save_plan_picture(path: str | PathLike[str], plan: LoraPlan) -> None:
 
 def _shapes(plan: LoraPlan) -> list[svg.Shape]:
     points = [*plan.fixed, *plan.curve]
-    least, most = min(one.bytes for one in points), max(one.bytes for one in points)
-    highest = max(one.weighted_error for one in points) or 1.0
+    sizes = [point.bytes for point in points]
+    least, most = min(sizes), max(sizes)
+    highest = max(point.weighted_error for point in points) or 1.0
 
     def place(planned: PlannedLora) -> tuple[float, float]:
         across = math.log(planned.bytes / least) / max(math.log(most / least), 1e-9)
@@ -358,7 +362,7 @@ def _shapes(plan: LoraPlan) -> list[svg.Shape]:
     first = plan.curve[0]
     shapes.append(svg.Label(place(first)[0], _FOOT + 20, format_size(first.bytes), anchor="middle"))
     for line, colour in ((plan.fixed, _FIXED), (plan.curve, _BUDGET)):
-        shapes += [svg.Line(place(one), place(other), colour) for one, other in pairwise(line)]
+        shapes += [svg.Line(place(start), place(end), colour) for start, end in pairwise(line)]
         for planned in line:
             tip = f"{format_size(planned.bytes)}: {100 * planned.weighted_error:.3g} %"
             shapes.append(svg.Dot(*place(planned), 3, colour, tip))

@@ -424,7 +424,9 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
 
 
 def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    """Diffusers renames `diffusion_model.` for most newer families, and finds nothing under that name for the others."""
+    """Diffusers renames `diffusion_model.` for most newer families, and loads nothing under that name for the
+    others.
+    """
     down = "lora_A" if any(".lora_A." in key for key in keys) else "lora_down"
     family = family_named(verdict.model_family)
     lost = [

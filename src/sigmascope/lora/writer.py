@@ -367,7 +367,7 @@ class LoraWriter:
             self._file.write(key, tensor)
 
     def _write_alphas(self) -> int | None:
-        """Write each module's rank as its alpha; or one alpha for all, where a loader would mix them up.
+        """Write each module's rank as its alpha, or one alpha for all if a loader would mix them up.
 
         The common alpha is the smallest rank, and `up` is scaled to match it. So no alpha exceeds its module's rank,
         which `true_alpha` could mistake for the rank asked for.

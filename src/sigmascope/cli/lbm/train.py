@@ -124,7 +124,7 @@ def train(options: TrainOptions) -> None:
 
 
 def _settings(options: TrainOptions) -> "TrainSettings":
-    """The YAML's settings, replaced where the command line gives others."""
+    """The YAML's settings, overridden by those of the command line."""
     from sigmascope.lbm.training.settings import load_train_settings
 
     settings = load_train_settings(options.path_config, allow_pipe=options.allow_pipe)

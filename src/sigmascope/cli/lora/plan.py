@@ -121,15 +121,15 @@ def plan(
         ridge=ridge,
     )
     with progress_bar("Decomposing") as progress:
-        found = plan_lora(base_model, tuned_model, options, most_rank=max_rank, progress=progress)
+        lora_plan = plan_lora(base_model, tuned_model, options, most_rank=max_rank, progress=progress)
     tried = dict(_tried(sizes, models, options, images))
     if picture is not None:
-        save_plan_picture(picture, found)
+        save_plan_picture(picture, lora_plan)
     if as_json:
-        print_json(found.as_dict() | {"tried": [_tried_as_dict(*one) for one in tried.items()]})
+        print_json(lora_plan.as_dict() | {"tried": [_tried_as_dict(*one) for one in tried.items()]})
     else:
         flags = _typed(pairing, exclude or [], ridge, save_precision, target_coverage, images.device)
-        _print(Console(), found, tried, flags)
+        _print(Console(), lora_plan, tried, flags)
         if picture is not None:
             say(f"Picture: {picture}")
 
@@ -178,37 +178,39 @@ def _tried_as_dict(size: int, report: "ImageReport") -> dict[str, object]:
     return {"max_bytes": size, **report.overall.with_lora.as_dict(), "remaining": report.overall.remaining}
 
 
-def _print(console: Console, found: "LoraPlan", tried: Mapping[int, "ImageReport"], flags: list[str]) -> None:
-    console.print(title("LoRA plan", found.tuned.name))
-    made = table("Size", "One rank", "Error", "Best ranks", "Same error from")
-    for fixed, best in zip(found.fixed, found.budget, strict=True):
-        enough = found.bytes_for(fixed.weighted_error)
-        made.add_row(
+def _print(
+    console: Console, lora_plan: "LoraPlan", tried: Mapping[int, "ImageReport"], flags: list[str]
+) -> None:
+    console.print(title("LoRA plan", lora_plan.tuned.name))
+    sizes = table("Size", "One rank", "Error", "Best ranks", "Same error from")
+    for fixed, best in zip(lora_plan.fixed, lora_plan.budget, strict=True):
+        enough = lora_plan.bytes_for(fixed.weighted_error)
+        sizes.add_row(
             format_size(fixed.bytes),
             str(fixed.rank),
             percent(fixed.weighted_error),
             percent(best.weighted_error),
             "-" if enough is None else format_size(enough),
         )
-    console.print(made)
-    console.print(_layers(found))
-    weighed = "the size of its weight" if found.statistics is None else "its effect on the model's output"
+    console.print(sizes)
+    console.print(_layers(lora_plan))
+    weighed = "the size of its weight" if lora_plan.statistics is None else "its effect on the model's output"
     rows = [
-        ("Layers that changed", str(found.changed)),
+        ("Layers that changed", str(lora_plan.changed)),
         ("Errors", f"of all layers, each by {weighed}"),
-        ("Knee", f"{format_size(found.knee.bytes)}, error {percent(found.knee.weighted_error)}"),
+        ("Knee", f"{format_size(lora_plan.knee.bytes)}, error {percent(lora_plan.knee.weighted_error)}"),
     ]
     console.print(facts(rows))
     if tried:
         console.print(_pictures(tried))
-    say(f"Next: {_command(found, found.knee, flags)}")
+    say(f"Next: {_command(lora_plan, lora_plan.knee, flags)}")
 
 
-def _layers(found: "LoraPlan") -> Table:
-    made = table("Layers with most of the change", "Share", "Rank at the knee")
-    for one in found.layers:
-        made.add_row(layer(one.name), percent(one.share), str(one.rank))
-    return made
+def _layers(lora_plan: "LoraPlan") -> Table:
+    shown = table("Layers with most of the change", "Share", "Rank at the knee")
+    for changed in lora_plan.layers:
+        shown.add_row(layer(changed.name), percent(changed.share), str(changed.rank))
+    return shown
 
 
 def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
@@ -225,11 +227,11 @@ def _pictures(tried: Mapping[int, "ImageReport"]) -> Table:
     return made
 
 
-def _command(found: "LoraPlan", planned: "PlannedLora", flags: list[str]) -> str:
+def _command(lora_plan: "LoraPlan", planned: "PlannedLora", flags: list[str]) -> str:
     """What makes the planned LoRA, to copy; `flags` are those that were typed for the plan."""
-    words = ["sigmascope", "lora", "extract", "--base_model_path", str(found.base)]
-    words += ["--tuned_model_path", str(found.tuned), "--save_to", "my_lora.safetensors"]
+    words = ["sigmascope", "lora", "extract", "--base_model_path", str(lora_plan.base)]
+    words += ["--tuned_model_path", str(lora_plan.tuned), "--save_to", "my_lora.safetensors"]
     words += ["--max_size", f"{-(-planned.bytes // 1024)}KB"]
-    if found.statistics is not None:
-        words += ["--statistics", str(found.statistics)]
+    if lora_plan.statistics is not None:
+        words += ["--statistics", str(lora_plan.statistics)]
     return shlex.join([*words, *flags])

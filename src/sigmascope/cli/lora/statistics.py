@@ -253,7 +253,7 @@ def statistics(
         from sigmascope.pipeline.pipeline_statistics import saved_pipeline_statistics
 
         with progress_bar("Running") as progress:
-            found = saved_pipeline_statistics(
+            layer_statistics = saved_pipeline_statistics(
                 model,
                 inputs.texts,
                 call=inputs.call,
@@ -267,29 +267,31 @@ def statistics(
         from sigmascope.lbm.lbm_statistics import lbm_statistics
 
         with progress_bar("Running") as progress:
-            found = lbm_statistics(model, pictures, progress=progress, **inputs.translation, **common)
+            layer_statistics = lbm_statistics(
+                model, pictures, progress=progress, **inputs.translation, **common
+            )
     if as_json:
-        print_json(_as_dict(found))
+        print_json(_as_dict(layer_statistics))
     else:
-        _print(Console(), save_to, found)
+        _print(Console(), save_to, layer_statistics)
 
 
-def _as_dict(found: "ModelStatistics") -> dict[str, object]:
+def _as_dict(measured: "ModelStatistics") -> dict[str, object]:
     return {
-        "layers": len(found),
-        "unmet": list(found.unmet),
-        "captured": found.captured,
-        "fingerprint": found.fingerprint,
-        **found.facts,
+        "layers": len(measured),
+        "unmet": list(measured.unmet),
+        "captured": measured.captured,
+        "fingerprint": measured.fingerprint,
+        **measured.facts,
     }
 
 
-def _print(console: Console, path: Path, found: "ModelStatistics") -> None:
+def _print(console: Console, path: Path, measured: "ModelStatistics") -> None:
     console.print(title("Statistics", path.name))
     rows = [
-        ("Layers", f"{len(found)}, and {len(found.unmet)} without statistics"),
-        ("Calls of the model", str(found.facts["calls"])),
-        ("Kept of a layer, at least", percent(found.captured)),
+        ("Layers", f"{len(measured)}, and {len(measured.unmet)} without statistics"),
+        ("Calls of the model", str(measured.facts["calls"])),
+        ("Kept of a layer, at least", percent(measured.captured)),
     ]
     console.print(facts(rows))
     print_written(console, path, path.stat().st_size)

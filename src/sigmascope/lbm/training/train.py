@@ -407,7 +407,7 @@ class TrainingLoop:
         return steps is not None and self.session.step >= steps
 
     def _validate(self) -> None:
-        """The main process makes the pictures, with the others where they hold a part of the model.
+        """The main process makes the pictures; other processes join in if they hold a part of the model.
 
         Nobody's training is touched by it.
         """
