@@ -52,7 +52,7 @@ _MAX_DIMENSIONS: Final = 8
 _MAX_ARRAY_DEPTH: Final = 4
 _MAX_ELEMENTS: Final = 2**63 - 1
 _MAX_TENSORS: Final = 1 << 16
-_MAX_VALUES: Final = 1_000_000  # of all fields that are no plain numbers: vocabularies have 300,000 texts
+_MAX_VALUES: Final = 1_000_000  # in all fields except plain numbers: vocabularies have 300,000 texts
 _MAX_KEPT_ITEMS: Final = 64  # of an array: shapes are, vocabularies are not looked at
 
 

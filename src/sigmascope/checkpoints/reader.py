@@ -266,7 +266,7 @@ def _has_safetensors(child: Path) -> bool:
     try:
         return is_folder(child) and any(name.endswith(".safetensors") for name in names_in(child))
     except CheckpointError:
-        return False  # one that may not be entered is no help as a hint
+        return False  # naming a folder that may not be entered does not help
 
 
 class ShardedCheckpoint(CompositeCheckpoint):

@@ -95,7 +95,7 @@ _DAMAGE_ERRORS: Final = (
 
 # What a sound file stays below. A tensor takes some 40 opcodes and 80 bytes of the archive's list.
 _MAX_LIST_BYTES: Final = 16 << 20
-_MAX_RECORD_BYTES: Final = 64 << 20  # of a member that is no storage
+_MAX_RECORD_BYTES: Final = 64 << 20  # of a member that is not a storage
 _MAX_OPCODES: Final = 600_000  # of 15,000 tensors; a million take two seconds to count on a slow machine
 _MAX_EXTRA_BYTES: Final = 64 << 20  # beyond the file's own size
 _MAX_DIMENSIONS: Final = 64

@@ -307,7 +307,9 @@ class TrainingData:
         if key is not None and key not in sample.masks and not self._said_unmasked:
             self._said_unmasked = True
             _log.warning(
-                "Sample %s has no member for mask_key: %s, so all of it is valid; said once.", sample.key, key
+                "Sample %s has no member for mask_key: %s, so all its pixels count as valid. This is logged only once.",
+                sample.key,
+                key,
             )
 
 

@@ -283,7 +283,7 @@ def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
 
 
 def _understood(loras: Sequence[LoraFile]) -> list[ParsedNames]:
-    """Each LoRA's names; one whose family cannot be told is taken to be of the others'."""
+    """Each LoRA's names; one of unknown family is assumed to have the others' family."""
     parsed = [parse_names(lora) for lora in loras]
     family = next((names.layout.family for names in parsed if names.layout.family != "unknown"), None)
     return [

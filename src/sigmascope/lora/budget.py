@@ -141,7 +141,7 @@ class StorageCost:
 
     Attributes:
         value_bytes: Of one number of a factor: 2 for float16 and bfloat16.
-        fixed_bytes: What the file holds whatever the ranks are: metadata, tensors that are no factors.
+        fixed_bytes: What the file holds whatever the ranks are: metadata, and tensors other than factors.
         names: Gives the names of a layer's up, down and (where the format has one) alpha in the file.
         numbers: Gives how many numbers one rank of a layer of that shape takes.
         offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
@@ -172,7 +172,7 @@ class StorageCost:
         Args:
             dtype: Storage dtype.
             metadata: The header's texts.
-            other_bytes: Tensors that are no factors, with their header entries.
+            other_bytes: Bytes of tensors other than factors, with their header entries.
             names: As the attribute.
             numbers: As the attribute.
         """

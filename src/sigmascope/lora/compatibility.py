@@ -282,7 +282,7 @@ class MismatchReasons:
         words = _WORD if "." in name else _FLAT_WORD
         for _ in range(_MAX_PREFIX_WORDS):
             word = words.match(rest)
-            if word is None or word[0][:-1].isdigit():  # a numbered block is no prefix
+            if word is None or word[0][:-1].isdigit():  # a numbered block is not a prefix
                 return None
             rest, cut = rest[word.end() :], cut + word[0]
             for spelling in (rest, f"lora_unet_{rest}", f"lora_te_{rest}"):
@@ -477,7 +477,7 @@ class AppliedModule:
         states: The states of its patches, each once.
         state_reason: The reason for the first patch's state.
         strength: The factor on the file's ΔW, summed over all patches of one weight; None if the module was not found
-            or is no plain change.
+            or is not a plain change.
         sources: The adapters that hold it, if the host names them.
         detail: Why it was not found; None if it was.
     """

@@ -345,7 +345,7 @@ class _Factors:
         """Of all that are not plain factors.
 
         Raises:
-            ConfigError: There is none, or a convolution's kernel cannot be told.
+            ConfigError: There is none, or a convolution's kernel is not known.
             CheckpointError, ModelMismatchError: As of `Metrics.read`.
         """
         shapes, paths = {}, {}

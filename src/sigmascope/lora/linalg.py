@@ -373,7 +373,7 @@ def _sharpened(matrix: Float[Tensor, "m n"], rows: Float[Tensor, "k n"]) -> Floa
 
 
 def _images(matrix: Float[Tensor, "m n"], rows: Float[Tensor, "k n"]) -> Float[Tensor, "m k"]:
-    """A·rowsᵀ. In float32 on a CPU (rows·Aᵀ)ᵀ takes half the time where the rows are no multiple of 16."""
+    """A·rowsᵀ. In float32 on a CPU (rows·Aᵀ)ᵀ takes half the time if the number of rows is not a multiple of 16."""
     return (rows @ matrix.mT).mT
 
 

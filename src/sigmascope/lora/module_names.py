@@ -382,7 +382,7 @@ class ParsedNames:
     Attributes:
         layout: Of a checkpoint that would have the layers under these paths.
         layers: Path by name in the LoRA; for a change of a bias, `<layer>.bias`.
-        unknown: Flat names whose dots cannot be told.
+        unknown: Flat names whose dots are not known.
         blocks: Of the U-Net, as far as the names tell.
     """
 

@@ -61,8 +61,8 @@ def test_layers_are_chosen_once_and_in_order() -> None:
 def test_a_pattern_that_means_nothing_is_named_with_near_ones(tiny_model: LbmModel) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_new_lora(tiny_model, ["attn1", "atn1", "ff.nets"], rank=2)
-    assert "'atn1' is part of no layer's name (near: attn1" in str(caught.value)
-    assert "'ff.nets' is part of no layer's name (near: ff.net" in str(caught.value)
+    assert "'atn1' matches no layer's name (near: attn1" in str(caught.value)
+    assert "'ff.nets' matches no layer's name (near: ff.net" in str(caught.value)
     assert "'attn1' is" not in str(caught.value)
 
 
@@ -185,7 +185,9 @@ def test_what_would_be_lost_from_a_file_is_refused(tiny_model: LbmModel) -> None
 
 
 def test_a_pattern_for_layers_that_only_the_model_has_says_so(tiny_model: LbmModel) -> None:
-    with pytest.raises(ConfigError, match="'conv_out' means 1 layers of the model, none of which"):
+    with pytest.raises(
+        ConfigError, match="'conv_out' matches 1 layer of the model, but none in the LoRA file"
+    ):
         plan_continued_lora(tiny_model, lora_of(("denoiser.conv_in", (32, 4, 3, 3))), ["conv_out"])
 
 

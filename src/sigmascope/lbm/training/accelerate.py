@@ -303,7 +303,7 @@ def prepare_step(
         _keep_group_to_the_last(module)
         return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module))
     _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
-    # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
+    # The VAE is not part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
     # would wait for each other's layers at different places.
     try:
         denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)

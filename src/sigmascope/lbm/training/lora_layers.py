@@ -459,7 +459,7 @@ def select_layers(
             continue
         if elsewhere := sum(matches(pattern, layer) for layer in others):
             wrong.append(
-                f"{pattern!r} means {elsewhere} layers of the model, none of which the LoRA file has"
+                f"{pattern!r} matches {counted(elsewhere, 'layer')} of the model, but none in the LoRA file"
             )
             continue
         # Every run of as many parts between dots as the pattern has.
@@ -467,7 +467,7 @@ def select_layers(
         runs = {".".join(words[i : i + length]) for words in parts for i in range(len(words) - length + 1)}
         near = difflib.get_close_matches(pattern, sorted(runs), n=2, cutoff=0.5)
         guess = f" (near: {', '.join(near)})" if near else ""
-        wrong.append(f"{pattern!r} is part of no layer's name{guess}")
+        wrong.append(f"{pattern!r} matches no layer's name{guess}")
     if wrong:
         raise ConfigError(
             f"{KEY}: {'; '.join(wrong)}.",

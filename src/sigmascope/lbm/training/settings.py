@@ -309,13 +309,11 @@ def _what_is_minimised(settings: "TrainSettings") -> Iterator[str]:
     named = {key: getattr(settings, key).lower() for key in ("source_key", "target_key")}
     masked = [key for key, name in named.items() if name == (settings.mask_key or "").lower()]
     if named["source_key"] == named["target_key"]:
-        yield f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"
+        yield f"target_key: same as source_key ({settings.target_key}), so there is nothing to learn"
     elif settings.mask_key is not None and masked:
-        yield (
-            f"mask_key: it and {masked[0]} are both {settings.mask_key}; name the mask's file, or leave it out"
-        )
+        yield (f"mask_key: same as {masked[0]} ({settings.mask_key}); name the mask's file, or leave it out")
     elif settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
-        yield "latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"
+        yield "latent_loss_weight: 0, like pixel_loss_weight, so there is nothing to minimise"
 
 
 def _how_it_is_optimised(settings: "TrainSettings") -> Iterator[str]:
@@ -340,7 +338,7 @@ def _sizes(settings: "TrainSettings") -> Iterator[str]:
         if side is not None and (side < settings.vae.factor or side % settings.vae.factor):
             yield f"{key}: expected a multiple of the VAE's {settings.vae.factor} pixels, got {side}"
     if crop is not None and tile is not None:
-        yield "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
+        yield "pixel_crop: the crop is decoded without tiles, so leave out pixel_tile_size or pixel_crop"
     if settings.max_member is not None:
         try:
             parse_size(str(settings.max_member))

@@ -204,9 +204,9 @@ def test_a_key_that_is_not_right_is_named(keys: dict[str, Any], said: str) -> No
         ({"rank": 8, "wandb_project": "p", "report_to": "tensorboard"}, "wandb_project: is for report_to: wandb"),
         ({"rank": 8, "num_steps": [1, 0]}, "num_steps: expected 1 or more, got 0"),
         ({"rank": 8, "validation_interval": 5}, "there are no validation_shards"),
-        ({"rank": 8, "source_key": "jpg", "target_key": "JPG"}, "target_key: it and source_key are both JPG"),
-        ({"rank": 8, "mask_key": "SOURCE"}, "mask_key: it and source_key are both SOURCE"),
-        ({"rank": 8, "mask_key": "target"}, "mask_key: it and target_key are both target"),
+        ({"rank": 8, "source_key": "jpg", "target_key": "JPG"}, "target_key: same as source_key (JPG)"),
+        ({"rank": 8, "mask_key": "SOURCE"}, "mask_key: same as source_key (SOURCE)"),
+        ({"rank": 8, "mask_key": "target"}, "mask_key: same as target_key (target)"),
         ({"rank": 8, "output_formats": ["native", "kohya", "native"]}, "output_formats: names native more than once"),
     ],
 )  # fmt: skip
