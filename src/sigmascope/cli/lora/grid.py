@@ -38,11 +38,11 @@ sigmascope lora grid pocket --lora my_lora.safetensors --images photos
 """
 _LBM, _PIPELINE, _RUN = "LBMs", "Diffusers pipelines", "How to run"
 _MODEL_HELP = "A folder that diffusers wrote, a name on the hub, an LBM checkpoint, or pocket."
-_OUTPUT_HELP = "A .png or .html; the other and a folder .cells are made beside it."
-_LORA_HELP = "LoRA file of any format; repeatable."
-_PROMPTS_HELP = "A text file with a prompt in each line."
-_IMAGES_HELP = "A picture to translate, or a folder of them, in place of prompts; repeatable."
-_RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square; of an LBM also bucket or keep."
+_OUTPUT_HELP = "A .png or .html file. The other one and a folder .cells are written beside it."
+_LORA_HELP = "LoRA file of any format. Repeatable."
+_PROMPTS_HELP = "A text file with a prompt on each line."
+_IMAGES_HELP = "A picture to translate instead of a prompt, or a folder of pictures. Repeatable."
+_RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square. For an LBM also bucket or keep."
 
 
 @app.command("grid", epilog=EPILOG)
@@ -57,14 +57,14 @@ def grid(
         list[str] | None, flag("--prompt", "Prompt of a row of the grid. Repeatable.", _PIPELINE)
     ] = None,
     prompts: Annotated[Path | None, flag("--prompts", _PROMPTS_HELP, _PIPELINE, exists=True)] = None,
-    guidance_scale: Annotated[float | None, flag("--guidance_scale", "Of its call.", _PIPELINE)] = None,
+    guidance_scale: Annotated[float | None, flag("--guidance_scale", "Guidance scale.", _PIPELINE)] = None,
     image: Annotated[Path | None, options.start_image(_PIPELINE)] = None,
     call: Annotated[list[str] | None, options.call(_PIPELINE)] = None,
     offload: Annotated[str, options.offload(_PIPELINE)] = "none",
-    hide_prompts: Annotated[bool, flag("--hide_prompts", "Show numbers, not prompts.", _PIPELINE)] = False,
+    hide_prompts: Annotated[bool, flag("--hide_prompts", "Number prompts instead.", _PIPELINE)] = False,
     images: Annotated[list[Path] | None, flag("--images", _IMAGES_HELP, _LBM)] = None,
     config_path: Annotated[Path | None, options.config_path(_LBM)] = None,
-    seed: Annotated[int, flag("--seed", "The same in every cell.", _RUN)] = 0,
+    seed: Annotated[int, flag("--seed", "Seed of every cell.", _RUN)] = 0,
     steps: Annotated[int | None, flag("--steps", "Denoising steps.", _RUN, min=1)] = None,
     resolution: Annotated[str | None, flag("--resolution", _RESOLUTION_HELP, _RUN)] = None,
     device: Annotated[str, options.device(_RUN)] = "auto",
