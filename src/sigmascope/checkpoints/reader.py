@@ -43,14 +43,14 @@ from sigmascope.checkpoints.checkpoint import (
     sniff,
 )
 from sigmascope.checkpoints.gguf import GgufCheckpoint
+from sigmascope.checkpoints.hub import WEIGHT_SUFFIXES, local_model
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
-from sigmascope.checkpoints.torch_files import PickleCheckpoint
+from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES, PickleCheckpoint
 from sigmascope.errors import CheckpointError
 from sigmascope.files import parse_json
 from sigmascope.units import first_few
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 
 
 _MAX_NAMED: Final = 5
@@ -74,7 +74,8 @@ def open_checkpoint(
     Args:
         path: A `.safetensors` file, a `*.safetensors.index.json`, a `.gguf` file, a PyTorch checkpoint (`.ckpt`,
             `.pt`, `.pth`, `.bin`; weights only, code in it is never run), a folder that holds one of them, or a
-            diffusers folder, whose components are opened as one with keys `<component>.<key>`.
+            diffusers folder, whose components are opened as one with keys `<component>.<key>`. Or the name of one
+            on the hub (`org/model`), which is looked for in its local cache.
         variant: Which files of a folder to read if it has several: `fp16` for `*.fp16.safetensors`. By default the
             plain file, or else the first of fp32, bf16 and fp16 that is there.
         dequantise: Return quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
@@ -88,7 +89,7 @@ def open_checkpoint(
             that cannot be undone here.
         UnsafeCheckpointError: A PyTorch checkpoint that asks to run code.
     """
-    opened = _open(Path(path), variant)
+    opened = _open(local_model(path), variant)
     if not dequantise:
         return opened
     try:
@@ -140,7 +141,7 @@ def what_is_there(missing: Path) -> str:
     except CheckpointError:  # no folder, or one that may be entered but not listed
         return ""
     near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
-    weights = sorted(name for name in siblings if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES)))
+    weights = sorted(name for name in siblings if name.endswith(WEIGHT_SUFFIXES))
     parts = [f"Did you mean {near[0]}?"] if near else []
     parts += [f"Checkpoints there: {first_few(weights, _MAX_NAMED)}."] if weights else []
     return " ".join(parts)

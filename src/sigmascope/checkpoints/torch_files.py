@@ -66,6 +66,7 @@ _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weig
 # Names that tensors ask for.
 _TENSOR_CODE = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
 
+PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 _INERT: Final = frozenset(
     {
         "argparse.Namespace",

@@ -42,7 +42,7 @@ from sigmascope.checkpoints import (
     open_checkpoint,
 )
 from sigmascope.checkpoints.checkpoint import is_existing, is_folder
-from sigmascope.checkpoints.reader import PICKLE_SUFFIXES
+from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
 from sigmascope.errors import (
     CheckpointError,
     ConfigError,

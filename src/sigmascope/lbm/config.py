@@ -329,7 +329,8 @@ def find_config(checkpoint: str | Path) -> Path | None:
         is_regular_file,
         names_in,  # it loads torch
     )
-    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX
+    from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
 
     def stem(name: str) -> str:
         return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import yaml
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, file_sha256
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
-from sigmascope.files import require_writable, short_path
+from sigmascope.files import require_writable
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.budget import StorageCost, file_weights
 from sigmascope.lora.families import ModelLayout, UnetBlocks
@@ -45,6 +44,7 @@ from sigmascope.lora.layer_extraction import (
 from sigmascope.lora.layer_names import blocks_of_model, layer_order
 from sigmascope.lora.linalg import fast_dtype
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
+from sigmascope.lora.sidecar import refuse_other_yaml, sidecar_path, sidecar_text
 from sigmascope.lora.statistics import ModelStatistics, load_statistics_of
 from sigmascope.lora.validate import (
     BlockError,
@@ -61,8 +61,6 @@ from sigmascope.records.run import Finding
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
 
 _CPU: Final = torch.device("cpu")
-
-_MOST_SIDECAR_BYTES: Final = 1 << 20
 
 
 def extract_lora(
@@ -127,7 +125,9 @@ def extract_lora(
         report = replace(report, weighted_error=extraction.weighted_error(layers))
         # Entered first, left last: the description only appears once the LoRA is in place.
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
-        sidecar.write_text(sidecar_text(report), encoding="utf-8")
+        sidecar.write_text(
+            sidecar_text(report.sidecar, report.base, report.tuned, _facts(report)), encoding="utf-8"
+        )
         write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
     seconds = time.perf_counter() - started
     return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
@@ -161,6 +161,22 @@ def check_extraction(
         if options.budget is not None:
             options.budget.check(pair.layers)
         resolve_format(options, pair)
+
+
+def _facts(report: "ExtractionReport") -> dict[str, Any]:
+    """What the side-car says beside the models' names. Its keys and their order are always the same."""
+    fixed = report.options.fixed_rank
+    return {
+        "extraction_method": "svd",
+        "rank": report.options.asked_rank if fixed is None else fixed.rank,
+        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
+        "architecture": report.architecture,
+        "native_naming": report.format == "native",
+        "total_analyzed_layers": report.total_analyzed_layers,
+        "total_lora_modules": report.total_lora_modules,
+        "change_threshold": report.options.min_diff,
+        "coverage_percentage": round(report.coverage_percentage, 2),
+    }
 
 
 def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
@@ -573,50 +589,3 @@ class ExtractionReport:
         fields.pop("weighted_error")
         paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
         return paths | totals | fields
-
-
-def sidecar_path(lora: Path) -> Path:
-    """`<name>_config.yaml` beside `<name>.safetensors`."""
-    return lora.with_name(f"{lora.stem}_config.yaml")
-
-
-def sidecar_text(report: ExtractionReport) -> str:
-    """The side-car's text. Its keys and their order are always the same."""
-    fixed = report.options.fixed_rank
-    facts = {
-        "base_model": as_text(short_path(report.base)),
-        "extraction_method": "svd",
-        "rank": report.options.asked_rank if fixed is None else fixed.rank,
-        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
-        "architecture": report.architecture,
-        "native_naming": report.format == "native",
-        "total_analyzed_layers": report.total_analyzed_layers,
-        "total_lora_modules": report.total_lora_modules,
-        "change_threshold": report.options.min_diff,
-        "coverage_percentage": round(report.coverage_percentage, 2),
-    }
-    return str(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
-
-
-def refuse_other_yaml(sidecar: Path) -> None:
-    """Refuse to replace a file of the side-car's name that does not describe an extraction.
-
-    Raises:
-        ConfigError: A file is there that lacks the key `extraction_method` or cannot be read.
-        WriteError: It is a folder, not a regular file, or write-protected.
-    """
-    require_writable(sidecar)
-    if not sidecar.is_file():
-        return
-    try:
-        with sidecar.open(encoding="utf-8") as stream:
-            is_ours = any(
-                line.startswith("extraction_method:") for line in stream.readlines(_MOST_SIDECAR_BYTES)
-            )
-    except (OSError, ValueError):
-        is_ours = False
-    if not is_ours:
-        raise ConfigError(
-            f"The LoRA's description would be written to {sidecar}, but that file is something else.",
-            hint="Choose another name for --save_to, or move that file.",
-        )

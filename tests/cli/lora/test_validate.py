@@ -1,6 +1,7 @@
 """`sigmascope lora validate`: the picture, other kinds of pairs, and `--images`."""
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -231,3 +232,56 @@ def test_work_in_any_number_of_threads(files: "ModelPair", call: Terminal) -> No
     reports = [json.loads(call(*arguments(files, "--json", "--workers", n)).out) for n in (1, 3)]
     assert reports[0]["modules"] == reports[1]["modules"]
     assert torch.get_num_threads() >= 1
+
+
+def alone(files: "ModelPair") -> Path:
+    return files.base.with_name("lora.safetensors")
+
+
+def test_the_lora_alone_is_validated_against_the_models_of_its_side_car(
+    files: "ModelPair", call: Validate
+) -> None:
+    whole = call(*arguments(files, "--json"))
+    short = call(alone(files), "--json")
+    assert short.code == whole.code == 0
+    first, second = json.loads(short.out), json.loads(whole.out)
+    assert first | {"seconds": 0} == second | {"seconds": 0}
+    assert (first["base"], first["tuned"]) == (str(files.base), str(files.tuned))
+    assert f"As lora_config.yaml says: base {files.base}, tuned {files.tuned}" in short.err
+
+
+def test_a_model_of_the_side_car_that_is_gone_is_named_with_its_key_and_flag(
+    files: "ModelPair", call: Validate
+) -> None:
+    moved = files.tuned.rename(files.tuned.with_name("moved.safetensors"))
+    outcome = call(alone(files))
+    said = " ".join(outcome.err.split())
+    assert outcome.code == 2
+    assert f"lora_config.yaml: tuned_model is tuned.safetensors, and there is no {files.tuned}." in said
+    assert "Next: Give --tuned_model_path with its place." in said
+    again = call(alone(files), "--tuned_model_path", moved, "--json")
+    assert again.code == 0
+    assert json.loads(again.out)["tuned"] == str(moved)
+
+
+def test_flags_win_over_the_side_car(files: "ModelPair", call: Validate) -> None:
+    other = Path(shutil.copy(files.tuned, files.tuned.with_name("other.safetensors")))
+    outcome = call(alone(files), "--tuned_model_path", other, "--json")
+    found = json.loads(outcome.out)
+    assert (found["base"], found["tuned"]) == (str(files.base), str(other))
+
+
+def test_without_a_side_car_the_flags_are_asked_for(files: "ModelPair", call: Validate) -> None:
+    files.base.with_name("lora_config.yaml").unlink()
+    outcome = call(alone(files))
+    assert outcome.code == 2
+    assert "Give --base_model_path and --tuned_model_path." in " ".join(outcome.err.split())
+    assert call(*arguments(files)).code == 0
+
+
+def test_a_lora_is_given_once(files: "ModelPair", call: Validate) -> None:
+    assert "two LoRAs" in call(alone(files), "--lora_path", alone(files)).err
+    assert "got no LoRA" in call("--base_model_path", files.base).err
+    missing = call(files.base.with_name("lore.safetensors"))
+    assert missing.code == 1
+    assert "Did you mean lora.safetensors?" in " ".join(missing.err.split())

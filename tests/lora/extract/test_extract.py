@@ -190,7 +190,8 @@ def test_the_side_car_has_exactly_the_contract_s_keys(make_model_pair: "MakePair
     report = extract(files, ExtractOptions(rank=4, conv_rank=2, min_diff=1e-9))
     assert report.sidecar == files.base.with_name("lora_config.yaml")
     assert yaml.safe_load(report.sidecar.read_text(encoding="utf-8")) == {
-        "base_model": f"{files.base.parent.name}/{files.base.name}",
+        "base_model": "base.safetensors",
+        "tuned_model": "tuned.safetensors",
         "extraction_method": "svd",
         "rank": 4,
         "conv_rank": 2,

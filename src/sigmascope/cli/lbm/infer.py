@@ -307,7 +307,8 @@ def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
 
 def model_files(checkpoint: Path) -> list[Path]:
     """Every file that may be read for a checkpoint: the file itself, or the weights in its folder."""
-    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX
+    from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
 
     weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
     try:

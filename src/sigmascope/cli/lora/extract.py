@@ -289,7 +289,7 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
     console.print(findings(report.findings))
     print_written(console, report.lora, report.file_bytes)
     console.print(Text("         ").append_text(plain(report.sidecar)))
-    following = "Next: sigmascope lora validate with the same two models and --lora_path "
+    following = "Next: sigmascope lora validate "
     console.print(Text(following).append_text(plain(report.lora)))
 
 

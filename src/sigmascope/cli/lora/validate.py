@@ -30,7 +30,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
-from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
+from sigmascope.cli.options import AsJson, PairFlags, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import counted, printable
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich")
 EPILOG = """Examples:
+
+sigmascope lora validate my_lora.safetensors
 
 sigmascope lora validate --base_model_path base.safetensors --tuned_model_path tuned.safetensors
 --lora_path my_lora.safetensors --picture errors.svg
@@ -58,6 +60,10 @@ _MOST_PICTURES_SHOWN = 5
 
 def _image_option(name: str, help_text: str, default: str | bool = True, **more: Any) -> Any:
     return typer.Option(name, help=help_text, show_default=default, rich_help_panel=_IMAGES_PANEL, **more)
+
+
+def _model_option(name: str, help_text: str) -> Any:
+    return typer.Option(name, help=help_text, show_default="as <LORA>_config.yaml says")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +98,24 @@ class ImageFlags:
     ] = None
 
 
-@app.command("validate", epilog=EPILOG)
+@app.command("validate", no_args_is_help=True, epilog=EPILOG)
 @option_groups
 def validate(
     *,
-    base_model_path: BasePath,
-    tuned_model_path: TunedPath,
+    lora: Annotated[
+        Path | None,
+        typer.Argument(metavar="LORA", help="The LoRA to validate, in any format.", show_default=False),
+    ] = None,
+    base_model_path: Annotated[
+        Path | None,
+        _model_option("--base_model_path", "The base model: the checkpoint that the LoRA is for."),
+    ] = None,
+    tuned_model_path: Annotated[
+        Path | None, _model_option("--tuned_model_path", "The fine-tuned checkpoint.")
+    ] = None,
     lora_path: Annotated[
-        Path, typer.Option("--lora_path", help="The LoRA to validate, in any format.", show_default=False)
-    ],
+        Path | None, typer.Option("--lora_path", help="The LoRA, instead of LORA.", show_default=False)
+    ] = None,
     layer_names: Annotated[
         Path | None,
         typer.Option(
@@ -133,19 +148,27 @@ def validate(
     modules of the LoRA. Below --min_success_rate the exit code is 1, and neither
     the list of layers nor the picture is written. Lower it for a LoRA that
     leaves layers out on purpose.
+
+    The YAML that lora extract writes beside a LoRA names both models, so that
+    the LoRA alone is enough.
     """
+    from sigmascope.lora.sidecar import models_of, sidecar_path
     from sigmascope.lora.validate import validate_lora
 
-    inputs = (base_model_path, tuned_model_path, lora_path)
-    names_path = _names_path(layer_names, lora_path, inputs)
+    made = _the_lora(lora, lora_path)
+    base, tuned = models_of(made, base_model_path, tuned_model_path)
+    if base_model_path is None or tuned_model_path is None:
+        say(f"As {sidecar_path(made).name} says: base {base}, tuned {tuned}", err=True)
+    inputs = (base, tuned, made)
+    names_path = _names_path(layer_names, made, inputs)
     uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
     check_picture(picture, uses)
-    models = {"base": base_model_path, "tuned": tuned_model_path}
+    models = {"base": base, "tuned": tuned}
     check_image_flags(images, models)
     options = pairing.options()
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
-    seen = run_images(images, models, lora_path)
+    seen = run_images(images, models, made)
     passed = report.success_rate >= min_success_rate
     lists_names = passed and bool(report.layer_names)
     if as_json:
@@ -171,16 +194,33 @@ def validate(
         raise typer.Exit(1)
 
 
+def _the_lora(argument: Path | None, option: Path | None) -> Path:
+    """The LoRA, given in one of two ways.
+
+    Raises:
+        ConfigError: It is given in both or in neither, or is a folder.
+    """
+    lora = argument or option
+    if lora is None or (argument is not None and option is not None):
+        given = "no LoRA" if lora is None else f"two LoRAs, {argument} and {option}"
+        raise ConfigError(
+            f"lora validate got {given}.", hint="For example: sigmascope lora validate my_lora.safetensors"
+        )
+    from sigmascope.checkpoints.checkpoint import is_folder
+
+    if is_folder(lora):
+        raise ConfigError(f"The LoRA {lora} is a folder.", hint="Name the LoRA's file in it.")
+    return lora
+
+
 def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     """The file for the layer names; a bad one is refused before the work begins.
 
     Raises:
-        ConfigError: The LoRA is a folder, or the list would replace an input or is not named `.txt`.
+        ConfigError: The list would replace an input or is not named `.txt`.
     """
-    from sigmascope.checkpoints.checkpoint import is_folder, is_same_file
+    from sigmascope.checkpoints.checkpoint import is_same_file
 
-    if is_folder(lora):
-        raise ConfigError(f"--lora_path {lora} is a folder.", hint="Name the LoRA's file in it.")
     path = asked or lora.parent / "lora_layer_names.txt"
     if path.suffix != ".txt":
         raise ConfigError(f"--layer_names {path} is not a .txt file.", hint="Give a name that ends in .txt.")

@@ -315,4 +315,4 @@ def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
 def test_a_folder_is_no_lora(make_model_pair: "MakePair", sigmascope: Terminal) -> None:
     outcome = sigmascope("lora", "validate", *models(make_model_pair()), "--lora_path", ".")
     assert outcome.code == 2
-    assert "--lora_path . is a folder" in outcome.err
+    assert "The LoRA . is a folder" in outcome.err

@@ -1,0 +1,73 @@
+"""Models by their name on the Hugging Face hub (`org/model`), found in its local cache. Nothing is downloaded.
+
+A name looks like a relative path, so what is there under that path comes first.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder
+from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
+from sigmascope.errors import CheckpointError
+from sigmascope.installation import install_packages
+
+WEIGHT_SUFFIXES: Final = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
+_A_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_IN_THE_CACHE: Final = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+
+
+def local_model(model: str | os.PathLike[str]) -> Path:
+    """The path of a model: as given, or the snapshot of a hub's name in the local cache.
+
+    Args:
+        model: A path, or `org/model`.
+
+    Returns:
+        A path that is there, or the one given if it is no name of the hub.
+
+    Raises:
+        CheckpointError: The cache has no such model, or no weights of it: says how to download them. Or
+            huggingface_hub is not installed.
+    """
+    path, name = Path(model), os.fspath(model)
+    if not is_hub_name(name) or is_existing(path):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            path,
+            "is no file or folder, and to look for it in the hub's cache needs huggingface_hub, which is not installed.",
+            hint=f"Check the path, or install it with: {install_packages('huggingface_hub')}",
+        ) from error
+    try:
+        snapshot = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, HFValidationError) as error:
+        if is_folder(path.parent):  # a slip in a path more likely than a name
+            return path
+        raise _to_download(
+            path, "is no file or folder, and the hub's local cache has no such model."
+        ) from error
+    if not any(file.suffix in WEIGHT_SUFFIXES and file.exists() for file in snapshot.rglob("*")):
+        raise _to_download(path, "is in the hub's local cache without its weights.")
+    return snapshot
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it has the form `org/model`; a file's name of weights or a description has not."""
+    return _A_NAME.fullmatch(text) is not None and not text.lower().endswith((*WEIGHT_SUFFIXES, ".json"))
+
+
+def hub_name(path: Path) -> str | None:
+    """The name of the model whose snapshot the folder is; None for any other path."""
+    match = _IN_THE_CACHE.search(str(path))
+    return f"{match[1]}/{match[2]}" if match else None
+
+
+def _to_download(path: Path, message: str) -> CheckpointError:
+    return CheckpointError(
+        path, message, hint=f"Check the path, or download it: hf download {path.as_posix()}"
+    )

@@ -1,0 +1,105 @@
+"""A model is found by its name on the hub in huggingface_hub's own cache, and nowhere else."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.checkpoints.hub import hub_name, local_model
+from sigmascope.errors import CheckpointError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and a working folder beside it without a network."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "hub"
+
+
+def cached(cache: Path, name: str, *files: str) -> Path:
+    """Files of a model as huggingface_hub keeps them: links into `blobs`, below the commit that `main` means."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "0a1b2c"
+    for number, file in enumerate(files):
+        blob = folder / "blobs" / str(number)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"weight": torch.full((2,), float(number))}, blob)
+        link = snapshot / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0a1b2c")
+    return snapshot
+
+
+def test_a_name_is_the_snapshot_in_the_cache(cache: Path) -> None:
+    snapshot = cached(cache, "some/tiny-model", "model.safetensors")
+    assert local_model("some/tiny-model") == snapshot
+    assert hub_name(snapshot) == "some/tiny-model"
+    with open_checkpoint("some/tiny-model") as checkpoint:
+        assert checkpoint.tensor("weight").tolist() == [0, 0]
+
+
+def test_what_is_there_under_that_path_comes_first(cache: Path) -> None:
+    cached(cache, "some/model", "model.safetensors")
+    Path("some/model").mkdir(parents=True)
+    assert local_model("some/model") == Path("some/model")
+
+
+def test_what_is_not_in_the_cache_is_to_be_downloaded(cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"local cache has no such model") as refused:
+        local_model("some/model")
+    assert refused.value.hint == "Check the path, or download it: hf download some/model"
+
+
+def test_a_name_whose_weights_are_not_in_the_cache_is_to_be_downloaded(cache: Path) -> None:
+    """As after `AutoConfig.from_pretrained`, or a download that broke off."""
+    snapshot = cached(cache, "some/model", "model.safetensors")
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").resolve().unlink()
+    with pytest.raises(CheckpointError, match=r"without its weights\..*hf download some/model"):
+        local_model("some/model")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.safetensors",
+        "some/model.ckpt",
+        "./some/model",
+        "../some/model",
+        "~/model",
+        "a/b/c",
+        "/a/b",
+        "some/",
+        "",
+    ],
+)
+def test_a_path_is_no_name(path: str, cache: Path) -> None:
+    assert local_model(path) == Path(path)
+
+
+def test_a_slip_in_a_path_keeps_its_own_error(cache: Path) -> None:
+    Path("models").mkdir()
+    save_file({"weight": torch.zeros(1)}, "models/base.safetensors")
+    with pytest.raises(CheckpointError, match=r"Checkpoints there: base\.safetensors"):
+        open_checkpoint("models/base")
+
+
+def test_without_huggingface_hub_it_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        CheckpointError, match=r"huggingface_hub, which is not installed.*pip install huggingface_hub"
+    ):
+        local_model("some/model")
