@@ -1,5 +1,6 @@
 """A model is found by its name on the hub in huggingface_hub's own cache, and nowhere else."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_a_name_whose_weights_are_not_in_the_cache_is_to_be_downloaded(cache: Pa
     (snapshot / "model.safetensors").resolve().unlink()
     with pytest.raises(CheckpointError, match=r"without its weights\..*hf download some/model"):
         local_model("some/model")
+
+
+def test_a_model_of_which_only_some_files_are_here_is_found(cache: Path) -> None:
+    """As diffusers leaves it: huggingface_hub knows of a second variant, and refuses the folder from 1.22 on."""
+    from huggingface_hub import snapshot_download
+
+    snapshot = cached(cache, "some/model", "unet/model.safetensors")
+    names = "unet/model.safetensors", "unet/model.fp16.safetensors"
+    files = {name: {"size": 1, "blob_id": "0"} for name in names}
+    (snapshot.parents[1] / "trees").mkdir()
+    listing = snapshot.parents[1] / "trees" / "0a1b2c.json"
+    listing.write_text(json.dumps({"format_version": 1, "files": files}))
+    with pytest.raises(OSError, match=r"fp16\.safetensors"):
+        snapshot_download("some/model", local_files_only=True)
+    assert local_model("some/model") == snapshot
 
 
 @pytest.mark.parametrize(

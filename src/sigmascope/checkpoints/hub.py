@@ -5,6 +5,7 @@ A name looks like a relative path, so what is there under that path comes first.
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,11 +19,12 @@ _A_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _IN_THE_CACHE: Final = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 
 
-def local_model(model: str | os.PathLike[str]) -> Path:
+def local_model(model: str | os.PathLike[str], files: Sequence[str] = ()) -> Path:
     """The path of a model: as given, or the snapshot of a hub's name in the local cache.
 
     Args:
         model: A path, or `org/model`.
+        files: What to download of it, for the message; all when left out.
 
     Returns:
         A path that is there, or the one given if it is no name of the hub.
@@ -43,16 +45,20 @@ def local_model(model: str | os.PathLike[str]) -> Path:
             "is no file or folder, and to look for it in the hub's cache needs huggingface_hub, which is not installed.",
             hint=f"Check the path, or install it with: {install_packages('huggingface_hub')}",
         ) from error
+    download = f"Check the path, or download it: {' '.join(('hf download', name, *files))}"
     try:
         snapshot = Path(snapshot_download(name, local_files_only=True))
     except (OSError, HFValidationError) as error:
-        if is_folder(path.parent):  # a slip in a path more likely than a name
+        # From 1.22 on it refuses a model of which some files are not here, such as those of other variants.
+        partial = getattr(error, "snapshot_path", None)
+        if partial is None and is_folder(path.parent):  # a slip in a path more likely than a name
             return path
-        raise _to_download(
-            path, "is no file or folder, and the hub's local cache has no such model."
-        ) from error
+        if partial is None:
+            message = "is no file or folder, and the hub's local cache has no such model."
+            raise CheckpointError(path, message, hint=download) from error
+        snapshot = Path(partial)
     if not any(file.suffix in WEIGHT_SUFFIXES and file.exists() for file in snapshot.rglob("*")):
-        raise _to_download(path, "is in the hub's local cache without its weights.")
+        raise CheckpointError(path, "is in the hub's local cache without its weights.", hint=download)
     return snapshot
 
 
@@ -65,9 +71,3 @@ def hub_name(path: Path) -> str | None:
     """The name of the model whose snapshot the folder is; None for any other path."""
     match = _IN_THE_CACHE.search(str(path))
     return f"{match[1]}/{match[2]}" if match else None
-
-
-def _to_download(path: Path, message: str) -> CheckpointError:
-    return CheckpointError(
-        path, message, hint=f"Check the path, or download it: hf download {path.as_posix()}"
-    )

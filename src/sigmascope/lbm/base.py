@@ -12,7 +12,7 @@ Either all files are written or none, after a check for room on the disk, and ex
 `check_base` proves that a base can be used: it loads the base, runs it once and checks the result.
 
 The backbone may be a diffusers folder, a single-file checkpoint with SDXL's own names, or a repository of the Hugging
-Face hub, from which only its weights are fetched.
+Face hub that is in its local cache.
 
 Diffusers' own converter renames the tensors of a single file. It needs a state dict, and gets one that takes no memory:
 each tensor is a single number, its position in the file, expanded to the tensor's shape. The converter's result shows
@@ -42,6 +42,7 @@ from sigmascope.checkpoints import (
     open_checkpoint,
 )
 from sigmascope.checkpoints.checkpoint import is_existing, is_folder
+from sigmascope.checkpoints.hub import local_model
 from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES
 from sigmascope.errors import (
     CheckpointError,
@@ -169,7 +170,7 @@ def create_base(
         config: The LBM's config, or its YAML file, which is then copied unchanged.
         save_path: A `.safetensors` or `.ckpt` file; an existing one is replaced.
         backbone: A diffusers folder with `unet` and `vae`, a single-file checkpoint with SDXL's own names, or a
-            repository of the Hugging Face hub; None for the config's `backbone_signature`.
+            repository of the Hugging Face hub that is in its local cache; None for the config's `backbone_signature`.
         variant: Variant of a folder's files, such as `fp16`; None for the plain ones, or else the most precise.
         dtype: Dtype of the base's weights; None keeps the backbone's. `num_iterations` is always float32.
         both: Also write the other format beside `save_path`, and the config where later commands find it.
@@ -192,7 +193,7 @@ def create_base(
         text = path_of_config.read_text(encoding="utf-8")
     targets = choose_base_files(save_path, config, both=both)
     model = build_lbm(config, device="meta")
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    shapes = _shapes(model)
     signature = config.backbone_signature if backbone is None else backbone
     with open_backbone(signature, config, variant) as source:
         _refuse_inputs(targets, source.files)
@@ -221,6 +222,20 @@ def create_base(
         nbytes=nbytes,
         seconds=time.perf_counter() - begin,
     )
+
+
+def check_backbone(config: LbmConfig) -> None:
+    """Refuse a backbone that a base could not be made from; no weight is read.
+
+    Raises:
+        SigmascopeError: As of `create_base`.
+    """
+    with open_backbone(config.backbone_signature, config) as source:
+        find_adaptations(source, _shapes(build_lbm(config, device="meta")))
+
+
+def _shapes(model: nn.Module) -> dict[str, Shape]:
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,8 +676,8 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
         variant: Of a folder or repository, such as `fp16` for `*.fp16.safetensors`.
 
     Raises:
-        ConfigError: It does not exist and cannot be fetched, or a variant is given for a single file.
-        CheckpointError: It cannot be read, or lacks the UNet or the VAE.
+        ConfigError: It does not exist, or a variant is given for a single file.
+        CheckpointError: It is not in the hub's local cache, cannot be read, or lacks the UNet or the VAE.
     """
     path = _locate(str(signature), variant)
     with ExitStack() as files:
@@ -689,47 +704,9 @@ def _locate(signature: str, variant: str | None) -> Path:
             f"--backbone_signature {signature} does not exist.",
             hint="Give a diffusers folder, a single-file checkpoint or the name of a repository.",
         )
-    return download(signature, variant)
-
-
-def download(signature: str, variant: str | None) -> Path:
-    """Fetch a repository's `unet` and `vae` in one variant, or find them in the local cache.
-
-    Args:
-        signature: Such as `stabilityai/stable-diffusion-xl-base-1.0`.
-        variant: Such as `fp16`; None for the plain files.
-
-    Returns:
-        The local folder.
-
-    Raises:
-        ConfigError: The repository cannot be fetched.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    fetch: Callable[..., str] = snapshot_download
-    try:
-        return Path(fetch(signature, allow_patterns=wanted_files(variant)))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        raise ConfigError(
-            f"--backbone_signature {signature} is not a local folder or file, and cannot be downloaded from the hub "
-            f"({str(error).splitlines()[0]}).",
-            hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
-        ) from error
-
-
-def wanted_files(variant: str | None) -> list[str]:
-    """Patterns of the files that a base is made from, without gigabytes of other variants."""
     dotted = "" if variant is None else f".{variant}"
-    names = (
-        "config.json",
-        f"{_WEIGHTS_STEM}{dotted}.safetensors",
-        f"{_WEIGHTS_STEM}.safetensors.index{dotted}.json",
-        f"{_WEIGHTS_STEM}{dotted}-*-of-*.safetensors",
-        f"{_WEIGHTS_STEM}-*-of-*{dotted}.safetensors",
-    )
-    return [f"{part}/{name}" for part in ("unet", "vae") for name in names]
+    names = ("config.json", f"{_WEIGHTS_STEM}{dotted}.safetensors")
+    return local_model(local, files=[f"{part}/{name}" for part in ("unet", "vae") for name in names])
 
 
 def _from_folder(folder: Path, variant: str | None, files: ExitStack) -> Backbone:

@@ -33,16 +33,13 @@ MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 
 PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
-TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
-"""Keys that every training's YAML has, and no model's."""
+TRAINING_NEEDS: Final = ("train_shards", "save_ckpt_path")
+"""Keys that every training's YAML has."""
+_OF_A_RUN: Final = (*TRAINING_NEEDS, "base_model_path")
+"""Keys that no model's YAML has."""
 _MISSPELT_SIMILARITY: Final = 0.85
 """Similarity (difflib's ratio) from which a key is taken for a misspelt key of the model; no key of a training reaches
 it."""
-_HOW_TO_GIVE: Final = {
-    "base_model_path": " (write the file that sigmascope lbm create-base made; LBM makes it from backbone_signature in "
-    "each training)"
-}
-"""Of keys that LBM's own YAMLs lack: what to write."""
 
 
 class ConfigBlock(BaseModel):
@@ -288,8 +285,8 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
 
 def _of_the_model(data: Mapping[Any, Any]) -> dict[Any, Any]:
     """The keys of the model; of a training's YAML without those of the run."""
-    # Two of the keys that every training needs tell one apart from a slip.
-    if sum(key in data for key in TRAINING_NEEDS) < 2:
+    # Two keys of a run tell a training apart from a slip.
+    if sum(key in data for key in _OF_A_RUN) < 2:
         return dict(data)
     known = LbmConfig.model_fields
     return {
@@ -477,7 +474,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
         text = str(detail["ctx"]["error"])
         return f"{key}.{text}" if key else text
     if detail["type"] == "missing":
-        return f"{key} is required{_HOW_TO_GIVE.get(key, '')}"
+        return f"{key} is required"
     return f"{key}: {_expected(detail)}, got {_shortened(detail['input'])}"
 
 

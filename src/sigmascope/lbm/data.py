@@ -18,7 +18,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from itertools import chain
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -487,6 +488,10 @@ def redistribute(positions: Sequence[DataPosition], process: int, processes: int
     return DataPosition(positions[0].epoch, reached, tuple(mine))
 
 
+_MEMBERS: Final = {"source": ("source", "jpg"), "target": ("target",), "mask": ("mask",)}
+"""What stands in for a key that a sample has no member of: LBM's trainings rename these to what the YAML says."""
+
+
 class SampleDecoder:
     """Decodes samples: chooses members, size and crop.
 
@@ -511,8 +516,12 @@ class SampleDecoder:
         named = {key.lower() for key in (*pictures, *masks)}
         roles = {config.source_key: "source", config.target_key: "target", config.mask_key: "mask"}
         # What stands in where a sample has no member of a key's own name.
-        self.roles = {key: role for key, role in roles.items() if key is not None and role not in named}
-        self.keys = tuple(dict.fromkeys((*pictures, *masks, *self.roles.values())))
+        self.roles = {
+            key: tuple(name for name in _MEMBERS[role] if name not in named)
+            for key, role in roles.items()
+            if key is not None and role not in named
+        }
+        self.keys = tuple(dict.fromkeys((*pictures, *masks, *chain(*self.roles.values()))))
 
     def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
         """Decode a sample.
@@ -551,9 +560,10 @@ class SampleDecoder:
 
     def _decoded(self, raw: RawSample, key: str, *, mask: bool) -> Image.Image:
         """Of the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
-        role = self.roles.get(key)
-        named = role is None or wanted_members(key, raw.names) or not wanted_members(role, raw.names)
-        member = find_member(key if named or role is None else role, raw.names)
+        names = (key, *self.roles.get(key, ()))
+        member = find_member(
+            next((name for name in names if wanted_members(name, raw.names)), key), raw.names
+        )
         try:
             return (decode_mask if mask else decode_picture)(raw.members[member])
         except DataError as error:
@@ -561,7 +571,7 @@ class SampleDecoder:
 
     def _may_lack(self, raw: RawSample, key: str) -> bool:
         """Whether a sample has no mask of what is valid: all of it is, as in LBM."""
-        names = (key, self.roles.get(key, key))
+        names = (key, *self.roles.get(key, ()))
         is_validity = key == self.config.mask_key and key not in self.config.conditioning_masks_keys
         return is_validity and not any(wanted_members(name, raw.names) for name in names)
 

@@ -10,7 +10,7 @@ from tests.lbm.sdxl_forms import DENOISER, VAE, Form, single_file_state
 
 from sigmascope.checkpoints import Checkpoint, TensorInfo
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.base import PREFIXES, name_single_file, open_backbone, wanted_files
+from sigmascope.lbm.base import PREFIXES, name_single_file, open_backbone
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm
 
@@ -146,48 +146,27 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(
         pass
 
 
-def test_a_name_is_fetched_from_the_hub(
-    sdxl_config: LbmConfig, sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_name_is_looked_for_in_the_hub_s_cache(
+    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def fetch(repository: str, allow_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
-        return str(sdxl_folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--some--sdxl"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("0a1b2c")
+    (model / "snapshots").mkdir()
+    (model / "snapshots/0a1b2c").symlink_to(sdxl_folder)
     with open_backbone("some/sdxl", sdxl_config) as backbone:
         assert len(backbone.weights) > 100
-    assert asked == [("some/sdxl", wanted_files(None))]
 
 
-def test_only_the_files_of_the_variant_are_fetched() -> None:
-    from fnmatch import fnmatch
-
-    def fetched(variant: str | None, name: str) -> bool:
-        return any(fnmatch(f"unet/{name}", pattern) for pattern in wanted_files(variant))
-
-    plain = ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-00001-of-00002.safetensors"]
-    half = [
-        "diffusion_pytorch_model.fp16.safetensors",
-        "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
-    ]
-    assert [fetched(None, name) for name in plain] == [True, True]
-    assert [fetched(None, name) for name in half] == [False, False]
-    assert [fetched("fp16", name) for name in half] == [True, True]
-    assert not fetched("fp16", plain[0])
-    assert not fetched(None, "diffusion_pytorch_model.bin")
-
-
-def test_a_backbone_that_cannot_be_fetched_is_named(
-    sdxl_config: LbmConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_name_that_is_not_there_is_to_be_downloaded_without_what_a_base_has_no_use_for(
+    sdxl_config: LbmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with (
-        pytest.raises(ConfigError, match=r"nobody/nothing.*no network"),
-        open_backbone("nobody/nothing", sdxl_config),
-    ):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError) as refused, open_backbone("some/sdxl", sdxl_config, "fp16"):
         pass
+    assert refused.value.hint is not None
+    assert refused.value.hint.endswith(
+        "hf download some/sdxl unet/config.json unet/diffusion_pytorch_model.fp16.safetensors "
+        "vae/config.json vae/diffusion_pytorch_model.fp16.safetensors"
+    )

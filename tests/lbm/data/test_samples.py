@@ -55,6 +55,15 @@ def test_lbm_s_keys_mean_the_members_that_its_trainings_rename() -> None:
     assert np.array_equal(own.pictures["source_image"], np.asarray(target))  # a member of the key's own name
 
 
+def test_a_bare_jpg_is_the_source_unless_another_key_means_it() -> None:
+    source, target = noise(0, 64, 64), noise(1, 64, 64)
+    members = {"jpg": encoded(source), "normal__png": encoded(target)}
+    sample = decode(raw(**members), source_key="image", target_key="normal")
+    assert np.array_equal(sample.pictures["image"], np.asarray(source))
+    with pytest.raises(DataError, match="no member for the key 'image'"):
+        decode(raw(**members), source_key="image", target_key="jpg")
+
+
 def test_a_member_that_another_key_means_stands_in_for_none() -> None:
     data = encoded(noise(0, 64, 64))
     with pytest.raises(DataError, match="no member for the key 'photo'"):

@@ -57,7 +57,7 @@ class CreateBaseOptions:
         str | None,
         options.flag(
             "--backbone_signature",
-            "The backbone: a diffusers folder, single-file SDXL checkpoint, or hub name.",
+            "The backbone: a diffusers folder, single-file SDXL checkpoint, or hub name in the local cache.",
             FILES,
             show_default="the config's",
         ),

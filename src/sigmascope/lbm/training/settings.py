@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
 from torch import nn
 
+from sigmascope.checkpoints.hub import local_model
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import (
     TRAINING_NEEDS,
@@ -60,8 +61,15 @@ LENGTH_INDEPENDENT = NO_WARMUP | {"constant_with_warmup"}
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
+OWN_BASE: Final = "base.safetensors"
+"""The base in the run's folder, where the YAML names none."""
+
+
 class TrainSettings(LbmConfig):
     """All settings of one training run; `docs/lbm-train-config.md` says what each key does.
+
+    A YAML that names no base gets one, made from `backbone_signature` in the run's folder. If nothing says what to train
+    either, every weight of the denoiser is trained, as in LBM's own trainings.
 
     It is also an `LbmConfig`, with the model's own keys; `lbm` gives only these. Relative paths are relative to
     the directory that training is started in, as for every path on a command line.
@@ -69,7 +77,7 @@ class TrainSettings(LbmConfig):
 
     train_shards: tuple[Pattern, ...] = Field(min_length=1)
     validation_shards: tuple[Pattern, ...] | None = None
-    base_model_path: Path
+    base_model_path: Path = Path(OWN_BASE)
     save_ckpt_path: Path
     resume_from_checkpoint: bool = True
     lora_weights_path: Path | None = None
@@ -157,7 +165,7 @@ class TrainSettings(LbmConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_it_is_called_here(cls, data: Any) -> Any:
-        return renamed(numbers_are_numbers(data, cls))
+        return with_own_base(renamed(numbers_are_numbers(data, cls)))
 
     @model_validator(mode="after")
     def _can_be_done(self) -> "TrainSettings":
@@ -169,6 +177,11 @@ class TrainSettings(LbmConfig):
     def lbm(self) -> LbmConfig:
         """The model's own keys."""
         return LbmConfig.model_construct(**{name: getattr(self, name) for name in LbmConfig.model_fields})
+
+    @property
+    def makes_base(self) -> bool:
+        """Whether the run makes its base itself."""
+        return self.base_model_path == self.save_ckpt_path / OWN_BASE
 
     @property
     def pixel_loss_side(self) -> int | None:
@@ -245,7 +258,10 @@ def parse_train_settings(data: Any, *, where: str = "settings", allow_pipe: bool
                 f"{where}: {written}: needs {missing} beside it.", hint="Give both, or neither."
             )
     base = user_path(data.get("base_model_path"))
-    config = find_config(base) if isinstance(base, str | Path) else None
+    if isinstance(base, str | Path):
+        base = local_model(base)
+        data = {**data, "base_model_path": base}
+    config = find_config(base) if isinstance(base, Path) else None
     of_the_model = {} if config is None else load_config(config).model_dump()
     try:
         return TrainSettings.model_validate({**of_the_model, **data, "allow_pipe": allow_pipe})
@@ -274,6 +290,17 @@ def renamed(data: Any) -> Any:
             )
         values[ours] = value
     return values
+
+
+def with_own_base(data: Any) -> Any:
+    """What LBM's own YAMLs leave out: the base, which they make from the backbone, and how to train, which is whole."""
+    if not isinstance(data, Mapping) or user_path(data.get("base_model_path")) is not None:
+        return data
+    folder = user_path(data.get("save_ckpt_path"))
+    if not isinstance(folder, str | Path):
+        return data
+    how = {key: data[key] for key in ("rank", "lora_weights_path", "full_finetune") if data.get(key)}
+    return {**data, "base_model_path": Path(folder) / OWN_BASE} | ({} if how else {"full_finetune": True})
 
 
 def impossible_combinations(settings: "TrainSettings") -> Iterator[str]:

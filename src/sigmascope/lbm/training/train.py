@@ -66,6 +66,7 @@ from sigmascope.lbm.training.metrics import (
     validate,
 )
 from sigmascope.lbm.training.objective import lpips_package
+from sigmascope.lbm.training.own_base import check_own_base, make_own_base
 from sigmascope.lbm.training.session import (
     Session,
     add_lora,
@@ -164,6 +165,9 @@ def train(
                 if main:
                     held.enter_context(folder.locked())
                 aside = folder.set_aside() if main and not resume else None
+                if main:
+                    _say_what_is_left_out(settings)
+                    make_own_base(settings, progress)
             try:
                 with explain_out_of_memory("training", LESS_FOR_TRAINING), watch.recorder:
                     with team.together():
@@ -542,6 +546,17 @@ def _check_packages(settings: TrainSettings) -> None:
         raise ConfigError(" ".join(error.message for error in lacking), hint=hints)
 
 
+def _say_what_is_left_out(settings: TrainSettings) -> None:
+    if settings.makes_base:
+        what = "every weight of the denoiser" if settings.full_finetune else "a LoRA"
+        _log.warning(
+            "The YAML names no base, so it is %s, made from %s; what is trained is %s.",
+            settings.base_model_path,
+            settings.backbone_signature,
+            what,
+        )
+
+
 def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     """Check everything that can go wrong before the first step, and report what would be trained.
 
@@ -555,8 +570,10 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     _check_packages(settings)
     resume = settings.resume_from_checkpoint if resume is None else resume
     model = build_lbm(settings.lbm, device="meta")
-    with open_checkpoint(settings.base_model_path) as checkpoint:
-        check_fits(model.state_dict(), checkpoint)
+    to_make = check_own_base(settings)
+    if not to_make:
+        with open_checkpoint(settings.base_model_path) as checkpoint:
+            check_fits(model.state_dict(), checkpoint)
     plan = plan_training(model, settings)
     data = open_data(settings)
     size = None if _are_commands(data.shards) else _first_size(data)

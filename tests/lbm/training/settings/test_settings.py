@@ -109,11 +109,38 @@ def test_every_key_of_lbm_s_own_trainings_is_understood() -> None:
         assert getattr(settings, key) == LBM_TAKES[key]
 
 
-def test_what_lbm_s_own_yaml_lacks_is_said_with_what_to_write() -> None:
-    with pytest.raises(ConfigError, match=r"base_model_path is required .*sigmascope lbm create-base"):
-        parse_train_settings({**LBM_TAKES, "full_finetune": True})
+def test_what_lbm_s_own_yaml_lacks_is_done_as_lbm_does_it() -> None:
+    """Its trainings make the base from the backbone and train the whole denoiser."""
+    settings = parse_train_settings(LBM_TAKES)
+    assert (settings.base_model_path, settings.makes_base) == (Path("checkpoints/base.safetensors"), True)
+    assert (settings.full_finetune, settings.rank) == (True, None)
+    lora = parse_train_settings({**LBM_TAKES, "rank": 8, "base_model_path": ""})
+    assert (lora.makes_base, lora.full_finetune, lora.rank) == (True, False, 8)
+
+
+def test_who_names_a_base_says_what_to_train() -> None:
     with pytest.raises(ConfigError, match=r"rank: give a rank .* or full_finetune: true"):
         parse_train_settings({**LBM_TAKES, "base_model_path": "base.ckpt"})
+    with pytest.raises(ConfigError, match="rank: give a rank"):
+        parse_train_settings({**LBM_TAKES, "base_model_path": "base.ckpt", "full_finetune": False})
+
+
+LEFT_OUT = {
+    "timestep_sampling": "uniform", "logit_mean": 0.0, "logit_std": 1.0, "selected_timesteps": None, "prob": None,
+    "bridge_noise_sigma": 0.005, "latent_loss_type": "l2", "latent_loss_weight": 1.0, "pixel_loss_type": "lpips",
+    "pixel_loss_weight": 0.0, "max_grad_norm": None, "mixed_precision": "bf16", "optimizer": "AdamW",
+    "optimizer_kwargs": {}, "lr_scheduler": "constant", "warmup_steps": 0, "conditioning_images_keys": (),
+    "conditioning_masks_keys": (), "mask_key": None, "resume_from_checkpoint": True, "vae_num_channels": 4,
+    "unet_input_channels": 4, "backbone_signature": "stabilityai/stable-diffusion-xl-base-1.0", "full_finetune": True,
+    "ema_decay": None, "gradient_accumulation_steps": 1, "pixel_loss_side": 512,
+}  # fmt: skip
+"""What LBM's trainer does where its YAML says nothing."""
+
+
+@pytest.mark.parametrize("key", LEFT_OUT)
+def test_a_key_that_is_left_out_has_lbm_s_default(key: str) -> None:
+    settings = parse_train_settings({"train_shards": "a.tar", "save_ckpt_path": "out"})
+    assert getattr(settings, key) == LEFT_OUT[key]
 
 
 def test_a_schedule_under_lbm_s_name_is_taken_over_or_refused_with_ours() -> None:
@@ -165,7 +192,7 @@ def test_without_a_config_beside_the_base_the_model_is_the_full_size_one() -> No
         ({"rank": 8, "train_shards": ""}, "train_shards: expected a list of values, got nothing"),
         ({"rank": 8, "train_shards": 3}, "train_shards.0: input should be a valid string, got 3."),
         ({"rank": 8, "image_size": [8, 8, 8]}, "image_size: expected at most 2 values, got [8, 8, 8]"),
-        ({"rank": 8, "base_model_path": ""}, "base_model_path: expected a path, got nothing"),
+        ({"rank": 8, "base_model_path": 3}, "base_model_path: expected a path, got 3"),
         (
             {"rank": 8, "train_shards": ["a.tar", ""]},
             "train_shards.1: string should have at least 1 character",
@@ -235,14 +262,12 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
 def test_missing_keys_are_named_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rank: 8")
-    with pytest.raises(
-        ConfigError, match=r"run\.yaml: train_shards is required; base_model_path is required"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.yaml: train_shards is required; save_ckpt_path is required"):
         load_train_settings(path)
 
 
 def test_a_model_s_configuration_is_no_training() -> None:
-    with pytest.raises(ConfigError, match=r"describes only a model.*train_shards, base_model_path") as caught:
+    with pytest.raises(ConfigError, match=r"describes only a model.*train_shards, save_ckpt_path") as caught:
         load_train_settings(CONFIG_PATH)
     assert "lbm infer --config_path" in str(caught.value.hint)
 
