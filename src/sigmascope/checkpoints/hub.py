@@ -71,3 +71,8 @@ def hub_name(path: Path) -> str | None:
     """The name of the model whose snapshot the folder is; None for any other path."""
     match = _IN_THE_CACHE.search(str(path))
     return f"{match[1]}/{match[2]}" if match else None
+
+
+def model_name(path: Path) -> str:
+    """What to call a model: by its name on the hub, else by that of its file or folder."""
+    return hub_name(path) or path.name

@@ -69,6 +69,19 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
     ]
 
 
+def found_model(model: Path | None) -> Path | None:
+    """The callback of what takes a model: a name on the hub becomes its folder in the local cache.
+
+    Raises:
+        CheckpointError: It is not there; says how to download it.
+    """
+    if model is None:
+        return None
+    from sigmascope.checkpoints.hub import local_model
+
+    return local_model(model)
+
+
 Full = Annotated[
     bool, typer.Option("--full", help="Print every stage, device, tensor and finding, not the verdict alone.")
 ]
@@ -78,13 +91,19 @@ BasePath = Annotated[
     Path,
     typer.Option(
         "--base_model_path",
-        help="The base model: the checkpoint that the LoRA is for.",
+        help="The base model: the checkpoint that the LoRA is for, or its hub name.",
         show_default=False,
+        callback=found_model,
     ),
 ]
 TunedPath = Annotated[
     Path,
-    typer.Option("--tuned_model_path", help="The fine-tuned checkpoint.", show_default=False),
+    typer.Option(
+        "--tuned_model_path",
+        help="The fine-tuned checkpoint, or its hub name.",
+        show_default=False,
+        callback=found_model,
+    ),
 ]
 SaveTo = Annotated[
     Path,
@@ -485,7 +504,10 @@ def _in_panel(name: str, help_text: str, **settings: Any) -> Callable[..., Any]:
 
 
 base_model_path = _in_panel(
-    "--base_model_path", "LBM checkpoint: a .safetensors or .ckpt file, or a folder.", show_default=False
+    "--base_model_path",
+    "LBM checkpoint: a .safetensors or .ckpt file, a folder, or a hub name.",
+    show_default=False,
+    callback=found_model,
 )
 config_path = _in_panel(
     "--config_path",

@@ -17,6 +17,14 @@ _UsageError: Any = typer.BadParameter.__mro__[2]
 """What Typer raises for a command line that it does not understand; where the class lies depends on its version."""
 STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
+
+
+def _one_name(token: str) -> str:
+    """A YAML's option by either of its names, and any option with dashes."""
+    name = token.replace("-", "_")
+    return "config_path" if name == "path_config" else name
+
+
 app = typer.Typer(
     name="sigmascope",
     cls=commands_on_demand(
@@ -67,7 +75,7 @@ app = typer.Typer(
     context_settings={
         "help_option_names": ["-h", "--help"],
         # --base-model-path is --base_model_path, in every group, and the help shows each option once.
-        "token_normalize_func": lambda token: token.replace("-", "_"),
+        "token_normalize_func": _one_name,
     },
 )
 

@@ -22,6 +22,7 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, file_sha256
+from sigmascope.checkpoints.hub import model_name
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.files import require_writable
 from sigmascope.lora.adapters import DiffChange
@@ -243,8 +244,8 @@ def extraction_metadata(
     """
     return {
         "sigmascope_version": __version__,
-        "sigmascope_base": as_text(pair.base.path.name),
-        "sigmascope_tuned": as_text(pair.tuned.path.name),
+        "sigmascope_base": as_text(model_name(pair.base.path)),
+        "sigmascope_tuned": as_text(model_name(pair.tuned.path)),
         BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
         TUNED_FINGERPRINT: denoiser_fingerprint(pair.tuned),
         "sigmascope_rank": options.header_text,

@@ -22,6 +22,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sigmascope.checkpoints.hub import model_name
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.lbm.images import (
@@ -177,7 +178,7 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
         lora_name, lora = options.lora_path.name, load_lora(options.lora_path)
     return ServedModel(
         model,
-        base_name="pocket model" if options.pocket else base.name,
+        base_name="pocket model" if options.pocket else model_name(base),
         resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
         lora=None if lora is None else attach_lora(model, lora),
         lora_name=lora_name,

@@ -285,3 +285,23 @@ def test_a_lora_is_given_once(files: "ModelPair", call: Validate) -> None:
     missing = call(files.base.with_name("lore.safetensors"))
     assert missing.code == 1
     assert "Did you mean lora.safetensors?" in " ".join(missing.err.split())
+
+
+def test_models_are_found_by_their_names_on_the_hub(
+    files: "ModelPair", call: Validate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, path in (("base", files.base), ("tuned", files.tuned)):
+        model = tmp_path / f"hub/models--some--{name}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs/main").write_text("0a1b2c")
+        (model / "snapshots/0a1b2c").mkdir(parents=True)
+        path.rename(model / "snapshots/0a1b2c/model.safetensors")
+    outcome = call(
+        "--base_model_path", "some/base", "--tuned_model_path", "some/tuned", alone(files), "--json"
+    )
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["base"] == str(tmp_path / "hub/models--some--base/snapshots/0a1b2c")
+    missing = call("--base_model_path", "some/other", "--tuned_model_path", "some/tuned", alone(files))
+    assert missing.code == 1
+    assert "hf download some/other" in " ".join(missing.err.split())

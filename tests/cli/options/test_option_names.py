@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 import sigmascope
 from sigmascope.cli.root import app
@@ -80,3 +81,41 @@ def test_the_page_of_commands_lists_every_option() -> None:
         section = re.split(r"^#{2,} `", page.partition(f"`sigmascope {name}`\n")[2], flags=re.MULTILINE)[0]
         missing = {option for option in options(command) if option.startswith("--") and option not in section}
         assert missing - {"--help"} == set(), name
+
+
+YAMLS = {
+    name: spelt
+    for name, command in COMMANDS.items()
+    for spelt in options(command) & {"--config_path", "--path_config"}
+}
+
+
+def test_each_command_shows_one_name_for_its_yaml() -> None:
+    assert {name for name in YAMLS if name.startswith("lbm ")} == {
+        "lbm create-base", "lbm infer", "lbm serve", "lbm train",
+    }  # fmt: skip
+    assert not any({"--config_path", "--path_config"} <= options(command) for command in COMMANDS.values())
+
+
+@pytest.mark.parametrize("spelt", ["--config_path", "--path_config", "--config-path", "--path-config"])
+@pytest.mark.parametrize("name", sorted(YAMLS))
+def test_both_names_of_a_yaml_s_option_work_everywhere(name: str, spelt: str) -> None:
+    """`a.yaml` is taken, and what is missing is something else."""
+    outcome = CliRunner().invoke(app, [*name.split(), spelt, "a.yaml", "--no_such_option"])
+    assert outcome.exit_code == 2
+    assert "--no_such_option" in outcome.stderr.replace("-no-such-option", "-no_such_option")
+    assert "config" not in outcome.stderr.replace("'--path_config'", "")
+
+
+def test_what_takes_a_model_takes_its_name_on_the_hub() -> None:
+    """Of every command; what those without do with a name is diffusers' own way to load pipelines."""
+    models = re.compile(r"--(base|tuned)_model_path|--model|--into|BASE|TUNED|MODEL")
+    taking = {
+        f"{name} {param.opts[0]}": getattr(param, "callback", None) is not None
+        for name, command in COMMANDS.items()
+        for param in command.params
+        if models.fullmatch(param.opts[0]) or (param.metavar and models.fullmatch(param.metavar))
+    }
+    without = {where for where, has in taking.items() if not has}
+    assert without == {"lora grid model"}
+    assert len(taking) > 12

@@ -140,14 +140,60 @@ def _settings(options: TrainOptions) -> "TrainSettings":
 def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
     """Show what would be trained, the data and the memory, as a table or as JSON."""
     if as_json:
-        facts = {**asdict(planned), "resumes": None if planned.resumes is None else str(planned.resumes)}
+        paths = {name: _text(getattr(planned, name)) for name in ("base", "folder", "resumes")}
+        facts = {**asdict(planned), **paths}
         facts["memory"]["total"] = planned.memory.total
         print_json(facts)
         return
     console = Console(highlight=False)
+    for name, text in _five_facts(planned).items():
+        console.print(Text(f"{name:<8}{text}"), soft_wrap=True)
     console.print(_dry_run_table(planned))
-    for name, text in _dry_run_facts(planned).items():
+    for name, text in _dry_run_details(planned).items():
         console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _five_facts(planned: "DryRun") -> dict[str, str]:
+    """What decides whether to start: what is trained, on what, how long, in how much, and where it goes."""
+    layers = sum(row.modules for row in planned.rows)
+    trained = sum(row.trained_modules for row in planned.rows)
+    share = planned.trained_parameters / max(1, planned.trained_parameters + planned.frozen_parameters)
+    base = f"{planned.base}" + (f", to be made from {planned.backbone}" if planned.backbone else "")
+    pairs = "an unknown number of pairs" if planned.samples is None else counted(planned.samples, "pair")
+    first = "not read: a dry run runs no commands"
+    if planned.picture_size is not None:
+        first = "first batch {}×{}".format(*planned.picture_size)
+    batch, accumulated, processes = planned.step_samples
+    steps = "an unknown number" if planned.total_steps is None else str(planned.total_steps)
+    all_at_once = batch * accumulated * processes
+    each = f"batch {batch} × {accumulated} accumulated × {counted(processes, 'process', 'processes')}"
+    time = f"unknown ({planned.seconds_reason})"
+    if planned.seconds_left is not None:
+        time = f"about {_clock(planned.seconds_left)} for the steps to come"
+    begins = "begins anew" if planned.resumes is None else f"resumes from {planned.resumes.name}"
+    return {
+        "Trains": f"{planned.trains} on {base}: {planned.trained_parameters:,} values ({share:.2%}) in "
+        f"{trained} of {layers} layers",
+        "Data": f"{pairs} in {counted(len(planned.shards), 'shard')}, {first}",
+        "Steps": f"{steps} in {_epochs(planned, all_at_once)}: {each} = {counted(all_at_once, 'pair')} a step",
+        "Needs": f"about {planned.memory.total / _MIB:,.1f} MiB of memory a process; time {time}",
+        "Writes": f"to {planned.folder}, {begins}",
+    }
+
+
+def _epochs(planned: "DryRun", step_samples: int) -> str:
+    """How often the data are gone through; `max_steps` may end it within an epoch."""
+    epochs: float | None = planned.epochs
+    if planned.samples and planned.total_steps is not None:
+        gone_through = planned.total_steps * step_samples / planned.samples
+        epochs = gone_through if epochs is None else min(epochs, gone_through)
+    if epochs is None:
+        return "an unknown number of epochs"
+    return "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
 
 
 def _dry_run_table(planned: "DryRun") -> Table:
@@ -168,30 +214,20 @@ def _dry_run_table(planned: "DryRun") -> Table:
     return table
 
 
-def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
-    memory = planned.memory
-    share = planned.trained_parameters / max(1, planned.trained_parameters + planned.frozen_parameters)
-    first = "not read: a dry run runs no commands"
-    if planned.picture_size is not None:
-        first = "first batch {}×{}".format(*planned.picture_size)
-    validated = planned.validation_samples
-    samples = "unknown samples" if planned.samples is None else counted(planned.samples, "sample")
+def _dry_run_details(planned: "DryRun") -> dict[str, str]:
+    memory, validated = planned.memory, planned.validation_samples
     parts = ", ".join(
         f"{name} {getattr(memory, name) / _MIB:,.1f}"
         for name in ("weights", "gradients", "optimizer", "average", "activations")
         if getattr(memory, name)
     )
     return {
-        "Trained": f"{planned.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{samples} in {counted(len(planned.shards), 'shard')}, {first}",
         "Validation": "not read"
         if validated is None
         else counted(validated, "sample")
         if validated
         else "none",
-        "Steps": "unknown" if planned.total_steps is None else str(planned.total_steps),
-        "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
-        "Begins": "anew" if planned.resumes is None else f"from {planned.resumes}",
+        "Memory in MiB": parts,
     }
 
 

@@ -1,5 +1,6 @@
 """`sigmascope lora grid`: several LoRAs at several scales on the same prompts and seed, as a picture and a page."""
 
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,7 @@ from sigmascope.cli.console import (
     title,
 )
 from sigmascope.cli.options import AsJson, flag, numbers_in, prompts_in
-from sigmascope.errors import ConfigError
+from sigmascope.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from sigmascope.pipeline.lora_grid import LoraGrid
@@ -92,7 +93,11 @@ def grid(
     refuse_files(page, inputs, "--output")
     torch_device = resolve_device(device)
     placed: dict[str, Any] = {"dtype": dtype_of(dtype, torch_device), "device": torch_device}
+    from sigmascope.checkpoints.hub import local_model
+
     path = Path(model)
+    with suppress(CheckpointError):  # diffusers looks for a pipeline itself
+        path = local_model(model)
     is_pipeline = model != POCKET and ((path / "model_index.json").is_file() or not path.exists())
     foreign: dict[str, object] = {"images": images, "config_path": config_path}
     if not is_pipeline:
@@ -118,7 +123,7 @@ def grid(
                 subject = load_pipeline(model, offload=checked_offload(offload, torch_device), **placed)
             else:
                 placed["progress"] = progress
-                subject = _lbm(model, config_path, images or [], steps or 1, resolution or "bucket", **placed)
+                subject = _lbm(path, config_path, images or [], steps or 1, resolution or "bucket", **placed)
         try:
             with progress_bar("Painting") as progress:
                 made = lora_grid(subject, lora, **settings, hide_prompts=hide_prompts, progress=progress)
@@ -134,7 +139,8 @@ def grid(
         raise typer.Exit(1)
 
 
-def _lbm(model: str, config: Path | None, images: list[Path], steps: int, side: str, **loading: Any) -> Any:
+def _lbm(model: Path, config: Path | None, images: list[Path], steps: int, side: str, **loading: Any) -> Any:
+    from sigmascope.checkpoints.hub import model_name
     from sigmascope.lbm.images import find_images, load_image, parse_size
     from sigmascope.lbm.infer import PictureRows
     from sigmascope.lbm.model import load_lbm
@@ -146,7 +152,7 @@ def _lbm(model: str, config: Path | None, images: list[Path], steps: int, side: 
     names = [file.name for file in files]
     pictures = {file.name if names.count(file.name) == 1 else str(file): load_image(file) for file in files}
     size = parse_size(f"{side}x{side}" if side.isdecimal() else side)
-    path, name = (BASE_PATH, "pocket LBM") if model == POCKET else (Path(model), Path(model).name)
+    path, name = (BASE_PATH, "pocket LBM") if str(model) == POCKET else (model, model_name(model))
     return PictureRows(load_lbm(path, config, **loading), pictures, steps, picture_size=size, name=name)
 
 

@@ -33,7 +33,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
-from sigmascope.cli.options import AsJson
+from sigmascope.cli.options import AsJson, found_model
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
 from sigmascope.units import counted
@@ -85,6 +85,7 @@ def inspect(
             "--model",
             help="A checkpoint, as file or folder: show which modules match it, and why others do not.",
             show_default=False,
+            callback=found_model,
         ),
     ] = None,
     relative_strength: Annotated[

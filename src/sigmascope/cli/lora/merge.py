@@ -40,6 +40,7 @@ from sigmascope.cli.options import (
     SaveTo,
     Statistics,
     Verbose,
+    found_model,
     numbers_in,
     option_groups,
 )
@@ -98,6 +99,7 @@ def merge(
             "--into",
             help="Checkpoint to merge into; --save_to then names the merged checkpoint.",
             show_default=False,
+            callback=found_model,
         ),
     ] = None,
     method: Annotated[
@@ -127,6 +129,7 @@ def merge(
             "--base_model_path",
             help="For DoRA: the base model, on which its change depends.",
             show_default=False,
+            callback=found_model,
         ),
     ] = None,
     allow_unmatched: Annotated[
@@ -421,6 +424,7 @@ def convert(
         typer.Option(
             "--model",
             help="The model that the LoRA is for. It resolves flattened names, and gives the names for native.",
+            callback=found_model,
         ),
     ] = None,
     family: Annotated[

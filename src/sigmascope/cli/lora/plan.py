@@ -29,7 +29,15 @@ from sigmascope.cli.lora.validate import (
     likeness_cells,
     run_images,
 )
-from sigmascope.cli.options import AsJson, PairFlags, Precision, Ridge, Statistics, option_groups
+from sigmascope.cli.options import (
+    AsJson,
+    PairFlags,
+    Precision,
+    Ridge,
+    Statistics,
+    found_model,
+    option_groups,
+)
 from sigmascope.errors import ConfigError
 from sigmascope.units import format_size, parse_size
 
@@ -54,9 +62,16 @@ sigmascope lora plan base.safetensors tuned.safetensors --try 1MB,2MB,4MB --imag
 def plan(
     *,
     base_model: Annotated[
-        Path, typer.Argument(metavar="BASE", help="The base model: the checkpoint that the LoRA will be for.")
+        Path,
+        typer.Argument(
+            metavar="BASE",
+            help="The base model: the checkpoint that the LoRA will be for.",
+            callback=found_model,
+        ),
     ],
-    tuned_model: Annotated[Path, typer.Argument(metavar="TUNED", help="The fine-tuned checkpoint.")],
+    tuned_model: Annotated[
+        Path, typer.Argument(metavar="TUNED", help="The fine-tuned checkpoint.", callback=found_model)
+    ],
     statistics: Statistics = None,
     ridge: Ridge = 1e-3,
     max_rank: Annotated[

@@ -19,7 +19,7 @@ from sigmascope.cli.console import (
     progress_bar,
     title,
 )
-from sigmascope.cli.options import AsJson, SaveTo, option_groups, prompts_in
+from sigmascope.cli.options import AsJson, SaveTo, found_model, option_groups, prompts_in
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,7 +195,10 @@ class CalibrationFlags:
 def statistics(
     *,
     model: Annotated[
-        Path, typer.Argument(help="The base or the tuned model: an LBM checkpoint or a diffusers folder.")
+        Path,
+        typer.Argument(
+            help="The base or the tuned model: an LBM checkpoint or a diffusers folder.", callback=found_model
+        ),
     ],
     save_to: SaveTo,
     inputs: CalibrationFlags,
@@ -308,11 +311,19 @@ def fit(
     ],
     base_model_path: Annotated[
         Path,
-        typer.Option("--base_model_path", help="The base model: an LBM checkpoint or a diffusers folder."),
+        typer.Option(
+            "--base_model_path",
+            help="The base model: an LBM checkpoint or a diffusers folder.",
+            callback=found_model,
+        ),
     ],
     tuned_model_path: Annotated[
         Path,
-        typer.Option("--tuned_model_path", help="The tuned model, whose pictures the LoRA should reproduce."),
+        typer.Option(
+            "--tuned_model_path",
+            help="The tuned model, whose pictures the LoRA should reproduce.",
+            callback=found_model,
+        ),
     ],
     save_to: SaveTo,
     inputs: CalibrationFlags,

@@ -30,7 +30,7 @@ from sigmascope.cli.console import (
     table,
     title,
 )
-from sigmascope.cli.options import AsJson, PairFlags, Verbose, option_groups
+from sigmascope.cli.options import AsJson, PairFlags, Verbose, found_model, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import counted, printable
 
@@ -63,7 +63,7 @@ def _image_option(name: str, help_text: str, default: str | bool = True, **more:
 
 
 def _model_option(name: str, help_text: str) -> Any:
-    return typer.Option(name, help=help_text, show_default="as <LORA>_config.yaml says")
+    return typer.Option(name, help=help_text, show_default="as <LORA>_config.yaml says", callback=found_model)
 
 
 @dataclass(frozen=True, kw_only=True)

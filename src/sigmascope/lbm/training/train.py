@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal
 
@@ -54,6 +55,7 @@ from sigmascope.lbm.training.distributed import (
 )
 from sigmascope.lbm.training.lora_layers import PlanRow, make_trainable, plan_training
 from sigmascope.lbm.training.metrics import (
+    RUN_FILE,
     TRAINING,
     Listeners,
     MetricsLogger,
@@ -85,6 +87,7 @@ from sigmascope.lbm.training.session import (
 from sigmascope.lbm.training.settings import TrainSettings, make_optimizer
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
+from sigmascope.records.serialization import load_run
 
 _log = logging.getLogger(__name__)
 
@@ -501,6 +504,9 @@ class DryRun:
     """What would be trained, and on which data.
 
     Attributes:
+        base: The model that is trained.
+        backbone: What the run makes the base from; None where the base is there.
+        trains: Such as `a LoRA of rank 8`.
         rows: The table of what is trained and what is frozen.
         trained_parameters: Number of all trained values.
         frozen_parameters: Number of all frozen values.
@@ -510,10 +516,18 @@ class DryRun:
             because a dry run does not run them.
         validation_samples: Number of validation samples that were read; None likewise.
         total_steps: Optimizer steps; None if it is not known.
+        epochs: Times through the data; None if `max_steps` decides.
+        step_samples: `batch_size`, `gradient_accumulation_steps` and processes: together the pairs of a step.
         memory: Memory of one process.
+        seconds_left: Time of the steps to come at the pace of the last session; None if there was none.
+        seconds_reason: Why that is unknown.
+        folder: Where everything is written.
         resumes: The checkpoint that training would resume.
     """
 
+    base: Path
+    backbone: str | None
+    trains: str
     rows: Sequence[PlanRow]
     trained_parameters: int
     frozen_parameters: int
@@ -522,7 +536,12 @@ class DryRun:
     picture_size: tuple[int, int] | None
     validation_samples: int | None
     total_steps: int | None
+    epochs: int | None
+    step_samples: tuple[int, int, int]
     memory: MemoryEstimate
+    seconds_left: float | None
+    seconds_reason: str | None
+    folder: Path
     resumes: Path | None
 
 
@@ -592,12 +611,18 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         raise WriteError(
             path, f"cannot be written to: {there} is read-only.", hint="Choose another save_ckpt_path."
         )
-    resumes = None
+    resumes, done = None, 0
     if resume and (newest := newest_readable(path, read_facts)) is not None:
         resumes, facts = newest
         now = resume_identity(settings, data.shards, 1, steps)
         require_same_settings(facts["identity"], now, resumes)
+        done = facts["step"]
+    pace = None if resumes is None else _median_step_seconds(path)
+    left = None if steps is None or pace is None else max(0, steps - done) * pace
     return DryRun(
+        base=settings.base_model_path,
+        backbone=settings.backbone_signature if to_make else None,
+        trains=_what_is_trained(settings),
         rows=plan.rows,
         trained_parameters=plan.trained_parameters,
         frozen_parameters=plan.frozen_parameters,
@@ -606,11 +631,43 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         picture_size=size,
         validation_samples=None if _are_commands(validation) else len(read_samples(settings)),
         total_steps=steps,
+        epochs=epoch_limit(settings),
+        step_samples=(settings.batch_size, settings.gradient_accumulation_steps, 1),
         memory=estimate_memory(
             settings, size or settings.image_size or (settings.resolution, settings.resolution)
         ),
+        seconds_left=left,
+        seconds_reason=None if left is not None else _why_unknown(pace),
+        folder=path,
         resumes=resumes,
     )
+
+
+def _what_is_trained(settings: TrainSettings) -> str:
+    if settings.full_finetune:
+        return "every weight of the denoiser"
+    if settings.lora_weights_path is not None:
+        return f"the LoRA {settings.lora_weights_path}"
+    convolutions = settings.conv_rank in (None, settings.rank)
+    return f"a LoRA of rank {settings.rank}" + (
+        "" if convolutions else f" (convolutions {settings.conv_rank})"
+    )
+
+
+def _median_step_seconds(folder: Path) -> float | None:
+    """Of the last session in that folder."""
+    try:
+        stages = [stage for stage in load_run(folder / RUN_FILE).walk() if stage.name == TRAINING]
+    except SigmascopeError:
+        return None
+    seconds = [each for stage in stages for each in stage.steps.seconds]
+    return median(seconds) if seconds else None
+
+
+def _why_unknown(pace: float | None) -> str:
+    if pace is None:
+        return "no step of this training has been measured"
+    return "the number of steps is unknown"
 
 
 def _are_commands(shards: Sequence[str]) -> bool:

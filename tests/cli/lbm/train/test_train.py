@@ -14,6 +14,7 @@ from PIL import Image
 from tests.lbm.training.small_run import SmallRun
 from typer.testing import CliRunner
 
+from sigmascope import load_run
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError, WriteError
 
@@ -52,6 +53,33 @@ def test_a_dry_run_shows_what_would_be_trained_and_writes_nothing(small_run: Sma
     assert memory["weights"] >= 4 * facts["frozen_parameters"]
     assert not small_run.out.exists()
     assert "conv_out" in invoke(small_run, "--dry_run").stdout
+
+
+def test_a_dry_run_leads_with_the_five_facts_that_matter(small_run: SmallRun) -> None:
+    found = invoke(small_run, "--dry_run", trainable_lora_modules=["conv_out"], gradient_accumulation_steps=2)
+    lines = found.stdout.splitlines()
+    share = 2 * (16 * 9 + 4)
+    assert lines[0].startswith(f"Trains  a LoRA of rank 2 on {small_run.base}: {share} values (")
+    assert " in 1 of " in lines[0]
+    assert lines[1] == "Data    10 pairs in 2 shards, first batch 32×32"
+    assert lines[2] == "Steps   3 in 1 epoch: batch 2 × 2 accumulated × 1 process = 4 pairs a step"
+    assert lines[3].startswith("Needs   about ")
+    assert lines[3].endswith("time unknown (no step of this training has been measured)")
+    assert lines[4] == f"Writes  to {small_run.out}, begins anew"
+
+
+def test_a_dry_run_says_how_often_max_steps_goes_through_the_data(small_run: SmallRun) -> None:
+    lines = invoke(small_run, "--dry_run", "--max_steps", "12").stdout.splitlines()
+    assert lines[2] == "Steps   12 in 2.4 epochs: batch 2 × 1 accumulated × 1 process = 2 pairs a step"
+
+
+def test_a_dry_run_of_a_stopped_training_tells_the_time_from_its_steps(trained: SmallRun) -> None:
+    lines = invoke(trained, "--dry_run").stdout.splitlines()
+    assert lines[4] == f"Writes  to {trained.out}, resumes from checkpoint-000001"
+    facts = json.loads(invoke(trained, "--dry_run", "--json").stdout)
+    (step,) = load_run(trained.out / "run.json").stage("training").steps.seconds
+    assert facts["seconds_left"] == pytest.approx((5 - 1) * step)
+    assert "for the steps to come" in lines[3]
 
 
 def test_the_next_call_resumes_and_shows_each_step(trained: SmallRun) -> None:
