@@ -262,7 +262,7 @@ class Budget:
             raise ConfigError(f"--max_size {self.max_bytes} holds nothing.", hint="Write it as 100MB.")
         if self.max_error is not None and not 0.0 < self.max_error < 1.0:
             raise ConfigError(
-                f"--max_error {self.max_error:g} is not a share of the change.",
+                f"--max_error {_percent(self.max_error)} is not a limit: it must be above 0% and below 100% of the change.",
                 hint="Write it as 5% or 0.05.",
             )
         if self.max_conv_rank is None:  # left out and spelt out are the same budget
@@ -648,7 +648,7 @@ def _within_error(
     """
     rounding = storage.rounding
     if error <= rounding:
-        refuse_rounding(error, rounding)
+        refuse_rounding(error, storage)
     total = float(contest.energy.sum())
     allowed = (error**2 - rounding**2) / (1.0 - rounding**2) * total
     needed = total - allowed - float(contest.kept_at(contest.floor).sum())
@@ -873,20 +873,21 @@ def refuse_size(max_bytes: int, needed: int) -> NoReturn:
     """
     raise ConfigError(
         f"--max_size {format_size(max_bytes)} is too small: the smallest file with these settings takes {needed} bytes.",
-        hint=f"Give at least {needed}, or lower the ranks that are set.",
+        hint=f"Give --max_size {needed} or more. Higher --min_rank and --rank_for raise the least size.",
     )
 
 
-def refuse_rounding(max_error: float, rounding: float) -> NoReturn:
-    """Refuse an error that storage precision alone exceeds.
+def refuse_rounding(max_error: float, storage: StorageCost) -> NoReturn:
+    """Refuse an error that storage precision alone makes.
 
     Raises:
         ConfigError: With the least error.
     """
+    finer = ", or store with --save_precision float" if storage.value_bytes < torch.float32.itemsize else ""
     raise ConfigError(
-        f"--max_error {_percent(max_error)} is below what rounding to storage precision costs, "
-        f"{_percent(rounding)}.",
-        hint=f"Ask for {_above(rounding)}, or store with --save_precision float.",
+        f"--max_error {_percent(max_error)} is not above what rounding to storage precision costs, "
+        f"{_percent(storage.rounding)}.",
+        hint=f"Give --max_error {_above(storage.rounding)} or more{finer}.",
     )
 
 
@@ -898,6 +899,8 @@ def _above(share: float) -> str:
     """The percentage of three digits just above a share, which works when it is typed in."""
     digits = max(2 - math.floor(math.log10(share * 100)), 0)
     scaled = math.floor(share * 100 * 10**digits) + 1
+    while scaled / 10**digits / 100 <= share:  # 0.01 * 100 is not quite 1
+        scaled += 1
     return f"{scaled / 10**digits:.{digits}f}%"
 
 
@@ -910,7 +913,7 @@ def refuse_error(max_error: float, least: float) -> NoReturn:
     raise ConfigError(
         f"--max_error {_percent(max_error)} cannot be met: the ranks that are set or limited leave "
         f"{_percent(least)}.",
-        hint=f"Ask for {_above(least)}, or allow higher ranks.",
+        hint=f"Give --max_error {_above(least)} or more, or allow higher ranks.",
     )
 
 
@@ -922,5 +925,5 @@ def refuse_storage(max_error: float, left: float) -> NoReturn:
     """
     raise ConfigError(
         f"--max_error {_percent(max_error)} cannot be met: factors in storage precision leave {_percent(left)}.",
-        hint="Store with --save_precision float, or ask for a larger error.",
+        hint="Store with --save_precision float, or give a larger --max_error.",
     )

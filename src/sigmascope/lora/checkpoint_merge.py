@@ -95,6 +95,11 @@ class CheckpointMergeReport:
         return root_sum_square([tensor.change_norm for tensor in self.tensors])
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether all changes are zero, so that every weight is as it was."""
+        return self.change_norm == 0.0
+
+    @property
     def lost_share(self) -> float | None:
         """Share of the changes that is lost to rounding to the checkpoint's dtype; None without changes."""
         lost = root_sum_square([tensor.lost_norm for tensor in self.tensors])
@@ -116,6 +121,7 @@ class CheckpointMergeReport:
             "changed": len(self.tensors),
             "copied": self.copied,
             "change_norm": self.change_norm,
+            "changes_nothing": self.changes_nothing,
             "lost_share": self.lost_share,
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
+from sigmascope.errors import FileError, LoraFormatError, NonFiniteError, SigmascopeError
 from sigmascope.files import parse_json
 from sigmascope.lora.adapters import (
     DOWN,
@@ -305,15 +305,16 @@ class EntryReader:
         return None if whole is None else whole.scale_of(name, rank)
 
     def _number(self, key: str) -> float:
-        path, alpha = self.checkpoint.path, self.checkpoint.tensor(key)
+        alpha = self.checkpoint.tensor(key)
         if alpha.numel() != 1:
             raise LoraFormatError(
-                f"{path}: {key} has the shape {tuple(alpha.shape)}.", hint="Expected a single number."
+                f"{key} has the shape {tuple(alpha.shape)}, and alpha is one number.",
+                hint="Make the file again, or leave alpha out for a scale of 1.",
             )
         if alpha.is_complex() or (alpha.is_floating_point() and not is_real(alpha.dtype)):
             raise LoraFormatError(
-                f"{path}: {key} is {str(alpha.dtype).removeprefix('torch.')}.",
-                hint="Expected a single number.",
+                f"{key} is {str(alpha.dtype).removeprefix('torch.')}, and alpha is one real number.",
+                hint="Make the file again, or leave alpha out for a scale of 1.",
             )
         return float(alpha)
 
@@ -364,6 +365,8 @@ class EntryReader:
         where = f"{self.checkpoint.path}: {entry.module}"
         try:
             yield
+        except FileError:
+            raise  # names the file
         except SigmascopeError as error:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         except IndexError as error:

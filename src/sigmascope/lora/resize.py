@@ -81,14 +81,15 @@ class RankPlan(NamedTuple):
     """How much rank there is.
 
     Attributes:
-        rules: The policy of every module. With a budget, only its overrides and exclusions count.
+        rules: The policy of every module; each keeps its rank when left out. With a budget, only its overrides and
+            exclusions count.
         budget: What all modules share, if any.
         budget_weights: How much each module's squared error counts under the budget: `relative`, relative to the
             module's own ‖ΔW‖, since W is not known; `plain`, as it is; or a JSON file of layers and weights. Statistics
             replace it.
     """
 
-    rules: RankRules
+    rules: RankRules = RankRules(FixedRank(FULL_RANK, FULL_RANK))
     budget: Budget | None = None
     budget_weights: str = RELATIVE
 
@@ -108,7 +109,7 @@ class RankPlan(NamedTuple):
         return (self.budget.brief if self.budget is not None and is_bare else None) or self.describe()
 
 
-FULL_RANK_PLAN: Final = RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+FULL_RANK_PLAN: Final = RankPlan()
 """All the rank that there is."""
 
 
@@ -591,8 +592,9 @@ class Resizer:
         shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
         if not shapes:
             raise ConfigError(
-                "A budget cuts plain factors, and this LoRA has none that may be cut.",
-                hint="Leave --max_size and --max_error out, or exclude fewer layers.",
+                "--max_size and --max_error choose ranks, and no module of this LoRA has one that may be cut: what is "
+                "excluded stays, and DoRA depends on its base model.",
+                hint="Leave the two out, exclude fewer layers, or for DoRA use sigmascope lora merge with --base_model_path.",
             )
         budget.check(list(shapes))
         wanted = budget.first_guess(shapes, self.storage)

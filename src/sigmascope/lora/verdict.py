@@ -215,6 +215,11 @@ class LoraVerdict:
         return tuple(module.name for module in self.modules if module.finite is False)
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether modules match, and every change is known to be zero."""
+        return bool(self.matched) and all(module.norm == 0.0 for module in self.matched)
+
+    @property
     def ranks(self) -> dict[int, int]:
         """How many modules have each rank, by rising rank."""
         return dict(sorted(Counter(m.rank for m in self.modules if m.rank is not None).items()))
@@ -262,6 +267,7 @@ class LoraVerdict:
             "parts": self.parts,
             "ranks": self.ranks,
             "not_finite": list(self.not_finite),
+            "changes_nothing": self.changes_nothing,
             "unused_keys": list(self.unused_keys),
             "findings": [asdict(finding) for finding in self.findings],
             "blocks": [block.as_dict() for block in self.blocks],
@@ -290,6 +296,7 @@ def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding
     """
     findings = [
         *_matches_nothing(verdict),
+        *_is_zero(verdict),
         *_by_reason(verdict),
         *_not_finite(verdict),
         *_unused(verdict),
@@ -312,6 +319,17 @@ def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
                 "model_family": verdict.model_family,
             },
             MISMATCHES[reason].advice,
+        )
+
+
+def _is_zero(verdict: LoraVerdict) -> Iterator[Finding]:
+    if verdict.changes_nothing:
+        yield Finding(
+            "lora_is_zero",
+            "warning",
+            f"The LoRA changes nothing: all its changes are zero, in {_modules(verdict)}.",
+            {"modules": len(verdict.modules), "matched": len(verdict.matched), "norm": 0.0},
+            "Train it further or make it again: untrained factors are zero.",
         )
 
 

@@ -160,3 +160,41 @@ def test_markup_in_names_is_text(tmp_path: Path, model: Path, inspect: Terminal)
     outcome = inspect(path, "--model", model)
     assert "[bold]" in outcome.out
     assert "\x1b" not in outcome.out
+
+
+def test_a_lora_of_zeros_changes_nothing_and_that_is_said(lora: Path, model: Path, inspect: Inspect) -> None:
+    """As a training begins: up is zero, and every module matches."""
+    state = {key: value * (".lora_up" not in key) for key, value in load_file(lora).items()}
+    save_file(state, lora)
+    outcome = inspect(lora, "--model", model)
+    words = " ".join(outcome.out.split())
+    assert "warning: The LoRA changes nothing: all its changes are zero, in 3 modules." in words
+    assert json.loads(inspect(lora, "--model", model, "--json").out)["model"]["verdict"]["changes_nothing"]
+
+
+def test_a_lora_with_one_change_is_not_said_to_change_nothing(
+    lora: Path, model: Path, inspect: Inspect
+) -> None:
+    state = {key: value * (".lora_up" not in key or PROJ in key) for key, value in load_file(lora).items()}
+    save_file(state, lora)
+    assert "changes nothing" not in inspect(lora, "--model", model).out
+
+
+def test_a_dora_has_no_strongest_modules_without_its_base(tmp_path: Path, inspect: Inspect) -> None:
+    state = {
+        f"{PROJ}.lora_up.weight": randn(16, 2),
+        f"{PROJ}.lora_down.weight": randn(2, 16),
+        f"{PROJ}.dora_scale": torch.ones(16, 1),
+    }
+    save_file(state, tmp_path / "dora.safetensors")
+    out = inspect(tmp_path / "dora.safetensors").out
+    assert "Strongest" not in out
+    assert "Measured only beside their base model: 1" in " ".join(out.split())
+    assert "Every module" in inspect(tmp_path / "dora.safetensors", "--verbose").out
+
+
+def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(lora: Path, inspect: Inspect) -> None:
+    save_file(load_file(lora) | {f"{PROJ}.alpha": torch.ones(2, 2)}, lora)
+    error = " ".join(inspect(lora).err.split())
+    assert error.count(lora.name) == 1
+    assert f"{PROJ}.alpha has the shape (2, 2), and alpha is one number." in error

@@ -75,7 +75,7 @@ def test_overrides_and_exclusions_stand_beside_any_way() -> None:
         (RankFlags(rank_method=""), "--rank_method : nothing is not a rank method"),
         (RankFlags(max_size="much"), "--max_size much is not a size"),
         (RankFlags(max_error="5"), "--max_error 5 is not a share"),
-        (RankFlags(max_error="0%"), "--max_error 0 is not a share"),
+        (RankFlags(max_error="0%"), "--max_error 0% is not a limit"),
         (RankFlags(rank=0), "rank 0 keeps nothing"),
         (RankFlags(rank_for=["attn1"]), "--rank_for attn1 has no value"),
         (RankFlags(exclude=["("]), r"--exclude '\(' is not a valid regular expression"),

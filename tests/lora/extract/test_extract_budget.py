@@ -216,7 +216,7 @@ def test_the_true_error_of_the_file_is_at_most_the_one_asked_for(
 
 
 def test_an_error_below_the_storage_s_rounding_is_refused(models: Models) -> None:
-    with pytest.raises(ConfigError, match=r"--max_error 0\.1% is below what rounding"):
+    with pytest.raises(ConfigError, match=r"--max_error 0\.1% is not above what rounding"):
         extract(models, save_precision="bf16", budget=Budget(max_error=0.001))
 
 

@@ -388,3 +388,10 @@ def test_a_budget_says_its_patterns_too(source: Path) -> None:
 def test_a_target_that_cannot_be_is_named_as_the_argument_that_it_is(source: Path) -> None:
     with pytest.raises(ConfigError, match=r"^OUT .*small\.ckpt"):
         resize_lora(source, source.with_name("small.ckpt"), fixed(1))
+
+
+def test_a_budget_alone_is_a_plan(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "small.safetensors"
+    report = resize_lora(source, target, RankPlan(budget=Budget(max_bytes=3_000)))
+    assert target.stat().st_size <= 3_000
+    assert 0 < (report.relative_error or 0) < 1

@@ -190,7 +190,8 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
     console.print(facts(_totals(report)))
     console.print(_blocks(report))
     shown = report.modules if verbose else report.strongest
-    console.print(_modules("Every module" if verbose else "Strongest modules", shown))
+    if shown:  # of DoRA alone, no strength is known without the base
+        console.print(_modules("Every module" if verbose else "Strongest modules", shown))
     listed(console, "Modules with NaN or Inf", report.not_finite, style="bold red")
     listed(console, "Modules that do almost nothing", report.near_zero)
     dead = [f"{name}: {columns} of its columns" for name, columns in report.dead_columns.items()]
@@ -421,6 +422,8 @@ def rows_of(report: "LoraInspection", on_model: "OnModel | None") -> list[BlockR
 
 
 def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
+    from sigmascope.checkpoints.hub import model_name
+
     yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
     strongest = max(report.blocks, key=lambda block: block.norm or 0.0, default=None)
     parts = [f"{counted(len(report.modules), 'module')} in {report.format} format."]
@@ -429,7 +432,7 @@ def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> It
     if on_model is not None:
         verdict = on_model.verdict
         parts[0] = (
-            f"{len(verdict.matched)} of {counted(len(verdict.modules), 'module')} {'matches' if len(verdict.matched) == 1 else 'match'} {on_model.model.name}."
+            f"{len(verdict.matched)} of {counted(len(verdict.modules), 'module')} {'matches' if len(verdict.matched) == 1 else 'match'} {model_name(on_model.model)}."
         )
         parts += ["Red matches nothing."] if verdict.unmatched else []
     yield Label(16, 54, " ".join(parts), size=13, colour=FAINT)

@@ -233,6 +233,17 @@ def print_checkpoint_merge(console: Console, report: "CheckpointMergeReport", *,
     """Show what changed in the checkpoint, and how much rounding lost."""
     console.print(title("LoRA merge", report.checkpoint.name))
     console.print(facts(_checkpoint_merge_facts(report)))
+    if report.changes_nothing:
+        zeros = (
+            "each has the weight 0"
+            if all(lora.weight == 0 for lora in report.inputs)
+            else "all changes are zero"
+        )
+        console.print(
+            Text(
+                f"The merge changes nothing: {zeros}. The weights are those of {report.into}.", style="yellow"
+            )
+        )
     shown = report.tensors if verbose else report.most_lost
     if shown:
         console.print(

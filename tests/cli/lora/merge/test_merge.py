@@ -294,3 +294,19 @@ def test_inspect_survives_header_names_that_look_like_markup(tmp_path: Path, sig
     assert outcome.code == 0, outcome.err
     assert "[/red]x" in outcome.out
     assert "[bold]" in outcome.out
+
+
+def test_a_merge_that_changes_nothing_says_so(
+    lora: Path, model: Path, sigmascope: Sigmascope, tmp_path: Path
+) -> None:
+    target = tmp_path / "merged.safetensors"
+    zero = tmp_path / "zero.safetensors"
+    save_file(tensors_of(scale=0.0), zero)
+    said = " ".join(sigmascope("lora", "merge", zero, "--into", model, "--save_to", target).out.split())
+    assert "The merge changes nothing: all changes are zero." in said
+    before, after = load_file(model), load_file(target)
+    assert all(before[key].equal(after[key]) for key in before)
+    command = ("lora", "merge", lora, "--into", model, "--save_to", target)
+    weightless = " ".join(sigmascope(*command, "--weights", "0").out.split())
+    assert "The merge changes nothing: each has the weight 0." in weightless
+    assert not json.loads(sigmascope(*command, "--json").out)["changes_nothing"]
