@@ -88,6 +88,15 @@ def test_a_model_of_which_only_some_files_are_here_is_found(cache: Path) -> None
     assert local_model("some/model") == snapshot
 
 
+def test_a_download_that_broke_off_between_shards_is_to_be_continued(cache: Path) -> None:
+    snapshot = cached(cache, "some/model", "model-00001-of-00002.safetensors")
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": dict(zip(("weight", "bias"), shards, strict=True))}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.*hf download some/model"):
+        open_checkpoint("some/model")
+
+
 @pytest.mark.parametrize(
     "path",
     [

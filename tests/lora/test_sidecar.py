@@ -89,6 +89,8 @@ def test_a_model_of_the_hub_s_cache_is_named_as_there(tmp_path: Path) -> None:
         ("[" * 60_000, "no side-car of a LoRA"),
         ("tuned_model: " + "x" * 70_000, "too large"),
         ("tuned_model: " + "x" * 5_000, "tuned_model is x"),
+        ("tuned_model: 24" + "9" * 8_120, "tuned_model is 249"),
+        ("tuned_model: gone\nrank: 24" + "9" * 8_120, "tuned_model is gone"),
         ("tuned_model: !!python/object/apply:os.system [touch hacked]", "tuned_model is missing"),
         ("tuned_model: nobody/nothing", "tuned_model is nobody/nothing"),
     ],

@@ -43,7 +43,7 @@ from sigmascope.checkpoints.checkpoint import (
     sniff,
 )
 from sigmascope.checkpoints.gguf import GgufCheckpoint
-from sigmascope.checkpoints.hub import WEIGHT_SUFFIXES, local_model
+from sigmascope.checkpoints.hub import WEIGHT_SUFFIXES, hub_name, local_model
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES, PickleCheckpoint
 from sigmascope.errors import CheckpointError
@@ -354,7 +354,10 @@ def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
         is_there = False
     if not is_there:
         message = f"names the shard {shortened(name)}, which is not there."
-        raise CheckpointError(index, message, hint=_INCOMPLETE_HINT)
+        model = hub_name(index.parent)
+        raise CheckpointError(
+            index, message, hint=f"Download the rest: hf download {model}" if model else _INCOMPLETE_HINT
+        )
     return SafetensorsCheckpoint(shard)
 
 
