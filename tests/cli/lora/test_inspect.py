@@ -162,7 +162,7 @@ def test_markup_in_names_is_text(tmp_path: Path, model: Path, inspect: Terminal)
     assert "\x1b" not in outcome.out
 
 
-def test_a_lora_of_zeros_changes_nothing_and_that_is_said(lora: Path, model: Path, inspect: Inspect) -> None:
+def test_a_lora_of_zeros_changes_nothing_and_that_is_said(lora: Path, model: Path, inspect: Terminal) -> None:
     """As a training begins: up is zero, and every module matches."""
     state = {key: value * (".lora_up" not in key) for key, value in load_file(lora).items()}
     save_file(state, lora)
@@ -173,14 +173,14 @@ def test_a_lora_of_zeros_changes_nothing_and_that_is_said(lora: Path, model: Pat
 
 
 def test_a_lora_with_one_change_is_not_said_to_change_nothing(
-    lora: Path, model: Path, inspect: Inspect
+    lora: Path, model: Path, inspect: Terminal
 ) -> None:
     state = {key: value * (".lora_up" not in key or PROJ in key) for key, value in load_file(lora).items()}
     save_file(state, lora)
     assert "changes nothing" not in inspect(lora, "--model", model).out
 
 
-def test_a_dora_has_no_strongest_modules_without_its_base(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_dora_has_no_strongest_modules_without_its_base(tmp_path: Path, inspect: Terminal) -> None:
     state = {
         f"{PROJ}.lora_up.weight": randn(16, 2),
         f"{PROJ}.lora_down.weight": randn(2, 16),
@@ -193,7 +193,7 @@ def test_a_dora_has_no_strongest_modules_without_its_base(tmp_path: Path, inspec
     assert "Every module" in inspect(tmp_path / "dora.safetensors", "--verbose").out
 
 
-def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(lora: Path, inspect: Inspect) -> None:
+def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(lora: Path, inspect: Terminal) -> None:
     save_file(load_file(lora) | {f"{PROJ}.alpha": torch.ones(2, 2)}, lora)
     error = " ".join(inspect(lora).err.split())
     assert error.count(lora.name) == 1

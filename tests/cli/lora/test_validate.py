@@ -239,7 +239,7 @@ def alone(files: "ModelPair") -> Path:
 
 
 def test_the_lora_alone_is_validated_against_the_models_of_its_side_car(
-    files: "ModelPair", call: Validate
+    files: "ModelPair", call: Terminal
 ) -> None:
     whole = call(*arguments(files, "--json"))
     short = call(alone(files), "--json")
@@ -251,7 +251,7 @@ def test_the_lora_alone_is_validated_against_the_models_of_its_side_car(
 
 
 def test_a_model_of_the_side_car_that_is_gone_is_named_with_its_key_and_flag(
-    files: "ModelPair", call: Validate
+    files: "ModelPair", call: Terminal
 ) -> None:
     moved = files.tuned.rename(files.tuned.with_name("moved.safetensors"))
     outcome = call(alone(files))
@@ -264,14 +264,14 @@ def test_a_model_of_the_side_car_that_is_gone_is_named_with_its_key_and_flag(
     assert json.loads(again.out)["tuned"] == str(moved)
 
 
-def test_flags_win_over_the_side_car(files: "ModelPair", call: Validate) -> None:
+def test_flags_win_over_the_side_car(files: "ModelPair", call: Terminal) -> None:
     other = Path(shutil.copy(files.tuned, files.tuned.with_name("other.safetensors")))
     outcome = call(alone(files), "--tuned_model_path", other, "--json")
     found = json.loads(outcome.out)
     assert (found["base"], found["tuned"]) == (str(files.base), str(other))
 
 
-def test_without_a_side_car_the_flags_are_asked_for(files: "ModelPair", call: Validate) -> None:
+def test_without_a_side_car_the_flags_are_asked_for(files: "ModelPair", call: Terminal) -> None:
     files.base.with_name("lora_config.yaml").unlink()
     outcome = call(alone(files))
     assert outcome.code == 2
@@ -279,7 +279,7 @@ def test_without_a_side_car_the_flags_are_asked_for(files: "ModelPair", call: Va
     assert call(*arguments(files)).code == 0
 
 
-def test_a_lora_is_given_once(files: "ModelPair", call: Validate) -> None:
+def test_a_lora_is_given_once(files: "ModelPair", call: Terminal) -> None:
     assert "two LoRAs" in call(alone(files), "--lora_path", alone(files)).err
     assert "got no LoRA" in call("--base_model_path", files.base).err
     missing = call(files.base.with_name("lore.safetensors"))
@@ -288,7 +288,7 @@ def test_a_lora_is_given_once(files: "ModelPair", call: Validate) -> None:
 
 
 def test_models_are_found_by_their_names_on_the_hub(
-    files: "ModelPair", call: Validate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: "ModelPair", call: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, path in (("base", files.base), ("tuned", files.tuned)):

@@ -297,7 +297,7 @@ def test_inspect_survives_header_names_that_look_like_markup(tmp_path: Path, sig
 
 
 def test_a_merge_that_changes_nothing_says_so(
-    lora: Path, model: Path, sigmascope: Sigmascope, tmp_path: Path
+    lora: Path, model: Path, sigmascope: Terminal, tmp_path: Path
 ) -> None:
     target = tmp_path / "merged.safetensors"
     zero = tmp_path / "zero.safetensors"
