@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub (`org/model`), found in its local cache. Nothing is downloaded.
+"""Models by their name on the Hugging Face hub (`org/model`), found in its local cache.
 
 A name looks like a relative path, so what is there under that path comes first.
 """
@@ -19,12 +19,13 @@ _A_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _IN_THE_CACHE: Final = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 
 
-def local_model(model: str | os.PathLike[str], files: Sequence[str] = ()) -> Path:
+def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, download: bool = False) -> Path:
     """The path of a model: as given, or the snapshot of a hub's name in the local cache.
 
     Args:
         model: A path, or `org/model`.
-        files: What to download of it, for the message; all when left out.
+        files: Patterns of the files to download of it; all by default.
+        download: Download what the cache lacks. Otherwise the error says how to.
 
     Returns:
         A path that is there, or the one given if it is no name of the hub.
@@ -42,23 +43,27 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = ()) -> Pat
     except ModuleNotFoundError as error:
         raise CheckpointError(
             path,
-            "is no file or folder, and to look for it in the hub's cache needs huggingface_hub, which is not installed.",
+            "is not a file or folder, and to look for it in the hub's cache needs huggingface_hub, which is not installed.",
             hint=f"Check the path, or install it with: {install_packages('huggingface_hub')}",
         ) from error
-    download = f"Check the path, or download it: {' '.join(('hf download', name, *files))}"
+    command = f"Check the path, or download it: {' '.join(('hf download', name, *files))}"
     try:
-        snapshot = Path(snapshot_download(name, local_files_only=True))
+        wanted = {"allow_patterns": list(files) or None} if download else {"local_files_only": True}
+        snapshot = Path(snapshot_download(name, **wanted))
     except (OSError, HFValidationError) as error:
+        if download:
+            message = f"is not a file or folder, and cannot be downloaded ({str(error).splitlines()[0]})."
+            raise CheckpointError(path, message, hint=command) from error
         # From 1.22 on it refuses a model of which some files are not here, such as those of other variants.
         partial = getattr(error, "snapshot_path", None)
         if partial is None and is_folder(path.parent):  # a slip in a path more likely than a name
             return path
         if partial is None:
-            message = "is no file or folder, and the hub's local cache has no such model."
-            raise CheckpointError(path, message, hint=download) from error
+            message = "is not a file or folder, and the hub's local cache has no such model."
+            raise CheckpointError(path, message, hint=command) from error
         snapshot = Path(partial)
     if not any(file.suffix in WEIGHT_SUFFIXES and file.exists() for file in snapshot.rglob("*")):
-        raise CheckpointError(path, "is in the hub's local cache without its weights.", hint=download)
+        raise CheckpointError(path, "is in the hub's local cache without its weights.", hint=command)
     return snapshot
 
 

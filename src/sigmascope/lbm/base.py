@@ -162,6 +162,7 @@ def create_base(
     variant: str | None = None,
     dtype: torch.dtype | None = None,
     both: bool = True,
+    download: bool = False,
     progress: Progress = no_progress,
 ) -> BaseReport:
     """Write the exact base of an LBM, with one tensor in memory at a time.
@@ -174,6 +175,7 @@ def create_base(
         variant: Variant of a folder's files, such as `fp16`; None for the plain ones, or else the most precise.
         dtype: Dtype of the base's weights; None keeps the backbone's. `num_iterations` is always float32.
         both: Also write the other format beside `save_path`, and the config where later commands find it.
+        download: Download a repository that the hub's local cache does not have.
         progress: Called after each tensor.
 
     Raises:
@@ -195,7 +197,7 @@ def create_base(
     model = build_lbm(config, device="meta")
     shapes = _shapes(model)
     signature = config.backbone_signature if backbone is None else backbone
-    with open_backbone(signature, config, variant) as source:
+    with open_backbone(signature, config, variant, download=download) as source:
         _refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
         specs = {
@@ -666,7 +668,9 @@ def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> 
 
 
 @contextmanager
-def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None = None) -> Iterator[Backbone]:
+def open_backbone(
+    signature: str | Path, config: LbmConfig, variant: str | None = None, *, download: bool = False
+) -> Iterator[Backbone]:
     """Open a backbone for as long as the block runs; headers are read, tensors are not.
 
     Args:
@@ -674,12 +678,13 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
             (`model.diffusion_model.*`, `first_stage_model.*`), or a repository of the Hugging Face hub.
         config: Of the LBM; it tells how many layers a block of a single file has.
         variant: Of a folder or repository, such as `fp16` for `*.fp16.safetensors`.
+        download: Download a repository that the hub's local cache does not have.
 
     Raises:
         ConfigError: It does not exist, or a variant is given for a single file.
         CheckpointError: It is not in the hub's local cache, cannot be read, or lacks the UNet or the VAE.
     """
-    path = _locate(str(signature), variant)
+    path = _locate(str(signature), variant, download=download)
     with ExitStack() as files:
         if is_folder(path):
             yield _from_folder(path, variant, files)
@@ -691,7 +696,7 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
             yield name_single_file(files.enter_context(open_checkpoint(path)), config)
 
 
-def _locate(signature: str, variant: str | None) -> Path:
+def _locate(signature: str, variant: str | None, *, download: bool) -> Path:
     if not signature.strip():
         raise ConfigError(
             "--backbone_signature is empty.", hint="Leave it out to take the config's, or name a backbone."
@@ -705,8 +710,16 @@ def _locate(signature: str, variant: str | None) -> Path:
             hint="Give a diffusers folder, a single-file checkpoint or the name of a repository.",
         )
     dotted = "" if variant is None else f".{variant}"
-    names = ("config.json", f"{_WEIGHTS_STEM}{dotted}.safetensors")
-    return local_model(local, files=[f"{part}/{name}" for part in ("unet", "vae") for name in names])
+    names = ["config.json", f"{_WEIGHTS_STEM}{dotted}.safetensors"]
+    if download:  # or of shards, which a hint need not name
+        names.append(f"{_WEIGHTS_STEM}.safetensors.index{dotted}.json")
+        shards = "-?????-of-?????"
+        names += [
+            f"{_WEIGHTS_STEM}{dotted}{shards}.safetensors",
+            f"{_WEIGHTS_STEM}{shards}{dotted}.safetensors",
+        ]
+    files = [f"{part}/{name}" for part in ("unet", "vae") for name in names]
+    return local_model(local, files, download=download)
 
 
 def _from_folder(folder: Path, variant: str | None, files: ExitStack) -> Backbone:

@@ -1,5 +1,6 @@
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,43 @@ def test_a_name_that_is_not_there_is_to_be_downloaded_without_what_a_base_has_no
         "hf download some/sdxl unet/config.json unet/diffusion_pytorch_model.fp16.safetensors "
         "vae/config.json vae/diffusion_pytorch_model.fp16.safetensors"
     )
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_what_may_be_downloaded_is_so_in_one_variant(
+    variant: str | None, sdxl_config: LbmConfig, sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fnmatch import fnmatch
+
+    asked: dict[str, list[str]] = {}
+
+    def fetch(repository: str, allow_patterns: list[str]) -> str:
+        asked[repository] = allow_patterns
+        return str(sdxl_folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with suppress(CheckpointError), open_backbone("some/sdxl", sdxl_config, variant, download=True):
+        pass
+    plain = {"diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-00001-of-00002.safetensors"}
+    half = {
+        "diffusion_pytorch_model.fp16.safetensors",
+        "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+        "diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
+    }
+    names = {*plain, *half, "diffusion_pytorch_model.bin"}
+    fetched = {
+        name for name in names if any(fnmatch(f"unet/{name}", pattern) for pattern in asked["some/sdxl"])
+    }
+    assert fetched == (plain if variant is None else half)
+
+
+def test_a_download_that_fails_is_named(sdxl_config: LbmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with (
+        pytest.raises(CheckpointError, match=r"nobody/nothing.*no network"),
+        open_backbone("nobody/nothing", sdxl_config, download=True),
+    ):
+        pass

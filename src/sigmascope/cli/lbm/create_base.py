@@ -62,6 +62,12 @@ class CreateBaseOptions:
             show_default="the config's",
         ),
     ] = None
+    download: Annotated[
+        bool,
+        options.flag(
+            "--download", "Download the backbone from the hub if its local cache does not have it.", FILES
+        ),
+    ] = False
     variant: Annotated[
         str | None,
         options.flag(
@@ -125,6 +131,7 @@ def create_base(options: CreateBaseOptions) -> None:
             backbone=options.backbone_signature,
             variant=options.variant,
             dtype=dtype,
+            download=options.download,
             progress=progress,
         )
     baseline = _try_out(report, config, dtype, device) if options.test_baseline else None
