@@ -3,8 +3,13 @@
 The stream of an epoch is the same in every run with the same seed. A checkpoint keeps the position that came
 with the last batch, as plain numbers; passing it back continues with exactly the batches that follow.
 
-Samples that cannot be used are counted, and the first few are named. Positions from another epoch or number of
-processes are refused, and so is an epoch without a single good sample.
+Which samples make a batch follows from the stream and the pictures' headers alone, for all processes together: each
+process knows all batches without asking the others, and their number is known before training (`count_batches`).
+A batch is cut into as many slices as there are processes, and each decodes its own. A picture that turns out
+damaged leaves its place empty.
+
+What cannot be used is counted, and the first few samples are named. Positions of another epoch are refused, and so
+are epochs without one good sample.
 
 `SampleDecoder` decodes a sample's bytes to pictures and masks of one size, all cropped alike. `prefetch` does such work
 in background threads and gives the results in the order of the inputs.
@@ -13,13 +18,13 @@ in background threads and gives the results in the order of the inputs.
 import io
 import logging
 import random
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Final, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -32,18 +37,21 @@ from sigmascope.errors import ConfigError, DataError
 from sigmascope.lbm.config import LbmConfig
 from sigmascope.lbm.images import (
     DECODER_ERRORS,
+    ByteFile,
     Size,
     mask_levels,
     nearest_bucket,
     open_picture,
     scaled_buckets,
     to_rgb,
+    upright_size,
 )
 from sigmascope.lbm.shards import (
     RawSample,
     epoch_samples,
     expand_shards,
     find_member,
+    read_shard,
     wanted_members,
 )
 
@@ -82,7 +90,7 @@ class DataOptions:
         max_member: As in `sigmascope.lbm.shards.read_shard`.
         crop: Which part to use of a picture whose shape is not the batch's.
         size: (width, height) of all samples; None for each one's nearest aspect bucket.
-        process: This process's number. Sample i of the stream belongs to process i modulo `processes`.
+        process: This process's number. Sample i of a size belongs to process i modulo `processes`.
         processes: How many processes share the stream.
         workers: Threads that decode ahead; 0 decodes when a batch is asked for.
     """
@@ -134,6 +142,7 @@ class Batch:
         mask: 1 where a pixel is valid, 0 elsewhere; all 1 for a sample without a mask; None if the config names none.
         conditioning_images: In [-1, 1], by the config's `conditioning_images_keys`.
         conditioning_masks: In [0, 1], by the config's `conditioning_masks_keys`.
+        blank: It has no sample, and one grey picture, so that this process can keep step with the others.
     """
 
     source: Float[Tensor, "batch 3 height width"]
@@ -144,20 +153,21 @@ class Batch:
     mask: Float[Tensor, "batch 1 height width"] | None = None
     conditioning_images: Mapping[str, Float[Tensor, "batch 3 height width"]] = field(default_factory=dict)
     conditioning_masks: Mapping[str, Float[Tensor, "batch 1 height width"]] = field(default_factory=dict)
+    blank: bool = False
 
     def __len__(self) -> int:
         """How many samples."""
-        return len(self.numbers)
+        return 0 if self.blank else len(self.numbers)
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far one process has come in one epoch.
+    """How far all processes have come in one epoch; any number of processes can go on from it.
 
     Attributes:
         epoch: From 0.
-        samples: How many samples of the epoch's stream (of all processes) have been processed.
-        pending: Numbers of those that still wait for their batch to fill.
+        samples: How many samples of the epoch's stream have been processed.
+        pending: Numbers of those among them that still wait for their batch to fill.
     """
 
     epoch: int
@@ -228,9 +238,10 @@ class TrainingData:
     ) -> Generator[tuple[Batch, DataPosition], None, None]:
         """Give the epoch's batches, each with the position after it.
 
-        Every batch has `batch_size` samples of one size; the remaining ones of each size come at the end. Samples that
-        cannot be used are left out and counted in `skipped`. Several processes each get their own batches, whose number
-        may differ by the samples left over or left out.
+        Every batch has `batch_size` samples of one size; what is left of each size comes at the end. Samples
+        that cannot be used are left out and counted in `skipped`; where only decoding shows it, their batch is
+        smaller. All processes get as many batches, the n-th of the same size in all. Where there is no sample for
+        this process, it is a `blank` one.
 
         Args:
             epoch: From 0; each has its own order.
@@ -238,26 +249,80 @@ class TrainingData:
                 before it is decoded. None starts the epoch.
 
         Raises:
-            ConfigError: The position is from another epoch or another number of processes.
+            ConfigError: The position is from another epoch.
             DataError: No sample of the epoch can be used, or the stream ends before the position.
             FileError: A shard cannot be opened.
         """
-        start, options = position or DataPosition(epoch, 0), self._options
+        start = position or DataPosition(epoch, 0)
         if start.epoch != epoch:
             raise ConfigError(
                 f"data position: it is of epoch {start.epoch}, not {epoch}.",
                 hint="Continue that epoch first.",
             )
-        if any(number % options.processes != options.process for number in start.pending):
-            raise ConfigError(
-                f"data position: it is not of process {options.process} of {options.processes}.",
-                hint="Continue with as many processes as before, or start the epoch again.",
-            )
         return self._batches(start)
 
+    def count_sizes(self) -> Counter[Size] | None:
+        """Count the samples of an epoch by the size that they are brought to, from the pictures' headers.
+
+        Returns:
+            None where only reading all of the data would tell: commands, compressed shards.
+        """
+        sizes: Counter[Size] = Counter()
+        for shard in self.shards:
+            if not Path(shard).is_file():
+                return None
+            samples = read_shard(shard, self._decoder.keys, self._options.max_member, unread=True)
+            for place, raw in enumerate(samples):
+                if raw.key is None and place == 0:  # compressed, or no tar file
+                    return None
+                with suppress(DataError):
+                    sizes[self._decoder.measure(raw)] += 1
+        return sizes
+
     def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
+        epoch, options, counts = start.epoch, self._options, EpochCounts()
+
+        def slices() -> Iterator[WaitingSample | PlannedBatch]:
+            """This process's samples of each batch, and then the batch."""
+            for batch in self._planned(start, counts):
+                yield from (sample for sample in batch.samples if sample.raw is not None)
+                yield batch
+
+        def decode(item: WaitingSample | PlannedBatch) -> Sample | SkippedSample | PlannedBatch:
+            if isinstance(item, PlannedBatch):
+                return item
+            assert item.raw is not None  # `slices` gives no others
+            try:
+                return self._decoder.decode(item.raw, epoch, item.number, item.size)
+            except DataError as error:
+                return SkippedSample(item.raw.shard, item.raw.key, error.message)
+
+        ahead = options.batch_size + 1 + options.workers
+        samples: list[Sample] = []
+        with closing(prefetch(decode, slices(), workers=options.workers, ahead=ahead)) as outcomes:
+            for outcome in outcomes:
+                if isinstance(outcome, Sample):
+                    self._say_unmasked(outcome)
+                    samples.append(outcome)
+                elif isinstance(outcome, SkippedSample):
+                    self.skipped.add(outcome)
+                    counts.found_broken()
+                else:
+                    first = outcome.samples[0]
+                    batch = (
+                        collate(samples, self._config, epoch)
+                        if samples
+                        else blank_batch(first, self._config, epoch)
+                    )
+                    yield batch, outcome.position
+                    samples = []
+        if start.samples == 0:
+            counts.check(self.skipped)
+
+    def _planned(self, start: DataPosition, counts: "EpochCounts") -> Iterator["PlannedBatch"]:
+        """The batches of all processes from `start` on, as the pictures' headers tell: the same in every process."""
         epoch, options = start.epoch, self._options
-        buckets = SizeBuckets(options.batch_size)
+        buckets = SizeBuckets(options.batch_size, options.process, options.processes)
         samples = epoch_samples(
             self.shards,
             self._decoder.keys,
@@ -267,40 +332,32 @@ class TrainingData:
             buffer=options.shuffle_buffer,
             max_member=options.max_member,
         )
-        good = broken = passed = 0
-        waiting = frozenset(start.pending)
-
-        def of_this_process() -> Iterator[tuple[int, RawSample]]:
-            """The pending samples with their numbers, then those from the start on."""
-            nonlocal passed
-            for number, raw in enumerate(samples):
-                passed = number + 1
-                mine = number % options.processes == options.process
-                if (mine and number >= start.samples) or number in waiting:
-                    yield number, raw
-
-        def decode(item: tuple[int, RawSample]) -> tuple[int, Sample | SkippedSample]:
-            number, raw = item
+        passed, waiting = 0, set(start.pending)
+        for number, raw in enumerate(samples):
+            passed = number + 1
+            if number < start.samples and number not in waiting:
+                continue
+            waiting.discard(number)
             try:
-                return number, self._decoder.decode(raw, epoch, number)
+                size = self._decoder.measure(raw)
             except DataError as error:
-                return number, SkippedSample(raw.shard, raw.key, error.message)
-
-        seen, ahead = start.samples, options.batch_size + options.workers
-        with closing(prefetch(decode, of_this_process(), workers=options.workers, ahead=ahead)) as outcomes:
-            for number, outcome in outcomes:
-                seen = max(seen, number + 1)
-                if isinstance(outcome, SkippedSample):
-                    self.skipped.add(outcome)
-                    broken += 1
-                    continue
-                good += 1
-                self._say_unmasked(outcome)
-                if full := buckets.add(outcome):
-                    yield collate(full, self._config, epoch), DataPosition(epoch, seen, buckets.pending)
-        check_epoch(good, broken, passed, start, self.skipped, options.processes)
+                # All processes see it, so one of them says it.
+                self.skipped.add(SkippedSample(raw.shard, raw.key, error.message), log=options.process == 0)
+                counts.broken += 1
+                continue
+            counts.good += 1
+            if full := buckets.add(number, size, raw):
+                pending = sorted({*buckets.pending, *waiting})
+                yield PlannedBatch(full, DataPosition(epoch, max(passed, start.samples), tuple(pending)))
+        if passed < start.samples:
+            raise DataError(
+                f"the data ends after {passed} samples, before the position of the checkpoint ({start.samples}).",
+                hint="Continue with the shards that the checkpoint was trained on, or start the epoch again.",
+            )
+        if passed == 0:
+            raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
         while rest := buckets.take_rest():
-            yield collate(rest, self._config, epoch), DataPosition(epoch, passed, buckets.pending)
+            yield PlannedBatch(rest, DataPosition(epoch, passed, buckets.pending))
 
     def _say_unmasked(self, sample: Sample) -> None:
         """Say once that samples lack the mask: a slip in its name would pass for that."""
@@ -356,34 +413,62 @@ class SkippedSamples:
         """How many different samples were left out."""
         return len(self._known)
 
-    def add(self, sample: SkippedSample) -> None:
+    def add(self, sample: SkippedSample, *, log: bool = True) -> None:
         """Count a sample unless it is known, and log it while there are few."""
         if (sample.shard, sample.key) in self._known:
             return
         self._known.add((sample.shard, sample.key))
         if len(self.first) < MAX_NAMED:
             self.first.append(sample)
-        if self.count <= MAX_LOGGED:
+        if log and self.count <= MAX_LOGGED:
             _log.warning("Skipped %s", sample)
-        if self.count == MAX_LOGGED:
+        if log and self.count == MAX_LOGGED:
             _log.warning("Further samples that cannot be used are counted, not named.")
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingSample:
+    """A sample that is not decoded yet.
+
+    Attributes:
+        number: In its epoch's stream.
+        size: (width, height) that it is brought to.
+        raw: None in the processes that do not decode it.
+    """
+
+    number: int
+    size: Size
+    raw: RawSample | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """A batch of all processes together, and the position after it; `samples` are of one size, at least one."""
+
+    samples: list[WaitingSample]
+    position: DataPosition
+
+
 class SizeBuckets:
-    """Samples that wait for others of their size."""
+    """Samples that wait for others of their size, until there are enough for a batch in each process.
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
-        self._waiting: dict[Size, list[Sample]] = {}
+    Process p takes every `processes`-th sample of a size, from the p-th on.
+    """
 
-    def add(self, sample: Sample) -> list[Sample] | None:
-        """Add a sample, and return the samples of its size if they fill a batch."""
-        bucket = self._waiting.setdefault(sample.size, [])
-        bucket.append(sample)
-        return self._waiting.pop(sample.size) if len(bucket) == self._batch_size else None
+    def __init__(self, batch_size: int, process: int = 0, processes: int = 1) -> None:
+        self._enough = batch_size * processes
+        self._process, self._processes = process, processes
+        self._waiting: dict[Size, list[WaitingSample]] = {}
 
-    def take_rest(self) -> list[Sample] | None:
-        """Return the unfinished batch whose first sample is the oldest, or None."""
+    def add(self, number: int, size: Size, raw: RawSample) -> list[WaitingSample] | None:
+        """Take a sample in, and give the samples of its size when they are enough."""
+        bucket = self._waiting.setdefault(size, [])
+        is_own = len(bucket) % self._processes == self._process
+        bucket.append(WaitingSample(number, size, raw if is_own else None))
+        return self._waiting.pop(size) if len(bucket) == self._enough else None
+
+    def take_rest(self) -> list[WaitingSample] | None:
+        """Give the unfinished batch whose first sample is the oldest, or None."""
         if not self._waiting:
             return None
         return self._waiting.pop(min(self._waiting, key=lambda size: self._waiting[size][0].number))
@@ -392,6 +477,16 @@ class SizeBuckets:
     def pending(self) -> tuple[int, ...]:
         """Numbers of the samples that wait."""
         return tuple(sorted(sample.number for bucket in self._waiting.values() for sample in bucket))
+
+
+def count_batches(sizes: Mapping[Size, int], samples: int) -> int:
+    """How many batches an epoch has: of each size as many as it fills, and one for what is left.
+
+    Args:
+        sizes: Samples of each size.
+        samples: In a batch of all processes together.
+    """
+    return sum(-(-count // samples) for count in sizes.values())
 
 
 def collate(samples: list[Sample], config: LbmConfig, epoch: int) -> Batch:
@@ -405,6 +500,23 @@ def collate(samples: list[Sample], config: LbmConfig, epoch: int) -> Batch:
         mask=_validity(samples, config.mask_key) if config.mask_key else None,
         conditioning_images={key: _pictures(samples, key) for key in config.conditioning_images_keys},
         conditioning_masks={key: _masks(samples, key) / 255.0 for key in config.conditioning_masks_keys},
+    )
+
+
+def blank_batch(like: WaitingSample, config: LbmConfig, epoch: int) -> Batch:
+    """A batch without a sample: one grey picture of another process's size, all of it valid."""
+    width, height = like.size
+    picture, mask = torch.zeros(1, 3, height, width), torch.ones(1, 1, height, width)
+    return Batch(
+        source=picture,
+        target=picture,
+        numbers=(like.number,),
+        keys=(),
+        epoch=epoch,
+        mask=mask if config.mask_key else None,
+        conditioning_images=dict.fromkeys(config.conditioning_images_keys, picture),
+        conditioning_masks=dict.fromkeys(config.conditioning_masks_keys, mask),
+        blank=True,
     )
 
 
@@ -427,65 +539,40 @@ def _masks(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height wid
     return torch.from_numpy(np.stack([sample.masks[key][None] for sample in samples], dtype=np.float32))
 
 
-def check_epoch(
-    good: int, broken: int, passed: int, start: DataPosition, skipped: SkippedSamples, processes: int
-) -> None:
-    """Refuse an epoch without a good sample, and warn if most of its samples are broken.
+@dataclass
+class EpochCounts:
+    """What an epoch's samples turned out to be, as far as this process knows: others may find more broken ones."""
 
-    Args:
-        good: Samples of this process that could be used since `start`.
-        broken: Those that could not.
-        passed: Samples in the whole stream, of all processes.
-        start: Where this process began; samples before it were judged when they were used.
-        skipped: Names the first of them.
-        processes: How many share the stream.
+    good: int = 0
+    broken: int = 0
 
-    Raises:
-        DataError: Says what was wrong with the first sample.
-    """
-    if passed < start.samples:
-        raise DataError(
-            f"the data ends after {passed} samples, before the position of the checkpoint ({start.samples}).",
-            hint="Continue with the shards that the checkpoint was trained on, or start the epoch again.",
-        )
-    if passed == 0:
-        raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
-    if good == 0 and start.samples == 0 and broken == 0:
-        raise DataError(
-            f"there are {passed} samples for {processes} processes, so at least one process has none.",
-            hint="Use fewer processes or more data.",
-        )
-    if good == 0 and start.samples == 0:
-        raise DataError(
-            f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
-            hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name "
-            "ends at its first dot, and its members follow one another in the tar file.",
-        )
-    if broken > good and start.samples == 0:
-        _log.warning(
-            "Most of the data cannot be used: %d of %d samples of this epoch were skipped. The first: %s",
-            broken,
-            good + broken,
-            skipped.first[0],
-        )
+    def found_broken(self) -> None:
+        """One that seemed good is broken."""
+        self.good -= 1
+        self.broken += 1
 
+    def check(self, skipped: SkippedSamples) -> None:
+        """Refuse an epoch without one good sample, and warn of one that is mostly broken.
 
-def redistribute(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
-    """Where one process starts if an epoch continues with another number of processes than it was started with.
+        Args:
+            skipped: Names the first of them.
 
-    Every unused sample goes to exactly one process, and no used one comes again.
-
-    Args:
-        positions: Positions of the earlier processes, in order, at the same step.
-        process: The process, from 0.
-        processes: How many processes share the rest.
-    """
-    shared, reached = len(positions), max(position.samples for position in positions)
-    behind = range(min(position.samples for position in positions), reached)
-    left = {number for number in behind if number >= positions[number % shared].samples}
-    left.update(number for position in positions for number in position.pending)
-    mine = sorted(number for number in left if number % processes == process)
-    return DataPosition(positions[0].epoch, reached, tuple(mine))
+        Raises:
+            DataError: Says what was wrong with the first sample.
+        """
+        if self.good == 0:
+            raise DataError(
+                f"none of {self.broken} samples can be used. The first: {skipped.first[0]}.",
+                hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name "
+                "ends at its first dot, and its members follow one another in the tar file.",
+            )
+        if self.broken > self.good:
+            _log.warning(
+                "Most of the data cannot be used: %d of %d samples of this epoch were skipped. The first: %s",
+                self.broken,
+                self.good + self.broken,
+                skipped.first[0],
+            )
 
 
 _MEMBERS: Final = {"source": ("source", "jpg"), "target": ("target",), "mask": ("mask",)}
@@ -523,29 +610,47 @@ class SampleDecoder:
         }
         self.keys = tuple(dict.fromkeys((*pictures, *masks, *chain(*self.roles.values()))))
 
-    def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
-        """Decode a sample.
+    def measure(self, raw: RawSample) -> Size:
+        """The (width, height) that a sample is brought to, from its pictures' headers.
+
+        Raises:
+            DataError: As of `decode`, where headers show it.
+        """
+        if raw.fault is not None or raw.key is None:
+            raise DataError(raw.fault or "has no name")
+        keys = (*self.picture_keys, *(key for key in self.mask_keys if not self._may_lack(raw, key)))
+        return self._brought_to(
+            {key: self._read(raw, key, lambda name: picture_size(raw.opened(name))) for key in keys}
+        )
+
+    def decode(self, raw: RawSample, epoch: int, number: int, expected: Size | None = None) -> Sample:
+        """Decode a sample, with the bytes of its members.
+
+        Args:
+            raw: The sample.
+            epoch: That it is decoded for.
+            number: In that epoch's stream.
+            expected: What `measure` gave; None takes any.
 
         Raises:
             DataError: Says which member is missing, damaged, or of another shape than the source.
         """
         if raw.fault is not None or raw.key is None:
             raise DataError(raw.fault or "has no name")
-        pictures = {key: self._decoded(raw, key, mask=False) for key in self.picture_keys}
+        pictures = {
+            key: self._read(raw, key, lambda name: decode_picture(raw.members[name]))
+            for key in self.picture_keys
+        }
         masks = {
-            key: self._decoded(raw, key, mask=True) for key in self.mask_keys if not self._may_lack(raw, key)
+            key: self._read(raw, key, lambda name: decode_mask(raw.members[name]))
+            for key in self.mask_keys
+            if not self._may_lack(raw, key)
         }
         shape = pictures[self.config.source_key].size
-        for key, image in (*pictures.items(), *masks.items()):
-            if not same_shape(shape, image.size):
-                raise DataError(
-                    f"{key} has another shape ({image.width}×{image.height}) "
-                    f"than {self.config.source_key} ({shape[0]}×{shape[1]})"
-                )
+        size = self._brought_to({key: image.size for key, image in {**pictures, **masks}.items()})
+        if expected not in (None, size):
+            raise DataError(f"is {size[0]}×{size[1]} once decoded, where its header says another shape")
         draws = random.Random(f"{self.seed} {epoch} {number} crop")
-        size = self.size or nearest_bucket(
-            *shape, resolution=self.config.resolution, factor=self.config.factor
-        )
         cut = choose_crop(shape, size, self.crop, draws)
         # Whether a pixel is valid is yes or no; conditioning is resized as inference does.
         yes_or_no = {self.config.mask_key: Image.Resampling.NEAREST}
@@ -558,14 +663,25 @@ class SampleDecoder:
             {key: apply_crop(image, cut, yes_or_no.get(key, smooth)) for key, image in masks.items()},
         )
 
-    def _decoded(self, raw: RawSample, key: str, *, mask: bool) -> Image.Image:
-        """Of the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
-        names = (key, *self.roles.get(key, ()))
-        member = find_member(
-            next((name for name in names if wanted_members(name, raw.names)), key), raw.names
+    def _brought_to(self, shapes: Mapping[str, Size]) -> Size:
+        shape = shapes[self.config.source_key]
+        for key, other in shapes.items():
+            if not same_shape(shape, other):
+                raise DataError(
+                    f"{key} has another shape ({other[0]}×{other[1]}) "
+                    f"than {self.config.source_key} ({shape[0]}×{shape[1]})"
+                )
+        return self.size or nearest_bucket(
+            *shape, resolution=self.config.resolution, factor=self.config.factor
         )
+
+    def _read(self, raw: RawSample, key: str, read: Callable[[str], Out]) -> Out:
+        """Read the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
+        role = self.roles.get(key)
+        named = role is None or wanted_members(key, raw.names) or not wanted_members(role, raw.names)
+        member = find_member(key if named or role is None else role, raw.names)
         try:
-            return (decode_mask if mask else decode_picture)(raw.members[member])
+            return read(member)
         except DataError as error:
             raise DataError(f"{member} {error.message}") from error
 
@@ -584,12 +700,30 @@ def decode_picture(data: bytes) -> Image.Image:
     Raises:
         DataError: It is empty, not a picture, damaged, or has more pixels than `SIGMASCOPE_MAX_PIXELS`.
     """
-    if not data:
+    with _opened(io.BytesIO(data)) as image:
+        image.load()
+        return to_rgb(image)
+
+
+def picture_size(stream: ByteFile) -> Size:
+    """The size that `decode_picture` will give, from the header.
+
+    Raises:
+        DataError: As of `decode_picture`, where the header shows it.
+    """
+    with _opened(stream) as image:
+        return upright_size(image, stream)
+
+
+@contextmanager
+def _opened(stream: ByteFile) -> Iterator[Image.Image]:
+    """A picture before it is decoded; says what is wrong with it."""
+    if not stream.read(1):
         raise DataError("is empty")
+    stream.seek(0)
     try:
-        with open_picture(io.BytesIO(data), FORMATS) as image:
-            image.load()
-            return to_rgb(image)
+        with open_picture(stream, FORMATS) as image:
+            yield image
     except Image.DecompressionBombError as error:
         raise DataError(f"is too large ({error})") from error
     except UnidentifiedImageError as error:

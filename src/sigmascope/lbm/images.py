@@ -31,6 +31,8 @@ from torch.nn import functional
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, FileError
 
+ByteFile = BinaryIO | io.BytesIO | io.BufferedReader
+"""A file of bytes; `io`'s classes are no subclasses of typing's at run time."""
 Images = Float[Tensor, "batch 3 height width"]
 Resized = Float[Tensor, "batch 3 new_height new_width"]
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -45,6 +47,7 @@ PIXEL_LIMIT: Final = "SIGMASCOPE_MAX_PIXELS"
 """The environment variable that says how many pixels a picture may have."""
 _PIXELS: Final = 89_478_485  # where Pillow begins to warn
 _TILE_SIDES: Final = (322, 323)  # TIFF's tags
+_ORIENTATION: Final = 0x0112  # EXIF's tag
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Suffixes of the files that are taken for pictures."""
 MARGIN, CAPTION_HEIGHT = 8, 22
@@ -92,10 +95,8 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 @contextlib.contextmanager
-def open_picture(
-    stream: BinaryIO | io.BytesIO, formats: Sequence[str] | None = None
-) -> Iterator[Image.Image]:
-    """Open a picture, and check its size before any pixel is decoded.
+def open_picture(stream: ByteFile, formats: Sequence[str] | None = None) -> Iterator[Image.Image]:
+    """Open a picture whose size is checked before a pixel of it is decoded.
 
     `Image.open` has its own check, which only warns about sizes that are refused here, and raises for sizes that a user
     may have allowed. Warning filters cannot switch it off safely, because threads share them.
@@ -128,7 +129,7 @@ def open_picture(
         yield image
 
 
-def _first_opened(stream: BinaryIO | io.BytesIO, prefix: bytes, formats: Sequence[str]) -> Image.Image | None:
+def _first_opened(stream: ByteFile, prefix: bytes, formats: Sequence[str]) -> Image.Image | None:
     for name in formats:
         if name not in Image.OPEN:
             Image.init()
@@ -171,6 +172,32 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", with_alpha.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, with_alpha).convert("RGB")
     return upright.convert("RGB")
+
+
+def upright_size(image: Image.Image, stream: ByteFile) -> tuple[int, int]:
+    """(width, height) that `to_rgb` will have, from what stands before the pixels; PNG may turn behind them.
+
+    Args:
+        image: Opened and not yet decoded.
+        stream: The file that it was opened from.
+    """
+    if image.format == "TIFF":  # which Pillow turns by itself
+        return image.size
+    # PNG's own method decodes all pixels for an EXIF that may stand behind them.
+    exif = Image.Image.getexif(image)
+    if image.format == "PNG" and _ORIENTATION not in exif and (late := _png_exif(stream)):
+        exif.load(late)
+    return image.size[::-1] if exif.get(_ORIENTATION) in (5, 6, 7, 8) else image.size
+
+
+def _png_exif(stream: ByteFile) -> bytes | None:
+    stream.seek(8)
+    while len(head := stream.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind == b"eXIf":
+            return b"Exif\0\0" + stream.read(length)
+        stream.seek(length + 4, os.SEEK_CUR)
+    return None
 
 
 def _wide_grey(image: Image.Image) -> Image.Image:

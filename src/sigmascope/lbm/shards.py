@@ -8,6 +8,7 @@ The order of an epoch is the same in every run, and in every process, with the s
 
 import contextlib
 import glob
+import io
 import lzma
 import os
 import random
@@ -28,6 +29,7 @@ from webdataset.tariterators import base_plus_ext, group_by_keys
 
 from sigmascope.errors import ConfigError, DataError, FileError
 from sigmascope.files import reading_hint, reason_of
+from sigmascope.lbm.images import ByteFile
 from sigmascope.units import format_size, parse_size
 
 PIPE = "pipe:"
@@ -125,10 +127,11 @@ class RawSample:
 
     Attributes:
         shard: The file or command that it comes from.
-        key: The common beginning of its members' names; None for the unreadable rest of a shard.
-        members: Bytes of the members that the config asks for, by the rest of the name, in lower case.
-        names: Names of all its members, for messages.
-        fault: Why it cannot be used, if reading showed that.
+        key: What its members' names begin with; None stands for the rest of a shard that cannot be read.
+        members: The bytes of those that the config asks for, by the rest of the name, in lower case.
+        names: Of all its members, for messages.
+        fault: Why it cannot be used, where reading showed that.
+        files: In place of `members`, where these are left unread.
     """
 
     shard: str
@@ -136,14 +139,21 @@ class RawSample:
     members: dict[str, bytes] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     fault: str | None = None
+    files: dict[str, ByteFile] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Memory that its members take."""
         return sum(len(data) for data in self.members.values())
 
+    def opened(self, member: str) -> ByteFile:
+        """A member as a file."""
+        return self.files[member] if member in self.files else io.BytesIO(self.members[member])
 
-def read_shard(shard: str, keys: Collection[str], max_member: str | int | None = None) -> Iterator[RawSample]:
+
+def read_shard(
+    shard: str, keys: Collection[str], max_member: str | int | None = None, *, unread: bool = False
+) -> Iterator[RawSample]:
     """Read a shard from its beginning, holding one sample at a time.
 
     Members that no key means are skipped unread. A member that is sparse or larger than `SIGMASCOPE_MAX_MEMBER` (256 MB
@@ -153,6 +163,8 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
         shard: A path, or a command behind `pipe:`.
         keys: The config's keys; other members are skipped.
         max_member: Such as `2GB`, in place of `SIGMASCOPE_MAX_MEMBER`.
+        unread: Give files in place of bytes, to look at their beginnings before the next sample. The shard is a
+            file that is not compressed.
 
     Yields:
         Its samples in order. If the shard breaks off, a last sample says so in its `fault`.
@@ -171,8 +183,8 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
             return True
 
         try:
-            for sample in group_by_keys(_members(shard, stream, keys, most), handler=note):
-                yield _raw(shard, sample, keys, doubled)
+            for sample in group_by_keys(_members(shard, stream, keys, most, unread), handler=note):
+                yield _raw(shard, sample, keys, doubled, unread)
                 doubled.clear()
                 good += 1
         except _READ_ERRORS as error:
@@ -184,15 +196,17 @@ def read_shard(shard: str, keys: Collection[str], max_member: str | int | None =
 
 
 def _members(
-    shard: str, stream: IO[bytes] | Pipe, keys: Collection[str], most: int
+    shard: str, stream: IO[bytes] | Pipe, keys: Collection[str], most: int, unread: bool
 ) -> Iterator[dict[str, Any]]:
     """Members one by one, as `group_by_keys` takes them; those that no key can mean without their bytes."""
     room: int | None = None  # the most bytes that it may unpack to; of a command nobody knows
+    length = None
     if not isinstance(stream, Pipe):
         facts = os.fstat(stream.fileno())
-        room = facts.st_size * _MAX_COMPRESSION_RATIO if stat.S_ISREG(facts.st_mode) else None
+        length = facts.st_size if stat.S_ISREG(facts.st_mode) else None
+        room = None if length is None else length * _MOST_TO_ONE
     try:
-        opened = _CheckedTar.open(fileobj=stream, mode="r|*")
+        opened = _CheckedTar.open(fileobj=stream, mode="r:" if unread else "r|*")
     except TypeError as error:  # tarfile's own of a gzip header that ends after its first bytes
         raise tarfile.ReadError("its gzip header breaks off") from error
     with opened as tar:
@@ -205,15 +219,18 @@ def _members(
                 raise tarfile.ReadError(
                     f"{info.name} declares {format_size(info.size)}, more than the compressed bytes can hold"
                 )
-            data = b""
+            data: bytes | IO[bytes] = b""
             ending = (base_plus_ext(info.name)[1] or "").lower()
             if any(wanted_members(key, [ending]) for key in keys):
                 if info.size > most:
                     raise tarfile.ReadError(
                         f"{info.name} declares {format_size(info.size)}; {MEMBER_LIMIT} allows {format_size(most)}"
                     )
+                if unread and length is not None and info.offset_data + info.size > length:
+                    raise tarfile.ReadError("unexpected end of data")  # as reading it would
                 file = tar.extractfile(info)
-                data = b"" if file is None else file.read()
+                if file is not None:
+                    data = file if unread else file.read()
             yield {"fname": info.name, "data": data, "__url__": shard}
             tar.members = []  # type: ignore[attr-defined]  # it would remember all
 
@@ -279,15 +296,19 @@ def _unreadable(shard: str, error: OSError) -> FileError:
     return FileError(shard, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
 
 
-def _raw(shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception]) -> RawSample:
+def _raw(
+    shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception], unread: bool
+) -> RawSample:
     names = tuple(name for name in sample if not name.startswith("__"))
     wanted = {name for key in keys for name in wanted_members(key, names)}
+    found = {name: sample[name] for name in names if name in wanted}
     return RawSample(
         shard,
         sample["__key__"],
-        {name: sample[name] for name in names if name in wanted},
+        {} if unread else found,
         names,
         f"holds a member twice ({_first_words(doubled[0])})" if doubled else None,
+        found if unread else {},
     )
 
 

@@ -92,6 +92,7 @@ def test_every_good_sample_comes_once_with_its_own_target(shards: Path) -> None:
 
 
 def test_a_batch_has_one_size_and_only_the_last_of_each_size_is_smaller(shards: Path) -> None:
+    """But where a picture is damaged, whose place stays empty."""
     sizes: dict[tuple[int, int], list[int]] = {}
     for batch, _ in data(shards).batches(0):
         expected = (24, 40) if levels(batch)[0] in WIDE else (32, 32)
@@ -99,10 +100,11 @@ def test_a_batch_has_one_size_and_only_the_last_of_each_size_is_smaller(shards: 
         assert {level in WIDE for level in levels(batch)} == {levels(batch)[0] in WIDE}
         assert (height < width) is (expected != (32, 32))
         sizes.setdefault((height, width), []).append(len(batch))
-    assert len(sizes) == 2
-    for lengths in sizes.values():
-        assert all(length == 4 for length in lengths[:-1])
-        assert 1 <= lengths[-1] <= 4
+    wide, square = sorted(sizes.values(), key=sum)
+    assert wide == [4, 4]  # 0, 3, … 21
+    assert len(square) == 4
+    assert sum(square) == SAMPLES - len(WIDE) - len(BROKEN)
+    assert sum(4 - length for length in square[:-1]) <= len(BROKEN)
 
 
 def test_the_order_follows_from_seed_and_epoch(shards: Path) -> None:
@@ -118,7 +120,7 @@ def test_the_order_follows_from_seed_and_epoch(shards: Path) -> None:
 
 def test_without_shuffling_samples_come_as_they_lie(shards: Path) -> None:
     stream = data(shards, batch_size=1, shuffle=False)
-    keys = [batch.keys[0] for batch, _ in stream.batches(5)]
+    keys = [key for batch, _ in stream.batches(5) for key in batch.keys]
     lying = [f"{number:03d}" for shard in range(4) for number in range(shard, SAMPLES, 4)]
     assert keys == [key for key in lying if int(key) not in BROKEN]
 
@@ -194,8 +196,7 @@ def test_the_processes_together_have_what_one_has(shards: Path, processes: int) 
         for process in range(processes)
     ]
     together: dict[int, str] = {}
-    for process, share in enumerate(shares):
-        assert {number % processes for number in share} == {process}
+    for share in shares:
         together |= share
     assert together == alone
     assert sum(map(len, shares)) == len(alone)
@@ -258,10 +259,49 @@ def test_an_empty_shard_is_an_error(tmp_path: Path) -> None:
         list(one_shard(tmp_path, []).batches(0))
 
 
-def test_fewer_samples_than_processes_is_an_error(tmp_path: Path) -> None:
-    stream = one_shard(tmp_path, pair("a", 1), process=1, processes=2)
-    with pytest.raises(DataError, match="1 samples for 2 processes"):
-        list(stream.batches(0))
+def test_where_there_is_no_sample_for_a_process_it_has_a_blank_one(tmp_path: Path) -> None:
+    keys = {"mask_key": "mask", "conditioning_masks_keys": ("soft",), "conditioning_images_keys": ("depth",)}
+    members = pair("a", 1, **{f"{name}.png": plain(3) for name in ("mask", "soft", "depth")})
+    write_tar(tmp_path / "0.tar", members)
+    config = tiny().model_copy(update=keys)
+    main, other = (
+        list(TrainingData(config, DataOptions((str(tmp_path),), 2, process=i, processes=2)).batches(0))
+        for i in range(2)
+    )
+    ((batch, position),), ((blank, there),) = main, other
+    assert (len(batch), len(blank), blank.blank, blank.keys) == (1, 0, True, ())
+    assert position == there
+    shapes = [{name: item.shape for name, item in flat(each).items()} for each in (batch, blank)]
+    assert shapes[0] == shapes[1]
+
+
+def flat(batch: Batch) -> dict[str, torch.Tensor]:
+    assert batch.mask is not None
+    return {
+        "source": batch.source,
+        "target": batch.target,
+        "mask": batch.mask,
+        **batch.conditioning_images,
+        **batch.conditioning_masks,
+    }
+
+
+def test_a_damaged_picture_leaves_its_place_empty(tmp_path: Path) -> None:
+    """So that nobody must ask who has found what; a damaged header is seen by all, and the next takes its place."""
+    broken = plain(1, 16, 16)
+    members = [
+        item
+        for i, target in enumerate([plain(1), broken[:50], broken[:20], plain(4), plain(5)])
+        for item in pair(f"{i}", i, **{"target.png": target})
+    ]
+    stream = one_shard(tmp_path, members, shuffle=False)
+    assert [batch.keys for batch, _ in stream.batches(0)] == [("0",), ("3", "4")]
+    alone = one_shard(tmp_path, members, shuffle=False, batch_size=1)
+    assert [batch.keys for batch, _ in alone.batches(0)] == [("0",), (), ("3",), ("4",)]
+    assert {(sample.key, sample.reason.partition(" (")[0]) for sample in alone.skipped.first} == {
+        ("1", "target.png cannot be decoded"),
+        ("2", "target.png cannot be decoded"),
+    }
 
 
 def test_mostly_broken_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,14 +319,12 @@ def test_a_shard_removed_while_training_is_an_error(tmp_path: Path) -> None:
         list(stream.batches(1))
 
 
-def test_positions_of_other_data_are_refused(shards: Path, tmp_path: Path) -> None:
+def test_positions_of_other_data_are_refused(tmp_path: Path) -> None:
     stream = one_shard(tmp_path, pair("a", 1))
     with pytest.raises(ConfigError, match="epoch 1, not 0"):
         stream.batches(0, DataPosition(1, 0))
     with pytest.raises(DataError, match="ends after 1 samples"):
         list(stream.batches(0, DataPosition(0, 2)))
-    with pytest.raises(ConfigError, match="not of process 0 of 2"):
-        data(shards, processes=2).batches(0, DataPosition(0, 4, (1,)))
 
 
 @pytest.mark.parametrize(

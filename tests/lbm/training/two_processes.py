@@ -40,7 +40,14 @@ def run_two(
 
     A process that still runs after `SECONDS` is killed, and its code is None.
     """
-    processes, files = start_two(work, folder, environment)
+    return run_team(work, 2, folder, environment)
+
+
+def run_team(
+    work: Callable[[int], object], count: int, folder: Path, environment: dict[str, str] | None = None
+) -> list[Ended]:
+    """As `run_two`, with `count` processes."""
+    processes, files = start_team(work, count, folder, environment)
     for process in processes:
         process.join(SECONDS)
     codes = [process.exitcode for process in processes]
@@ -54,18 +61,25 @@ def start_two(
     work: Callable[[int], object], folder: Path, environment: dict[str, str] | None = None
 ) -> tuple[list[ForkProcess], list[Path]]:
     """Start what `run_two` waits for: the processes, and the files of what they write."""
-    both = {
+    return start_team(work, 2, folder, environment)
+
+
+def start_team(
+    work: Callable[[int], object], count: int, folder: Path, environment: dict[str, str] | None = None
+) -> tuple[list[ForkProcess], list[Path]]:
+    """As `start_two`, with `count` processes."""
+    shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
         **(environment or {}),
     }
     processes, files = [], []
-    for number in range(2):
+    for number in range(count):
         files.append(folder / f"errors-{number}.txt")
-        own = {**both, "RANK": str(number), "LOCAL_RANK": str(number)}
+        own = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
         processes.append(start(work, files[-1], number, own))
     return processes, files
 

@@ -110,7 +110,8 @@ def train(options: TrainOptions) -> None:
     if options.dry_run:
         with stdout_for_results():
             planned = dry_run(settings, resume=options.resume)
-        print_dry_run(planned, as_json=options.as_json)
+        if _is_main_process():
+            print_dry_run(planned, as_json=options.as_json)
         return
     if options.device is not None:
         resolve_device(options.device)  # training's own error would name the YAML's key
@@ -253,7 +254,8 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
         if total_steps:
             total = f"/{total_steps}"
             left = f", {_clock(log.step_seconds * (total_steps - log.step))} left"
-        text = f"step {log.step}{total}  loss {log.loss:.4g}  lr {log.learning_rate:.3g}  "
+        loss = "none" if log.loss is None else f"{log.loss:.4g}"
+        text = f"step {log.step}{total}  loss {loss}  lr {log.learning_rate:.3g}  "
         console.print(Text(f"{text}{log.step_seconds:.3g} s/step{left}"))
 
     if not _is_main_process():

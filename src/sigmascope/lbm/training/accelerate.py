@@ -12,6 +12,7 @@ Trackers (TensorBoard, Weights & Biases, …) show losses and pictures, through 
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -379,18 +380,20 @@ class StepResult:
     """The result of one optimizer step, in this process.
 
     Attributes:
-        loss: Mean over the samples of this process.
-        latent: Its latent term; None if its weight is 0.
-        pixel: Its pixel term; None if its weight is 0.
-        gradient_norm: Over all processes, before clipping; None if the backend does not report it.
-        skipped: Whether the gradient scaler found Inf and skipped the step.
+        loss: Mean over the samples of this process; None where it has none.
+        latent: Its latent term; None where it has no weight.
+        pixel: Its pixel term; None where it has no weight.
+        gradient_norm: Of all processes together, before clipping; None where the backend does not tell.
+        skipped: The gradient scaler met Inf and made no step, or there was no sample in any process.
+        share: How much this process's means count in those of all samples: the mean over the processes is 1.
     """
 
-    loss: float
+    loss: float | None
     latent: float | None
     pixel: float | None
     gradient_norm: float | None
     skipped: bool
+    share: float = 1.0
 
 
 class Stepper:
@@ -424,9 +427,16 @@ class Stepper:
     def make(self, group: StepBatches[Any], step: int, last_checkpoint: str | None) -> StepResult:
         """Make one step. The gradient is the mean over all samples of all processes.
 
+        Where none has a sample, the step counts in the schedule and changes nothing else.
+
         Raises:
             NonFiniteError: Loss or gradient is NaN or Inf; the weights are the same as before the step.
         """
+        if group.samples == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # PyTorch misses the optimizer's own step
+                self.schedule.step()
+            return StepResult(None, None, None, None, skipped=True, share=0.0)
         size = self.accelerator.gradient_accumulation_steps
         # A short group ends at the same count, so that its last batch is the one that synchronises.
         self.accelerator.step = size - len(group.batches)
@@ -447,8 +457,9 @@ class Stepper:
     ) -> StepResult:
         norm = self.prepared.backend.clip(self._max_norm)
         samples = [len(batch) for batch in group.batches]
+        here = sum(samples)
         total, latent, pixel = (
-            sum(count * float(value) for count, value in zip(samples, term, strict=True)) / sum(samples)
+            sum(count * float(value) for count, value in zip(samples, term, strict=True)) / max(1, here)
             for term in zip(*losses, strict=True)
         )
         gradient_norm = None if norm is None else float(full_tensor(norm))
@@ -463,8 +474,9 @@ class Stepper:
         if not skipped:
             self.schedule.step()
         self.optimizer.zero_grad()
-        latent_or_none, pixel_or_none = (None if math.isnan(term) else term for term in (latent, pixel))
-        return StepResult(total, latent_or_none, pixel_or_none, gradient_norm, skipped)
+        means = [None if here == 0 or math.isnan(term) else term for term in (total, latent, pixel)]
+        share = here * self._team.size / group.samples
+        return StepResult(means[0], means[1], means[2], gradient_norm, skipped, share)
 
     def _nonfinite(
         self, group: StepBatches[Any], step: int, loss: float, last_checkpoint: str | None

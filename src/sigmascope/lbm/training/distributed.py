@@ -37,7 +37,8 @@ from sigmascope.lbm.training.settings import TrainSettings
 Position = TypeVar("Position")
 State = dict[str, Any]
 """An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
-_LOST_CONNECTION_WORDS: Final = ("gloo", "nccl", "connection", "socket")
+_log = logging.getLogger(__name__)
+_LOST: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
 
@@ -107,9 +108,9 @@ class StepBatches(Generic[Position]):
     """The batches of one optimizer step, in this process.
 
     Attributes:
-        batches: The same number in every process.
-        samples: Number of samples in all processes together.
-        position: This process's data position after them.
+        batches: As many in every process.
+        samples: Of all processes together; 0 where none of their pictures can be decoded.
+        position: Where the data stands after them.
     """
 
     batches: tuple[Batch, ...]
@@ -122,8 +123,8 @@ def step_batches(
 ) -> Iterator[StepBatches[Position]]:
     """Group up to `size` batches for each optimizer step, the same number in every process.
 
-    The epoch ends for all as soon as any process has no batch left; the others' remaining batches stay unused. If the
-    data of one process fails, all stop, so that none waits forever for one that has ended.
+    All have as many batches in an epoch, unless they read different data. It then ends for all as soon as any has no
+    batch left, and that is said. Where one's data fails, all stop, so that none waits for ever for one that has ended.
 
     Args:
         stream: Batches of an epoch, each with the position after it.
@@ -139,11 +140,13 @@ def step_batches(
         with team.together():
             taken = list(islice(rest, size))
         lengths = [len(batch) for batch, _ in taken]
-        rows = team.gather(lengths + [0] * (size - len(lengths)))
-        count = min(sum(1 for length in row if length) for row in rows)
+        rows = team.gather([len(taken), *lengths, *[0] * (size - len(taken))])
+        count = min(row[0] for row in rows)
+        if count < max(row[0] for row in rows):
+            _log.warning("Processes read different data: some have batches left where others have none.")
         if count == 0:
             return
-        samples = sum(sum(row[:count]) for row in rows)
+        samples = sum(sum(row[1 : 1 + count]) for row in rows)
         yield StepBatches(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
 
 

@@ -48,8 +48,8 @@ class StepLog:
     Attributes:
         step: Optimizer steps done.
         epoch: From 0.
-        loss: Mean over all processes.
-        latent: Its latent term, unweighted; None if its weight is 0.
+        loss: Mean over the samples of all processes; None where none of their pictures can be decoded.
+        latent: Its latent term, unweighted; None where it has no weight.
         pixel: Its pixel term, likewise.
         gradient_norm: Norm in the last step, before clipping.
         learning_rate: Learning rate of the last step.
@@ -58,7 +58,7 @@ class StepLog:
 
     step: int
     epoch: int
-    loss: float
+    loss: float | None
     latent: float | None
     pixel: float | None
     gradient_norm: float | None
@@ -126,7 +126,8 @@ class MetricsLogger:
         rate = session.stepper.optimizer.param_groups[0]["lr"]
         seconds = (time.perf_counter() - self._since) / len(self._results)
         if session.accelerator.is_main_process:
-            what = f"loss {result.loss:.4g} lr {rate:.2g} {seconds:.2g} s/step"
+            loss = "none" if result.loss is None else f"{result.loss:.4g}"
+            what = f"loss {loss} lr {rate:.2g} {seconds:.2g} s/step"
             self.listeners.progress(session.step, session.total_steps or 0, what)
         if session.step % session.settings.log_interval == 0 or session.step == session.total_steps:
             self._log(rate, seconds)
@@ -143,10 +144,9 @@ class MetricsLogger:
     def _log(self, rate: float, seconds: float) -> None:
         session, results = self.session, self._results
         loss, latent, pixel = (
-            _mean(session.team.objects(_mean([getattr(result, name) for result in results])))
+            _mean_of_all(session.team.objects([(getattr(result, name), result.share) for result in results]))
             for name in ("loss", "latent", "pixel")
         )
-        assert loss is not None  # every step has one
         norm = results[-1].gradient_norm
         log = StepLog(session.step, session.epoch, loss, latent, pixel, norm, rate, seconds)
         self.logs.append(log)
@@ -156,9 +156,18 @@ class MetricsLogger:
             self.listeners.on_log(log)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    computed = [value for value in values if value is not None]
-    return sum(computed) / len(computed) if computed else None
+def _mean_of_all(rows: Sequence[Sequence[tuple[float | None, float]]]) -> float | None:
+    """The mean over steps that have a value, each the mean over its samples.
+
+    Args:
+        rows: For each process and step the mean over its samples there, and `StepResult.share`.
+    """
+    steps = [
+        sum(value * share for value, share in known) / len(step)
+        for step in zip(*rows, strict=True)
+        if (known := [(value, share) for value, share in step if value is not None])
+    ]
+    return sum(steps) / len(steps) if steps else None
 
 
 @dataclass
@@ -364,7 +373,8 @@ def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
         workers=0,
     )
     stream = TrainingData(settings.lbm, options).batches(0)
-    return tuple(batch for batch, _ in islice(stream, settings.validation_samples))
+    usable = (batch for batch, _ in stream if len(batch))
+    return tuple(islice(usable, settings.validation_samples))
 
 
 def save_sheet(validation: Validation, folder: Path) -> Path:

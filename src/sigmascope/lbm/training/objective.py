@@ -128,7 +128,7 @@ class Objective:
             generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "crop")
             with torch.autocast(device.type, enabled=False):
                 pixel = self._pixel_loss(model.vae, z_target, batch.target, batch.mask, generators)
-        per_sample = torch.zeros(len(batch), device=device)
+        per_sample = torch.zeros(len(batch.numbers), device=device)
         if latent is not None:
             per_sample = per_sample + self.settings.latent_loss_weight * latent
         if pixel is not None:

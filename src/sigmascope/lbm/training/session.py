@@ -10,12 +10,10 @@ into each checkpoint on the way.
 import hashlib
 import logging
 import math
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +24,13 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from webdataset.tariterators import base_plus_ext
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, NonFiniteError, SigmascopeError
-from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, redistribute
+from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, count_batches
 from sigmascope.lbm.devices import DTYPES
+from sigmascope.lbm.images import Size
 from sigmascope.lbm.model import LbmModel, is_finite
 from sigmascope.lbm.shards import PIPE
 from sigmascope.lbm.training.accelerate import Stepper, prepare_step
@@ -100,8 +98,8 @@ class Session:
         identity: Settings that determine the result.
         total_steps: Number of steps of the whole run; None if it is not known.
         step: Optimizer steps done.
-        epoch: The next batch's epoch.
-        position: This process's data position; None at the beginning of an epoch.
+        epoch: That the next batch belongs to.
+        position: Where the data stands, the same in all processes; None at an epoch's beginning.
     """
 
     settings: TrainSettings
@@ -137,7 +135,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         model.denoiser.train()
         if settings.gradient_checkpointing:
             model.denoiser.enable_gradient_checkpointing()
-        length = planned_steps(settings, data.shards, team.size)
+        length = planned_steps(settings, sizes_if_needed(settings, data), team.size)
         parameters = [parameter for _, parameter in trainable.parameters()]
         optimizer = make_optimizer(
             settings.optimizer, parameters, settings.learning_rate, settings.optimizer_kwargs
@@ -288,15 +286,8 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
         shadows = [shard_like(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
-    index, size = session.accelerator.process_index, session.team.size
-    positions = [
-        DataPosition.from_dict(process["position"])
-        for process in state.processes
-        if process["position"] is not None  # in all of them, at an epoch's beginning
-    ]
-    if positions:
-        same = len(positions) == size
-        session.position = positions[index] if same else redistribute(positions, index, size)
+    index, position = session.accelerator.process_index, state.processes[0]["position"]
+    session.position = None if position is None else DataPosition.from_dict(position)
     if index < len(state.processes):
         restore_random_state(state.processes[index]["random"], session.accelerator.device)
 
@@ -364,25 +355,31 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int) -> int | None:
-    """Optimizer steps of the whole run, or None if they cannot be known beforehand.
+def planned_steps(settings: TrainSettings, sizes: Mapping[Size, int] | None, processes: int) -> int | None:
+    """Optimizer steps of the whole run, or None where they cannot be known beforehand.
 
-    Counted from the samples in the shards, it is an estimate: some samples may turn out to be unusable, and pictures of
-    several shapes make a few more small batches than are counted.
+    Args:
+        settings: Of the run.
+        sizes: Samples of an epoch by size; None where nobody has counted them.
+        processes: That train together.
     """
     epochs = epoch_limit(settings)
-    if epochs is None:
+    if epochs is None or sizes is None:
         return settings.max_steps
-    needed = follows_length(settings) and settings.max_steps is None
-    piped = any(shard.startswith(PIPE) for shard in shards)
-    samples = None
-    if not piped and (needed or sum(Path(shard).stat().st_size for shard in shards) <= MAX_COUNTED_BYTES):
-        samples = count_samples(shards)
-    if samples is None:
-        return settings.max_steps
-    batches = -(-(samples // processes) // settings.batch_size)
+    batches = count_batches(sizes, processes * settings.batch_size)
     steps = epochs * -(-batches // settings.gradient_accumulation_steps)
     return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def sizes_if_needed(settings: TrainSettings, data: TrainingData) -> Mapping[Size, int] | None:
+    """The samples by size, unless no plan needs them or a look at so many would hold up the start."""
+    if epoch_limit(settings) is None:
+        return None
+    needed = follows_length(settings) and settings.max_steps is None
+    files = [Path(shard) for shard in data.shards if not shard.startswith(PIPE)]
+    return (
+        data.count_sizes() if needed or sum(file.stat().st_size for file in files) <= COUNTED_BYTES else None
+    )
 
 
 def epoch_limit(settings: TrainSettings) -> int | None:
@@ -390,22 +387,6 @@ def epoch_limit(settings: TrainSettings) -> int | None:
     if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
         return None
     return settings.max_epochs
-
-
-def count_samples(shards: Sequence[str]) -> int | None:
-    """Count the samples of local shards by the names in them; None if a shard cannot be read.
-
-    Only the members' headers are read.
-    """
-    total = 0
-    for shard in shards:
-        try:
-            with tarfile.open(shard, "r:") as tar:
-                keys = (base_plus_ext(member.name)[0] for member in tar if member.isfile())
-                total += sum(1 for key, _ in groupby(keys) if key is not None)
-        except (OSError, tarfile.TarError):
-            return None
-    return total
 
 
 _log = logging.getLogger(__name__)

@@ -49,6 +49,7 @@ from sigmascope.lbm.training.checkpoints import CheckpointFolder, checkpoint_nam
 from sigmascope.lbm.training.distributed import (
     Processes,
     StepBatches,
+    launched_processes,
     naming_lost_processes,
     reshard,
     step_batches,
@@ -73,7 +74,6 @@ from sigmascope.lbm.training.session import (
     Session,
     add_lora,
     capture_state,
-    count_samples,
     epoch_limit,
     make_schedule,
     make_session,
@@ -374,8 +374,10 @@ class TrainingLoop:
     def _epoch(self) -> StopReason | None:
         """Train to the end of the data, of the steps, or until someone stops it."""
         session, settings = self.session, self.session.settings
+        seen = 0 if session.position is None else 1
         with closing(self._groups()) as all_groups:
             for group in all_groups:
+                seen += group.samples
                 self._step(group)
                 if session.step % settings.validate_every == 0:
                     self._validate()
@@ -384,6 +386,8 @@ class TrainingLoop:
                     return reason
                 if session.step % settings.save_interval == 0:
                     self._save()
+        if seen == 0:
+            raise DataError("train_shards hold no picture that can be decoded.", hint="Check the data.")
         return None
 
     def _groups(self) -> Generator[StepBatches[DataPosition], None, None]:
@@ -511,11 +515,11 @@ class DryRun:
         trained_parameters: Number of all trained values.
         frozen_parameters: Number of all frozen values.
         shards: Shards of training.
-        samples: Number of samples in them; None if they cannot be counted.
+        samples: Number of samples in them that can be used, as far as their headers tell; None if they cannot be counted.
         picture_size: (width, height) of the first batch, which was read and decoded; None if shards are commands,
             because a dry run does not run them.
         validation_samples: Number of validation samples that were read; None likewise.
-        total_steps: Optimizer steps; None if it is not known.
+        total_steps: Optimizer steps, for as many processes as were launched; None if it is not known.
         epochs: Times through the data; None if `max_steps` decides.
         step_samples: `batch_size`, `gradient_accumulation_steps` and processes: together the pairs of a step.
         memory: Memory of one process.
@@ -598,7 +602,8 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     size = None if _are_commands(data.shards) else _first_size(data)
     patterns = settings.validation_shards
     validation = expand_shards(patterns, allow_pipe=settings.allow_pipe) if patterns else ()
-    steps = planned_steps(settings, data.shards, 1)
+    sizes, processes = data.count_sizes(), launched_processes()
+    steps = planned_steps(settings, sizes, processes)
     make_schedule(settings, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), steps)
     # Whether checkpoints can be written there, without making the folder.
     path = settings.save_ckpt_path
@@ -614,7 +619,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     resumes, done = None, 0
     if resume and (newest := newest_readable(path, read_facts)) is not None:
         resumes, facts = newest
-        now = resume_identity(settings, data.shards, 1, steps)
+        now = resume_identity(settings, data.shards, processes, steps)
         require_same_settings(facts["identity"], now, resumes)
         done = facts["step"]
     pace = None if resumes is None else _median_step_seconds(path)
@@ -627,7 +632,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         trained_parameters=plan.trained_parameters,
         frozen_parameters=plan.frozen_parameters,
         shards=data.shards,
-        samples=count_samples(data.shards),
+        samples=None if sizes is None else sum(sizes.values()),
         picture_size=size,
         validation_samples=None if _are_commands(validation) else len(read_samples(settings)),
         total_steps=steps,
