@@ -286,6 +286,8 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
         shadows = [shard_like(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
+    if epoch_limit(session.settings) is not None and not _has_same_batches(state.identity, session.identity):
+        session.total_steps = session.settings.max_steps  # the epochs before had other numbers of steps
     index, position = session.accelerator.process_index, state.processes[0]["position"]
     session.position = None if position is None else DataPosition.from_dict(position)
     if index < len(state.processes):
@@ -328,14 +330,16 @@ def _weights_facts(path: Path) -> list[Any]:
 def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse to resume a training with different settings.
 
-    The number of processes may change if a step has as many samples as before.
+    The number of processes may change where a step has as many samples as before, and where the learning rate
+    follows the length, batches too: an epoch of several sizes may have another number of steps otherwise.
 
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if "processes" in different and _step_samples(before) == _step_samples(now):
-        different = [key for key in different if key not in _STEP_SAMPLE_FACTORS]
+    as_long = now.get("schedule_steps") is None or _has_same_batches(before, now)
+    if "processes" in different and _step_samples(before) == _step_samples(now) and as_long:
+        different = [key for key in different if key not in _OF_A_STEP]
     if different:
         listed = "; ".join(
             f"{key}: {_shortened(before.get(key))} then, {_shortened(now.get(key))} now" for key in different
@@ -348,6 +352,12 @@ def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], che
 
 def _step_samples(values: Mapping[str, Any]) -> int:
     return math.prod(values[key] for key in _STEP_SAMPLE_FACTORS)
+
+
+def _has_same_batches(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a batch of all processes together, of as many samples in a step, is the same."""
+    key = "gradient_accumulation_steps"
+    return bool(before[key] == now[key])
 
 
 def _shortened(value: Any) -> str:

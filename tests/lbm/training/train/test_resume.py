@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,23 @@ def test_the_number_of_processes_may_change_where_a_step_has_as_many_samples(
     else:
         with pytest.raises(ConfigError, match=different):
             require_same_settings(before, {**now, "seed": 0}, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_refused"),
+    [
+        ({"batch_size": 4, "gradient_accumulation_steps": 1, "processes": 1}, False),
+        ({"batch_size": 2, "gradient_accumulation_steps": 2, "processes": 1}, True),
+    ],
+)
+def test_batches_stay_where_the_rate_follows_the_number_of_steps(
+    now: dict[str, int], is_refused: bool
+) -> None:
+    """2 and 2 samples of two sizes are two batches of four, so one step of two accumulated ones, or two steps."""
+    before = {"batch_size": 2, "gradient_accumulation_steps": 1, "processes": 2, "schedule_steps": 8}
+    refused = pytest.raises(ConfigError, match="gradient_accumulation_steps: 1 then, 2 now")
+    with refused if is_refused else nullcontext():
+        require_same_settings(before, {**now, "schedule_steps": 8}, Path("checkpoint-000001"))
 
 
 def test_no_record_of_an_earlier_session_is_lost(tmp_path: Path) -> None:
