@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.lbm.data.test_data import tiny
 from tests.lbm.shard_files import pair, plain, write_tar
@@ -47,6 +47,7 @@ def epoch(
 
 
 @settings(deadline=None, max_examples=15)
+@example(batch_sizes=(3, 1, 1), processes=(4, 1, 1), cuts=(1, 1))  # more wait than a batch of the next has
 @given(
     batch_sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     processes=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),

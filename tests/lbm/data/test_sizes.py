@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tests.lbm.data.test_data import tiny
@@ -74,6 +74,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @settings(deadline=None, max_examples=30)
+@example(end=6 * 1024 + 512 + 10)  # in the pixels of a sample's first picture
 @given(end=st.integers(4096, 50_000))
 def test_counting_finds_what_reading_gives_wherever_a_shard_breaks_off(
     shard: bytes, end: int, tmp_path_factory: pytest.TempPathFactory
