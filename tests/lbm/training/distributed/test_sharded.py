@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from tests.lbm.training import fsdp_on_cpus
+from tests.lbm.training.distributed.test_planned_steps import write_pairs
 from tests.lbm.training.small_run import SmallRun, near
 from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_bf16, check_logs
 
@@ -94,6 +95,30 @@ def test_what_two_processes_began_one_goes_on_with_and_the_other_way_round(
     FSDP.train(small_run, "back", **keys, batch_size=pair, max_steps=2)
     for folder in (there, back):
         near(whole / f"{name}.safetensors", folder / f"{name}.safetensors")
+
+
+@pytest.mark.slow
+def test_a_process_without_a_sample_keeps_step_with_the_other(small_run: SmallRun) -> None:
+    """9 and 6 pairs of two aspects, in batches of 4: with one that cannot be decoded, some have a single sample."""
+    shard = small_run.folder / "aspects.tar"
+    write_pairs(shard, [9, 6], broken=1)
+    keys: dict[str, Any] = {
+        "train_shards": str(shard),
+        "image_size": ...,
+        "max_epochs": 1,
+        "max_grad_norm": None,
+        "gradient_accumulation_steps": 2,
+        "pixel_loss_weight": 1.0,
+        "pixel_loss_type": "l1",
+        "pixel_crop": 16,
+    }
+    alone = train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
+    main, _ = FSDP.train(small_run, "two", **keys, batch_size=2)
+    assert alone.step == main.logs[-1].step == 3
+    for name in ("loss", "latent", "pixel"):
+        expected = [getattr(log, name) for log in alone.logs]
+        assert [getattr(log, name) for log in main.logs] == pytest.approx(expected, rel=1e-4)
+    near(small_run.folder / "one" / "lora.safetensors", small_run.folder / "two" / "lora.safetensors")
 
 
 @pytest.mark.slow
