@@ -188,6 +188,31 @@ def test_several_processes_train_on_two_aspects_as_one_does(
     assert dry_run(settings).total_steps == planned
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
+def test_an_epoch_that_stops_in_the_middle_goes_on_with_other_processes_to_the_same_weights(
+    small_run: SmallRun,
+) -> None:
+    """Two processes make two of five steps, four the next, and one the rest."""
+    shard = small_run.folder / "aspects.tar"
+    write_pairs(shard, [9, 6])
+    keys: dict[str, Any] = {
+        "train_shards": str(shard),
+        "image_size": ...,
+        "max_epochs": 1,
+        "optimizer": "SGD",
+    }
+    whole = small_run.folder / "whole"
+    assert train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(whole))).step == 5
+    for processes, steps in ((2, 2), (4, 3)):
+        settings = small_run.settings(**keys, batch_size=4 // processes, max_steps=steps)
+        for ended in run_team(lambda number, run=settings: train(run), processes, small_run.folder):  # type: ignore[misc]
+            assert ended.code == 0, ended.errors
+    rest = train(small_run.settings(**keys, batch_size=4))
+    assert (rest.resumed_from, rest.step) == (3, 5)
+    near(whole / "lora.safetensors", small_run.out / "lora.safetensors")
+
+
 def test_a_step_whose_pictures_are_all_damaged_counts_and_changes_nothing(small_run: SmallRun) -> None:
     """A LoRA begins with zeros in its upper factors, and the first of the three steps has nothing to learn from."""
     shard = small_run.folder / "damaged.tar"
