@@ -23,8 +23,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -677,9 +678,10 @@ class SampleDecoder:
 
     def _read(self, raw: RawSample, key: str, read: Callable[[str], Out]) -> Out:
         """Read the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
-        role = self.roles.get(key)
-        named = role is None or wanted_members(key, raw.names) or not wanted_members(role, raw.names)
-        member = find_member(key if named or role is None else role, raw.names)
+        names = (key, *self.roles.get(key, ()))
+        member = find_member(
+            next((name for name in names if wanted_members(name, raw.names)), key), raw.names
+        )
         try:
             return read(member)
         except DataError as error:

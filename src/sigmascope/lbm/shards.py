@@ -204,7 +204,7 @@ def _members(
     if not isinstance(stream, Pipe):
         facts = os.fstat(stream.fileno())
         length = facts.st_size if stat.S_ISREG(facts.st_mode) else None
-        room = None if length is None else length * _MOST_TO_ONE
+        room = None if length is None else length * _MAX_COMPRESSION_RATIO
     try:
         opened = _CheckedTar.open(fileobj=stream, mode="r:" if unread else "r|*")
     except TypeError as error:  # tarfile's own of a gzip header that ends after its first bytes

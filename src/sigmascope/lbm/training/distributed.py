@@ -38,7 +38,7 @@ Position = TypeVar("Position")
 State = dict[str, Any]
 """An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
 _log = logging.getLogger(__name__)
-_LOST: Final = ("gloo", "nccl", "connection", "socket")
+_LOST_CONNECTION_WORDS: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
 

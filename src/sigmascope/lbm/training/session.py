@@ -339,7 +339,7 @@ def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], che
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     as_long = now.get("schedule_steps") is None or _has_same_batches(before, now)
     if "processes" in different and _step_samples(before) == _step_samples(now) and as_long:
-        different = [key for key in different if key not in _OF_A_STEP]
+        different = [key for key in different if key not in _STEP_SAMPLE_FACTORS]
     if different:
         listed = "; ".join(
             f"{key}: {_shortened(before.get(key))} then, {_shortened(now.get(key))} now" for key in different
@@ -388,7 +388,9 @@ def sizes_if_needed(settings: TrainSettings, data: TrainingData) -> Mapping[Size
     needed = follows_length(settings) and settings.max_steps is None
     files = [Path(shard) for shard in data.shards if not shard.startswith(PIPE)]
     return (
-        data.count_sizes() if needed or sum(file.stat().st_size for file in files) <= COUNTED_BYTES else None
+        data.count_sizes()
+        if needed or sum(file.stat().st_size for file in files) <= MAX_COUNTED_BYTES
+        else None
     )
 
 
