@@ -637,7 +637,7 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         validation_samples=None if _are_commands(validation) else len(read_samples(settings)),
         total_steps=steps,
         epochs=epoch_limit(settings),
-        step_samples=(settings.batch_size, settings.gradient_accumulation_steps, 1),
+        step_samples=(settings.batch_size, settings.gradient_accumulation_steps, processes),
         memory=estimate_memory(
             settings, size or settings.image_size or (settings.resolution, settings.resolution)
         ),
