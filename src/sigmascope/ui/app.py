@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import uvicorn
 from jinja2 import Environment, PackageLoader
@@ -48,7 +48,7 @@ from sigmascope.ui.lbm_model import (
     Report,
     ServedModel,
     Translator,
-    as_png,
+    Wish,
     check_working_size,
     read_wish,
     too_many_bytes,
@@ -56,11 +56,14 @@ from sigmascope.ui.lbm_model import (
 from sigmascope.ui.security import (
     LORA_SCALES,
     Guard,
+    Kept,
     Limits,
     Refusal,
+    Room,
     answer_error,
     as_error,
     is_loopback,
+    new_token,
 )
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ STOP_WAIT_SECONDS: Final = 3.0
 HEADER_SECONDS: Final = 20.0
 """How long a request's headers may take."""
 ASSETS: Final = Path(__file__).parent / "page"
+SEND_BUFFER_BYTES: Final = 128 * 1024
+"""What the system keeps of an answer. Left to itself it keeps megabytes, and a slow peer seems to take nothing."""
 POLL_SECONDS: Final = 20.0
 """How long a question about a job waits for news."""
 MOST_JOB_BYTES: Final = 8192
@@ -87,21 +92,24 @@ Work = Callable[[Report], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the page is. `host` is as the user gave it, `port` the one that was really taken."""
+    """Where the page is.
+
+    Attributes:
+        host: As the user gave it.
+        port: The one that was really taken.
+        token: That every request must have; None where other machines cannot reach the page.
+    """
 
     host: str
     port: int
+    token: str | None = None
 
     @property
     def url(self) -> str:
-        """For a browser on this machine."""
+        """For a browser on this machine, with the token."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}/" if ":" in host else f"http://{host}:{self.port}/"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether other machines cannot reach it."""
-        return is_loopback(self.host)
+        at = f"[{host}]" if ":" in host else host
+        return f"http://{at}:{self.port}/" + ("" if self.token is None else f"?token={self.token}")
 
 
 def serve(
@@ -109,24 +117,29 @@ def serve(
     listening: socket.socket,
     host: str,
     on_ready: Callable[[Address], object],
+    limits: Limits | None = None,
 ) -> None:
     """Serve until Ctrl-C, SIGTERM, or the end of the process.
 
     Args:
         served: Model and LoRA.
         listening: From `bind`; closed in the end.
-        host: As given to `bind`.
-        on_ready: Told the address once requests are answered.
+        host: As given to `bind`. If other machines reach it, requests need a token.
+        on_ready: Told the address and the token once requests are answered.
+        limits: How much may be asked for.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
     """
     lines: list[JobLine] = []
-    app = make_app(served, host=host, on_line=lines.append)
-    address = Address(host, listening.getsockname()[1])
+    limits = limits or Limits()
+    token = None if is_loopback(host) else new_token()
+    app = make_app(served, limits, host=host, token=token, on_line=lines.append)
+    address = Address(host, listening.getsockname()[1], token)
     config = uvicorn.Config(
         app,
-        http=_Connection,
+        http=cast("type[H11Protocol]", partial(_Connection, limits)),
+        limit_concurrency=limits.connections,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -142,13 +155,26 @@ def serve(
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection that closes when a request's headers do not come to their end."""
+    """uvicorn's connection that closes when a request's headers do not end, or the peer takes no more of an answer.
 
-    _patience: asyncio.TimerHandle | None = None
+    uvicorn's own end of a connection waits until the peer has taken all, however long that is.
+    """
+
+    def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._patience: asyncio.TimerHandle | None = None
+        self._look_again: asyncio.TimerHandle | None = None
+        self._left_bytes, self._taken_at = 0, 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > 2 * self._limits.connections:  # those that ask are told, up to here
+            transport.abort()
+            return
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._wait()
+        self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -156,7 +182,22 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._look_again is not None:
+            self._look_again.cancel()
         super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        self._taken_at = self.loop.time()
+        super().resume_writing()
+
+    def _look(self) -> None:
+        left_bytes, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if not left_bytes or left_bytes != self._left_bytes:
+            self._left_bytes, self._taken_at = left_bytes, now
+        elif now - self._taken_at >= self._limits.silent_seconds:
+            self.transport.abort()
+            return
+        self._look_again = self.loop.call_later(self._limits.silent_seconds / 4, self._look)
 
     def _wait(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
@@ -212,6 +253,7 @@ def make_app(
     limits: Limits | None = None,
     *,
     host: str = "127.0.0.1",
+    token: str | None = None,
     on_line: "Callable[[JobLine], object]" = lambda line: None,
 ) -> Starlette:
     """The application that serves one model."""
@@ -243,7 +285,7 @@ def make_app(
         exception_handlers=dict.fromkeys((Refusal, HTTPException, SigmascopeError, Exception), answer_error),
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, host=host)
+    app.add_middleware(Guard, host=host, token=token)
     return app
 
 
@@ -292,6 +334,8 @@ class Page:
         self.line = JobLine(limits.waiting)
         self._translator = Translator(served, self.results)
         self._uploads = 0
+        self._receiving = Room(limits.receiving_bytes)
+        self._sending = Room(limits.sending_bytes)
         self._decoding = asyncio.Semaphore(2)  # a picture of a few kilobytes may need 150 MB for a moment
         templates = Environment(loader=PackageLoader("sigmascope.ui", "page"), autoescape=True)
         self._template = templates.get_template("index.html")
@@ -308,11 +352,13 @@ class Page:
         """Keep the picture that is the request's body."""
         if self._uploads >= self.limits.uploads:
             raise Refusal(429, f"{self._uploads} pictures are being sent already.", "Try again in a while.")
+        limit, refusal = self.limits.upload_bytes, too_many_bytes(self.limits)
         self._uploads += 1  # until it is decoded: before that, what was sent is in memory
         try:
-            data = await self._body(request, self.limits.upload_bytes, too_many_bytes(self.limits))
-            async with self._decoding:
-                picture = await run_in_threadpool(self.pictures.add, data)
+            with self._receiving.reserved(_promised_bytes(request, limit, refusal)):
+                data = await self._body(request, limit, refusal)
+                async with self._decoding:
+                    picture = await run_in_threadpool(self.pictures.add, data)
         finally:
             self._uploads -= 1
         return _picture_answer(picture)
@@ -323,12 +369,12 @@ class Page:
         if not self.served.pocket or number not in SCENES:
             raise Refusal(404, f"There is no scene {number[:20]} here.", "Upload a picture.")
         source, _ = await run_in_threadpool(relighting_pair, int(number), COOL)
-        return _picture_answer(self.pictures.add_image(Image.fromarray(source)))
+        return _picture_answer(await run_in_threadpool(self.pictures.add_image, Image.fromarray(source)))
 
     async def picture(self, request: Request) -> Response:
         """A kept picture as the model gets it: upright, opaque, 8-bit."""
         picture = self.pictures.get(request.path_params["picture"])
-        return Response(await run_in_threadpool(as_png, picture.image), media_type="image/png")
+        return Kept(picture.png, self._sending, "image/png")
 
     async def add_job(self, request: Request) -> Response:
         """Ask for base and result."""
@@ -344,7 +390,7 @@ class Page:
             factor=self.served.model.config.factor,
             limits=self.limits,
         )
-        job = self.line.submit(wish.client, partial(self._translator.translate, picture, wish))
+        job = self.line.submit(wish.client, partial(self._translate, wish))
         return JSONResponse(job.as_dict(), 202)
 
     async def job(self, request: Request) -> Response:
@@ -357,17 +403,15 @@ class Page:
 
     async def result_picture(self, request: Request) -> Response:
         """A picture that was made."""
-        return Response(self._made(request).png, media_type="image/png")
+        return Kept(self._made(request).png, self._sending, "image/png")
 
     async def result_run(self, request: Request) -> Response:
         """The record of making it, as `sigmascope.load_run` reads it."""
-        return Response(self._made(request).run_json, media_type="application/json")
+        return Kept(self._made(request).run_json, self._sending, "application/json")
 
     async def _body(self, request: Request, limit: int, refusal: Refusal) -> bytes:
         """Read a body of at most `limit` bytes, whatever its headers promise and however slowly it comes."""
-        promised = request.headers.get("content-length", "")
-        if promised.isdecimal() and (len(promised) > 18 or int(promised) > limit):
-            raise refusal
+        _promised_bytes(request, limit, refusal)
         read, seconds = bytearray(), self.limits.silent_seconds
         try:
             async with asyncio.timeout(self.limits.body_seconds), asyncio.timeout(seconds) as silence:
@@ -387,6 +431,10 @@ class Page:
         except ClientDisconnect:  # nobody is there to be told
             raise Refusal(400, "The request ended before its body did.") from None
 
+    def _translate(self, wish: Wish, report: Report) -> dict[str, Any]:
+        """Run in line. The picture is looked up only now: a job that waits, or is over, holds none in memory."""
+        return self._translator.translate(self.pictures.get(wish.picture), wish, report)
+
     def _made(self, request: Request) -> Made:
         made = self.results.get(request.path_params["result"])
         if made is None:
@@ -402,6 +450,16 @@ class Page:
             "most_steps": limits.steps,
             "most_upload_bytes": limits.upload_bytes,
         }
+
+
+def _promised_bytes(request: Request, limit: int, refusal: Refusal) -> int:
+    """Most bytes that the body can have: what its headers promise, else the limit."""
+    promised = request.headers.get("content-length", "")
+    if not promised.isdecimal():
+        return limit
+    if len(promised) > 18 or int(promised) > limit:
+        raise refusal
+    return int(promised)
 
 
 def _picture_answer(picture: Picture) -> JSONResponse:
@@ -544,7 +602,7 @@ class JobLine:
             job.change(state="failed", error=as_error("The server was stopped.", "Start it again."))
             if isinstance(stop, asyncio.CancelledError):
                 raise
-        except SigmascopeError as error:
+        except (SigmascopeError, Refusal) as error:
             job.change(state="failed", error=as_error(error.message, error.hint))
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             self._fail(job, error)

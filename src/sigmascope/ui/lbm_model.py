@@ -196,7 +196,7 @@ class Made:
     id: str
     scale: float
     png: bytes
-    run_json: str
+    run_json: bytes
     timings: dict[str, Any]
 
     def summary(self, *, kept: bool) -> dict[str, Any]:
@@ -283,15 +283,16 @@ class Wish(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture to work on: upright RGB, and the id under which it is asked for."""
+    """A picture to work on: upright RGB, as PNG too, and the id under which it is asked for."""
 
     id: str
     image: Image.Image
+    png: bytes
 
     @property
     def size_bytes(self) -> int:
         """In memory."""
-        return self.image.width * self.image.height * 3
+        return self.image.width * self.image.height * 3 + len(self.png)
 
 
 class Translator:
@@ -361,7 +362,7 @@ class Translator:
                 progress=progress,
             )
         run = recorder.run()
-        return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run), timings(run))
+        return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run).encode(), timings(run))
 
 
 def _out_of_memory(error: BaseException) -> SigmascopeError:
@@ -475,11 +476,13 @@ class Pictures:
         Raises:
             Refusal: It is empty, not a picture, damaged (415), or too large when decoded (413).
         """
-        return self._keep(hashlib.sha256(data).hexdigest(), decode(data, self._limits))
+        picture_id = hashlib.sha256(data).hexdigest()
+        return self._kept.get(picture_id) or self._keep(picture_id, decode(data, self._limits))
 
     def add_image(self, image: Image.Image) -> Picture:
         """Keep a picture that was made here."""
-        return self._keep(hashlib.sha256(image.tobytes()).hexdigest(), image.convert("RGB"))
+        picture_id = hashlib.sha256(image.tobytes()).hexdigest()
+        return self._kept.get(picture_id) or self._keep(picture_id, image.convert("RGB"))
 
     def get(self, picture_id: str) -> Picture:
         """The picture of that id.
@@ -493,7 +496,7 @@ class Pictures:
         return picture
 
     def _keep(self, picture_id: str, image: Image.Image) -> Picture:
-        picture = Picture(picture_id, image)
+        picture = Picture(picture_id, image, as_png(image))
         self._kept.put(picture.id, picture, picture.size_bytes)
         return picture
 

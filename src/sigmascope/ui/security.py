@@ -4,14 +4,21 @@ A page that binds to loopback is still within reach of every web site that the u
 that posts to it (CSRF), and by a name that resolves to 127.0.0.1 (DNS rebinding). The first carries a foreign
 `Origin`, the second a foreign `Host`.
 
+A page that other machines reach has a token. The link that the server prints holds it; the page's first answer puts it
+into a cookie, and programs send it as `Authorization: Bearer`.
+
 A `Refusal` is what a request is told when it cannot be served: a status, what is wrong, and the next step. `Limits`
-says how much one request may ask for, so that a mistake or a hostile picture does not take the machine down.
+says how much one request may ask for, so that a mistake or a hostile picture does not take the machine down. `Room`
+bounds what all requests together hold in memory.
 """
 
 import ipaddress
 import re
+import secrets
 import socket
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -19,7 +26,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sigmascope.errors import SigmascopeError
@@ -43,8 +50,17 @@ HEADERS = {
     # Pictures are private: a browser's cache is a file.
     "cache-control": "no-store",
 }
-_LEAVES_BODY_UNREAD = (408, 413)
-"""Statuses that leave some of the request's body unread, so that no other request can follow."""
+_STATUS_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    # These leave some of the request's body unread, so that no other request can follow.
+    408: {"connection": "close"},
+    413: {"connection": "close"},
+    429: {"retry-after": "5"},
+    503: {"retry-after": "5"},
+}
+"""What a refusal of each status adds."""
+PIECE_BYTES: Final = 65536
+"""Sent at once of an answer: a connection has no more than two of these in memory."""
 
 LORA_SCALES: Final = (0.0, 2.0)
 """Range of a LoRA's strength."""
@@ -57,11 +73,13 @@ class Guard:
         app: What is guarded.
         host: That the server was told to bind to; its name is allowed beside loopback, this machine's name, and
             plain addresses, which no one can rebind.
+        token: That every request must have; None lets all pass.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, token: str | None = None) -> None:
         self._app = app
         self._names = known_names(host)
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -76,10 +94,10 @@ class Guard:
 
         try:
             check_request(scope["method"], Headers(scope=scope), self._names)
+            answer = None if self._token is None else check_token(Request(scope), self._token)
         except Refusal as refusal:
-            await refusal.response(scope, receive, send_guarded)
-        else:
-            await self._app(scope, receive, send_guarded)
+            answer = refusal.response
+        await (answer or self._app)(scope, receive, send_guarded)
 
 
 def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
@@ -101,6 +119,43 @@ def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
         raise Refusal(403, "The request comes from another page.", "Use the page that this server shows.")
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise Refusal(403, "The request comes from another site.", "Use the page that this server shows.")
+
+
+def check_token(request: Request, token: str) -> Response | None:
+    """Refuse a request without the token.
+
+    Returns:
+        None if the request may pass. The printed link's answer, which keeps the token in a cookie and leads to the
+        page without it: what stands in the address bar is seen by others, and kept in the history.
+
+    Raises:
+        Refusal: 401 without the token.
+    """
+    port = (request.scope.get("server") or ("", None))[1]
+    cookie = f"sigmascope-{port}"  # cookies are shared by all ports of a host
+    _, _, bearer = request.headers.get("authorization", "").partition("Bearer ")
+    if any(_is_same(given, token) for given in (request.cookies.get(cookie, ""), bearer)):
+        return None
+    if request.url.path == "/" and _is_same(request.query_params.get("token", ""), token):
+        answer = RedirectResponse(".", 303)
+        # "strict" would not be sent after a click on the link in another page.
+        answer.set_cookie(cookie, token, httponly=True, samesite="lax")
+        return answer
+    raise Refusal(
+        401,
+        "This server needs its token.",
+        'Open the link that it printed, or send the header "Authorization: Bearer TOKEN".',
+    )
+
+
+def _is_same(given: str, token: str) -> bool:
+    """Whether they are equal, in a time that does not tell how much of them is."""
+    return secrets.compare_digest(given.encode(), token.encode())
+
+
+def new_token() -> str:
+    """A token that nobody guesses: 256 bits."""
+    return secrets.token_urlsafe(32)
 
 
 def _is_address(name: str) -> bool:
@@ -152,7 +207,7 @@ class Refusal(Exception):
         return JSONResponse(
             {"error": as_error(self.message, self.hint)},
             self.status,
-            {"connection": "close"} if self.status in _LEAVES_BODY_UNREAD else None,
+            _STATUS_HEADERS.get(self.status),
         )
 
 
@@ -184,8 +239,11 @@ class Limits:
     Attributes:
         upload_bytes: Of one picture as sent.
         uploads: Pictures that are being sent at once, each held in memory until it is whole.
+        receiving_bytes: Of all these together.
+        sending_bytes: Of all answers that are being sent; one that several get counts once.
+        connections: Open at once.
         body_seconds: In which a request's body must be here.
-        silent_seconds: The longest without any part of it.
+        silent_seconds: The longest without any part of it, and the longest in which a peer takes no part of an answer.
         picture_pixels: Of one picture when decoded: a few kilobytes may hold gigabytes.
         working_pixels: At which the model works; its memory grows with this.
         steps: Of the bridge.
@@ -196,6 +254,9 @@ class Limits:
 
     upload_bytes: int = 50 * MIB
     uploads: int = 16
+    receiving_bytes: int = 256 * MIB
+    sending_bytes: int = 256 * MIB
+    connections: int = 256
     body_seconds: float = 120.0
     silent_seconds: float = 20.0
     picture_pixels: int = 50_000_000
@@ -204,3 +265,81 @@ class Limits:
     waiting: int = 32
     kept_pictures_bytes: int = 384 * MIB
     kept_results_bytes: int = 256 * MIB
+
+
+class Room:
+    """Memory that all requests share for what is being sent.
+
+    Args:
+        limit_bytes: Of all that is held. What is alone may be larger.
+
+    Examples:
+        >>> room, picture = Room(limit_bytes=10), b"8 bytes."
+        >>> with room.holding(picture), room.holding(picture):
+        ...     room.held_bytes
+        8
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._holders: Counter[int] = Counter()
+        self.held_bytes = 0
+
+    @contextmanager
+    def holding(self, data: bytes) -> Iterator[None]:
+        """Count these bytes as held, once however often they are.
+
+        Raises:
+            Refusal: There is no room for them now (503).
+        """
+        key = id(data)
+        if key not in self._holders:
+            self._take(len(data))
+        self._holders[key] += 1
+        try:
+            yield
+        finally:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.held_bytes -= len(data)
+
+    @contextmanager
+    def reserved(self, size_bytes: int) -> Iterator[None]:
+        """Count this much as held, before it is.
+
+        Raises:
+            Refusal: There is no room for it now (503).
+        """
+        self._take(size_bytes)
+        try:
+            yield
+        finally:
+            self.held_bytes -= size_bytes
+
+    def _take(self, size_bytes: int) -> None:
+        if self.held_bytes and self.held_bytes + size_bytes > self._limit_bytes:
+            raise Refusal(503, "Too much is being sent just now.", "Try again in a while.")
+        self.held_bytes += size_bytes
+
+
+class Kept(Response):
+    """Bytes that are kept, sent piece by piece as the peer takes them: in one piece, each connection would copy them."""
+
+    def __init__(self, data: bytes, room: Room, media_type: str) -> None:
+        super().__init__(data, media_type=media_type)
+        self._data = data
+        self._room = room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them.
+
+        Raises:
+            Refusal: Too much is being sent (503).
+        """
+        with self._room.holding(self._data):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for start in range(0, len(self._data), PIECE_BYTES):
+                piece = self._data[start : start + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,8 +1,10 @@
 import dataclasses
+import gc
 import io
 import json
 import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.records.serialization import run_from_json
 from sigmascope.ui import lbm_model
 from sigmascope.ui.app import ASSETS, make_app
-from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.lbm_model import Picture, Pictures, ServedModel
 from sigmascope.ui.security import Limits
 
 
@@ -184,3 +186,52 @@ def test_the_pocket_model_has_scenes_to_try(served: ServedModel) -> None:
 
 def test_the_assets_lie_in_the_package() -> None:
     assert Path(lbm_model.__file__).parent == ASSETS.parent
+
+
+def test_a_job_that_is_over_holds_no_picture(served: ServedModel, photograph: Image.Image) -> None:
+    with TestClient(make_app(served, Limits(kept_pictures_bytes=1)), base_url=HOST) as client:
+        kept: list[weakref.ref[Image.Image]] = []
+        real = Pictures.get
+
+        def noting(pictures: Pictures, picture_id: str) -> Picture:
+            picture = real(pictures, picture_id)
+            kept.append(weakref.ref(picture.image))
+            return picture
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pictures, "get", noting)
+            for picture in (photograph, photograph.rotate(180)):
+                sent = client.post("/api/pictures", content=encoded(picture)).json()["id"]
+                outcome(client, sent, size="64x64")
+        gc.collect()
+        assert {reference() is None for reference in kept[:2]} == {True}
+        assert {reference() is None for reference in kept[2:]} == {False}
+
+
+def test_a_job_whose_picture_is_forgotten_in_line_says_so(
+    served: ServedModel, photograph: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TestClient(make_app(served, Limits(kept_pictures_bytes=1)), base_url=HOST) as client:
+        entered, proceed = threading.Event(), threading.Event()
+        real = translate_image
+
+        def held(*args: Any, **options: Any) -> Image.Image:
+            entered.set()
+            assert proceed.wait(20)
+            return real(*args, **options)
+
+        monkeypatch.setattr(lbm_model, "translate_image", held)
+
+        def ask(picture: Image.Image, name: str) -> dict[str, Any]:
+            sent = client.post("/api/pictures", content=encoded(picture)).json()["id"]
+            job: dict[str, Any] = client.post("/api/jobs", json={"picture": sent, "client": name}).json()
+            return job
+
+        ask(photograph, "a")
+        assert entered.wait(20)
+        job = ask(photograph.rotate(90), "b")
+        client.post("/api/pictures", content=encoded(photograph.rotate(180)))
+        proceed.set()
+        while job["state"] in ("waiting", "running"):
+            job = client.get(f"/api/jobs/{job['id']}", params={"after": job["version"]}).json()
+        assert job["error"]["message"] == "This picture is not kept any more."

@@ -2,6 +2,8 @@ import os
 import socket
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import uvicorn
@@ -10,6 +12,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.ui import app
 from sigmascope.ui.app import Address, JobLine, bind
 from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.security import Limits
 
 
 def test_a_port_is_taken_at_once_and_any_free_one_for_0() -> None:
@@ -46,19 +49,19 @@ def test_a_port_that_only_the_system_may_take_is_named(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("host", "url", "is_loopback"),
+    ("host", "url"),
     [
-        ("127.0.0.1", "http://127.0.0.1:80/", True),
-        ("localhost", "http://localhost:80/", True),
-        ("::1", "http://[::1]:80/", True),
-        ("0.0.0.0", "http://127.0.0.1:80/", False),
-        ("::", "http://[::1]:80/", False),
-        ("192.168.1.7", "http://192.168.1.7:80/", False),
+        ("127.0.0.1", "http://127.0.0.1:80/"),
+        ("localhost", "http://localhost:80/"),
+        ("::1", "http://[::1]:80/"),
+        ("0.0.0.0", "http://127.0.0.1:80/"),
+        ("::", "http://[::1]:80/"),
+        ("192.168.1.7", "http://192.168.1.7:80/"),
     ],
 )
-def test_addresses_are_told_for_a_browser(host: str, url: str, is_loopback: bool) -> None:
-    address = Address(host, 80)
-    assert (address.url, address.is_loopback) == (url, is_loopback)
+def test_addresses_are_told_for_a_browser(host: str, url: str) -> None:
+    assert Address(host, 80).url == url
+    assert Address(host, 80, "abc").url == f"{url}?token=abc"
 
 
 def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +93,8 @@ def test_a_connection_whose_headers_do_not_end_is_closed(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "HEADER_SECONDS", 0.3)
-    config = uvicorn.Config(app.make_app(served), http=app._Connection, log_level="warning", lifespan="on")
+    http: Any = partial(app._Connection, Limits())
+    config = uvicorn.Config(app.make_app(served), http=http, log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     with bind("127.0.0.1", 0) as listening:
         address = listening.getsockname()

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from sigmascope.lbm.images import load_image
-from sigmascope.ui.lbm_model import Pictures, decode
+from sigmascope.ui import lbm_model
+from sigmascope.ui.lbm_model import Pictures, as_png, decode
 from sigmascope.ui.security import Limits, Refusal
 
 
@@ -77,6 +78,24 @@ def test_what_is_no_picture_or_too_much_of_one_is_refused(data: bytes, status: i
     assert caught.value.hint
 
 
+def test_a_picture_is_decoded_and_encoded_once_though_it_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[bytes] = []
+
+    def noting(image: Image.Image) -> bytes:
+        made.append(as_png(image))
+        return made[-1]
+
+    monkeypatch.setattr(lbm_model, "as_png", noting)
+    pictures, image = Pictures(Limits()), Image.linear_gradient("L").convert("RGB")
+    for _ in range(3):
+        picture = pictures.add(encoded(image, "TIFF"))
+        assert pictures.get(picture.id).png is made[0]
+    assert len(made) == 1
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(made[0]))), np.asarray(image))
+
+
 def test_the_same_file_has_the_same_id_and_another_another() -> None:
     pictures = Pictures(Limits())
     red, blue = (encoded(Image.new("RGB", (3, 2), colour), "PNG") for colour in ("red", "blue"))
@@ -85,10 +104,10 @@ def test_the_same_file_has_the_same_id_and_another_another() -> None:
 
 
 def test_the_longest_unused_picture_is_forgotten_and_says_so() -> None:
-    pictures = Pictures(Limits(kept_pictures_bytes=2 * 3 * 2 * 3))  # two pictures of 3×2 in RGB
-    first, second, third = (
-        pictures.add(encoded(Image.new("RGB", (3, 2), colour), "PNG")) for colour in ("red", "blue", "lime")
-    )
+    files = [encoded(Image.new("RGB", (3, 2), colour), "PNG") for colour in ("red", "blue", "lime")]
+    sizes = [3 * 2 * 3 + len(as_png(Image.open(io.BytesIO(file)))) for file in files]
+    pictures = Pictures(Limits(kept_pictures_bytes=sizes[1] + sizes[2]))
+    first, second, third = map(pictures.add, files)
     assert pictures.get(second.id).image.getpixel((0, 0)) == (0, 0, 255)
     assert pictures.get(third.id) is third
     with pytest.raises(Refusal, match="no longer kept"):

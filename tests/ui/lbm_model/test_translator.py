@@ -28,7 +28,7 @@ def translator(served: ServedModel, kept: Recent[Made]) -> Translator:
 
 @pytest.fixture
 def picture(photograph: Image.Image) -> Picture:
-    return Picture("p", photograph)
+    return Picture("p", photograph, png=b"")
 
 
 def wish(**values: Any) -> Wish:

@@ -1,7 +1,10 @@
+import secrets
+
 import pytest
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from sigmascope.ui.security import Refusal, check_request, is_loopback, known_names
+from sigmascope.ui.security import Refusal, check_request, check_token, is_loopback, known_names, new_token
 
 NAMES = frozenset({"localhost", "127.0.0.1", "studio"})
 
@@ -73,3 +76,66 @@ def test_loopback_is_known(host: str, expected: bool) -> None:
 
 def test_the_name_that_was_bound_is_allowed() -> None:
     assert {"localhost", "studio.lan"} <= known_names("Studio.LAN.")
+
+
+def asked(path: str = "/", query: bytes = b"", **headers: str) -> Request:
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    address = {"path": path, "query_string": query, "server": ("127.0.0.1", 7860)}
+    return Request({"type": "http", "method": "GET", "headers": sent, **address})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        asked(authorization="Bearer right"),
+        asked("/api/about", cookie="other=1; sigmascope-7860=right"),
+    ],
+)
+def test_who_has_the_token_passes(request_: Request) -> None:
+    assert check_token(request_, "right") is None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        asked(),
+        asked(authorization="right"),
+        asked(authorization="Bearer wrong"),
+        asked(authorization="Bearer righ\xe9"),
+        asked(authorization="Basic right"),
+        asked(cookie="sigmascope-7861=right"),
+        asked(query=b"token=wrong"),
+        asked(query=b"token=%ff"),
+        asked("/api/about", query=b"token=right"),  # nothing but the link itself: addresses are kept in logs
+    ],
+)
+def test_who_has_not_does_not(request_: Request) -> None:
+    with pytest.raises(Refusal) as caught:
+        check_token(request_, "right")
+    assert caught.value.status == 401
+
+
+def test_the_link_is_answered_with_a_cookie_and_the_page_without_the_token() -> None:
+    answer = check_token(asked(query=b"token=right"), "right")
+    assert answer is not None
+    assert (answer.status_code, answer.headers["location"]) == (303, ".")
+    assert answer.headers["set-cookie"] == "sigmascope-7860=right; HttpOnly; Path=/; SameSite=lax"
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, ...]] = []
+
+    def noting(*both: bytes) -> bool:
+        compared.append(both)
+        return False
+
+    monkeypatch.setattr(secrets, "compare_digest", noting)
+    with pytest.raises(Refusal):
+        check_token(asked(query=b"token=a", authorization="Bearer b", cookie="sigmascope-7860=c"), "right")
+    assert sorted(compared) == [(b"a", b"right"), (b"b", b"right"), (b"c", b"right")]
+
+
+def test_a_token_is_new_each_time_and_long() -> None:
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100
+    assert min(map(len, tokens)) >= 43  # 256 bits in base 64

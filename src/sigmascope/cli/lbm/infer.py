@@ -396,7 +396,12 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str, options.flag("--host", "Interface to bind to. Any other than loopback lets anyone in.", ADDRESS)
+        str,
+        options.flag(
+            "--host",
+            "Interface to bind to. Any other than loopback needs the token of the printed link.",
+            ADDRESS,
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, options.flag("--port", "Port to listen on; 0 takes any free one.", ADDRESS)] = 7860,
     open_browser: Annotated[
@@ -442,16 +447,16 @@ def serve(
 
 def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if not address.is_loopback:
+    if address.token is not None:
         console.print(
             Text.assemble(
                 ("Warning: ", "bold yellow"),
-                f"anyone who can reach port {address.port} of this machine can use the model; there is no password. ",
+                "anyone with the link can use the model, and others on the network can read what is sent. ",
                 "Bind to 127.0.0.1 and use an SSH tunnel to keep it to yourself.",
             )
         )
     if as_json:
-        facts = {"url": address.url, "host": address.host, "port": address.port}
+        facts = {"url": address.url, "host": address.host, "port": address.port, "token": address.token}
         typer.echo(json.dumps({**facts, "model": served.base_name, "lora": served.lora_name}))
         return
     what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"

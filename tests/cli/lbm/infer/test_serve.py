@@ -90,7 +90,9 @@ def announced(
 
     def announce(host: str, **flags: Any) -> tuple[str, str]:
         monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: served)
-        monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
+        token = None if host == "127.0.0.1" else "t0ken"
+        address = Address(host, 7860, token)
+        monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(address))
         infer.serve(pocket=True, device="cpu", host=host, port=0, **flags)
         told = capsys.readouterr()
         return told.out, told.err
@@ -110,15 +112,20 @@ def test_json_is_one_line_and_all_there_is(announced: Announced) -> None:
         "url": "http://127.0.0.1:7860/",
         "host": "127.0.0.1",
         "port": 7860,
+        "token": None,
         "model": "tiny",
         "lora": "light[1].safetensors",
     }
 
 
-def test_binding_beyond_loopback_warns(announced: Announced) -> None:
+def test_beyond_loopback_the_link_with_the_token_is_told_once(announced: Announced) -> None:
     out, err = announced("0.0.0.0", as_json=True)
-    assert "anyone who can reach port 7860" in err
-    assert json.loads(out)["host"] == "0.0.0.0"
+    assert "anyone with the link" in err
+    told = json.loads(out)
+    assert (told["url"], told["token"]) == ("http://127.0.0.1:7860/?token=t0ken", "t0ken")
+    out, err = announced("0.0.0.0")
+    assert (out + err).count("t0ken") == 1
+    assert out.endswith("at http://127.0.0.1:7860/?token=t0ken\n")
 
 
 def test_the_browser_is_opened_only_when_asked(announced: Announced, monkeypatch: pytest.MonkeyPatch) -> None:
