@@ -103,15 +103,17 @@ class Generation:
 
     def end(self, error: BaseException | None = None) -> Stage | None:
         """Stop the clock and close the stage; None if the record cannot be read."""
-        self.is_open = False
         self.steps.finish()
-        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
         try:
-            self._guard.read("generation", lambda: self._stage.__exit__(kind, error, trace))
+            self._guard.read("generation", lambda: self._stage.__exit__(None, error, None))
+        except BaseException as interruption:  # Ctrl-C just now
+            error = error or interruption
+            raise
         finally:
             if self._own is not None:
                 own = self._own
-                self._guard.read("generation", lambda: own.__exit__(kind, error, trace))
+                self._guard.read("generation", lambda: own.__exit__(None, error, None))
+        self.is_open = False  # only now: what Ctrl-C broke off is done by another call
         return self._guard.read("generation", self._stage.record)
 
     def live_text(self) -> str:
@@ -384,15 +386,15 @@ class GenerationHistory:
         return generation
 
     def end(self, generation: Generation, error: BaseException | None) -> None:
-        """End it, and remember it if it went well."""
-        if generation.is_open:
-            try:
+        """End it, and remember it if it went well. What Ctrl-C broke off is done by another call."""
+        try:
+            if generation.is_open:
                 stage = generation.end(error)
                 self._guard.read("metrics", lambda: self._finish(generation, stage, succeeded=error is None))
-            finally:  # also when Ctrl-C comes just now
-                live_line = self._live_line
-                if live_line is not None:
-                    self._guard.read("live line", lambda: live_line.remove(generation, error))
+        finally:  # also when Ctrl-C comes just now
+            live_line = self._live_line
+            if live_line is not None:
+                self._guard.read("live line", lambda: live_line.remove(generation, error))
 
     def forget_own(self) -> None:
         """Let this thread or task have had no generation, unless it is in one."""

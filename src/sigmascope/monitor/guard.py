@@ -107,6 +107,23 @@ class Guard:
             return None
 
 
+def to_the_end(act: Callable[[BaseException | None], object], error: BaseException | None) -> None:
+    """Close or take off something, and again if Ctrl-C breaks into that; then the Ctrl-C goes on.
+
+    Args:
+        act: It leaves alone what it has done before, and is told what ended the host's block.
+        error: What ended it; None: nothing.
+    """
+    try:
+        act(error)
+    except Exception:
+        raise
+    except BaseException as interruption:
+        with suppress(Exception):  # nothing may take the place of Ctrl-C
+            act(error or interruption)
+        raise
+
+
 def log_quietly(log: logging.Logger, message: str, *values: object, level: int = logging.WARNING) -> None:
     """Log in the host's path: its handlers and filters are its own, and may fail."""
     with suppress(Exception):

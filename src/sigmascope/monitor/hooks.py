@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import nn
 from torch.compiler import is_compiling
 
-from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.guard import Guard, to_the_end
 
 T = TypeVar("T")
 Arguments: TypeAlias = tuple[Any, ...]
@@ -134,17 +134,14 @@ class HookSet:
 
     def detach(self) -> None:
         """Take off everything, whatever fails. Ctrl-C is raised when that is done."""
-        interrupt: BaseException | None = None
-        while self._undo:
-            _, (_, undo) = self._undo.popitem()
-            try:
-                with suppress(Exception):
-                    undo()
-            except BaseException as error:  # noqa: BLE001 - the rest is to be taken off too
-                interrupt = error
+        to_the_end(self._detach, None)
+
+    def _detach(self, _error: BaseException | None) -> None:
+        for key, (_, undo) in reversed(list(self._undo.items())):
+            with suppress(Exception):
+                undo()
+            self._undo.pop(key, None)  # only now: Ctrl-C may have come before
         self._heard.clear()
-        if interrupt is not None:
-            raise interrupt
 
 
 def _before_target(
@@ -215,8 +212,8 @@ def _forget(key: tuple[int, str], hook: "MethodHook", listener: Listener) -> Non
     with _LOCK:
         hook.listeners = tuple(other for other in hook.listeners if other is not listener)
         if not hook.listeners and _METHOD_HOOKS.get(key) is hook:
-            del _METHOD_HOOKS[key]
             hook.take_off()
+            del _METHOD_HOOKS[key]  # only now: Ctrl-C may have come before
 
 
 def _new_lock() -> None:

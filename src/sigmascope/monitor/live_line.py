@@ -136,16 +136,18 @@ class LiveLine:
             self._open.append(generation)
 
     def remove(self, generation: Shown, error: BaseException | None = None) -> None:
-        """Stop showing a generation, and leave a line on how it ended. The last one also ends the thread."""
+        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return.
+
+        Again does nothing.
+        """
         with self._lock:
-            if generation not in self._open:
-                return
-            self._open.remove(generation)
-            self._over.append(over_text(generation.metrics, error))
+            if generation in self._open:
+                self._over.append(over_text(generation.metrics, error))
+                self._open.remove(generation)
             if self._open or self._running is None:
                 return
+            self._stop.set()  # first: whoever is interrupted now may not come back
             thread, self._running = self._running, None
-            self._stop.set()
         thread.join(_JOIN_SECONDS)
         # A thread that lives on waits for a stream that takes nothing: never wait for that again.
         self._gave_up = thread.is_alive()

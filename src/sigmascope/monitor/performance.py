@@ -33,7 +33,7 @@ from sigmascope.analysis.generations import (
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.monitor.generation import Generation, GenerationHistory, fill_times
-from sigmascope.monitor.guard import Guard, whole_number
+from sigmascope.monitor.guard import Guard, to_the_end, whole_number
 from sigmascope.monitor.live_line import Listener, LiveLine, live_line_for
 from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
@@ -430,8 +430,12 @@ class GenerationBlock(Generic[Monitor]):
     ) -> None:
         generation = self._entered_here()
         if generation is not None:
+            to_the_end(functools.partial(self._leave, generation), error)
+
+    def _leave(self, generation: Generation, error: BaseException | None) -> None:
+        self._generations.end(generation, error)
+        if generation in self._entered:
             self._entered.remove(generation)
-            self._generations.end(generation, error)
 
     def _entered_here(self) -> Generation | None:
         """The generation that this thread or task entered; else, as where a task goes on elsewhere, the last."""

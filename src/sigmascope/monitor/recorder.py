@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
@@ -21,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias
 from torch import Tensor, nn
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.monitor.guard import Guard, as_json, to_the_end
 from sigmascope.monitor.hooks import After, HookSet
 from sigmascope.monitor.scope import (
     WHOLE,
@@ -176,7 +177,7 @@ class Recorder:
         self._instruments.look()
         extent = self._extent
         started_ns, ended_ns = extent.edges(self._outside.columns)
-        is_complete = not (extent.open_frames or extent.broke_off)
+        is_complete = not (extent.open or extent.broke_off)
         stages, folded = self._stages(started_ns)
         run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
         seen = None
@@ -228,10 +229,10 @@ class Recorder:
         )
 
     def __enter__(self) -> "Recorder":
-        self._extent.begin()
-        self._instruments.start_sampling()
         frame = Frame(self, self._outside, CURRENT.get())
         self._entered.append(frame)
+        self._extent.begin(frame)
+        self._instruments.start_sampling(frame)
         CURRENT.set(frame)
         if self._stacks is not None:
             self._stacks.start()
@@ -246,20 +247,31 @@ class Recorder:
         if frame is None and self._entered:
             frame = self._entered[-1]  # left in another context than it was entered in
         if frame is not None:
-            self._entered.remove(frame)
-            pop(frame)
-            try:
-                if self._stacks is not None and not self._entered:
-                    self._stacks.stop()
-                self._instruments.stop_sampling()
-            finally:  # also when Ctrl-C comes just now
-                self._extent.end(error)
+            to_the_end(partial(self._leave, frame), error)
 
-    def let_go(self) -> None:
-        """Stop sampling and listening, even if stages were left open."""
+    def _leave(self, frame: "Frame", error: BaseException | None) -> None:
+        """Leave the recorder's block. What Ctrl-C broke off is done by another call."""
+        try:
+            if frame in self._entered:
+                pop(frame)
+                if self._stacks is not None and len(self._entered) == 1:
+                    self._stacks.stop()
+                self._instruments.stop_sampling(frame)
+                self._entered.remove(frame)
+        finally:  # also when Ctrl-C comes just now
+            self._extent.end(frame, error)
+
+    def let_go(self, error: BaseException | None = None) -> None:
+        """Sample and listen no more, whatever stages were left open.
+
+        Args:
+            error: What broke into the end of the block, which went well until then.
+        """
+        if error is not None:
+            self._extent.broke_off = True
         if self._stacks is not None:
             self._stacks.stop()
-        self._instruments.stop_sampling(all_scopes=True)
+        self._instruments.stop_sampling()
         self._instruments.tracker.let_go()
 
     def new_scope(self, name: str) -> Scope:
@@ -272,7 +284,7 @@ class Recorder:
 
     def open_stage(self, scope: Scope) -> "Frame":
         """Open a scope inside the current one."""
-        self._extent.begin()
+        self._extent.begin(scope)
         around = self.current_scope()
         around.children.append(scope)
         scope.is_outermost = around is self._outside
@@ -288,7 +300,7 @@ class Recorder:
             self._instruments.guard.read("stages", scope.open)
         except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
             scope.close(interruption)
-            self._extent.end(interruption)
+            self._extent.end(scope, interruption)
             raise
         if self.first_stage_ns is None:
             self.first_stage_ns = scope.started_ns
@@ -312,21 +324,22 @@ class Recorder:
             guest.fact(WITHIN_RUN, self.id)
 
     def close_stage(self, frame: "Frame", error: BaseException | None) -> None:
-        """Close what `open_stage` opened."""
-        try:
-            guard = self._instruments.guard
-            guard.read("stages", lambda: frame.scope.close(error))
-            if frame.scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
-                guard.call("stages", lambda: frame.scope.close(error))
-        except BaseException as interruption:  # Ctrl-C just now
-            error = error or interruption
-            raise
-        finally:
-            pop(frame)
-            if self._stacks is not None:
-                self._stacks.closed(frame.scope)
-            self._extent.end(error)
-            self._instruments.guard.read("folding", lambda: self._fold_older(frame))
+        """Close what `open_stage` opened; again does nothing."""
+        scope, guard = frame.scope, self._instruments.guard
+        if not self._extent.has(scope):
+            return
+        guard.read("stages", lambda: scope.close(error))
+        if scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
+            guard.call("stages", lambda: scope.close(error))
+        self.end_stage(frame, error)
+
+    def end_stage(self, frame: "Frame", error: BaseException | None) -> None:
+        """Know that a stage is over that was closed as far as that goes."""
+        pop(frame)
+        if self._stacks is not None:
+            self._stacks.closed(frame.scope)
+        self._instruments.guard.read("folding", lambda: self._fold_older(frame))
+        self._extent.end(frame.scope, error)
 
     def _fold_older(self, frame: "Frame") -> None:
         """Fold what a stage that is over has made too many of its name."""
@@ -469,10 +482,27 @@ class LiveStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._entered:
-            self._recorder.close_stage(self._entered.pop(), error)
+        if not self._entered:
+            return
+        frame = self._entered[-1]
+        try:
+            to_the_end(partial(self._leave, frame), error)
+        except BaseException as interruption:
+            if frame.scope.ended_ns is not None:  # a second Ctrl-C: it is not tried again
+                self._recorder.end_stage(frame, error or interruption)
+            raise
+
+    def _leave(self, frame: "Frame", error: BaseException | None) -> None:
+        self._recorder.close_stage(frame, error)
+        if frame in self._entered:
+            self._entered.remove(frame)
         if self._entered:
             self._scope = self._entered[-1].scope
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been entered and not left."""
+        return bool(self._entered)
 
     def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
         """Record facts about a tensor, without keeping it.
@@ -663,40 +693,46 @@ class RunExtent:
     """From the first thing that is opened to the end of the last.
 
     Attributes:
-        open_frames: How much is open now.
+        open: What is open now.
         broke_off: Whether an exception ended what was closed last.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.open_frames = 0
+        self.open: set[object] = set()
         self.broke_off = False
         self._clock = clock
         self._made_at = (datetime.now(UTC), clock())
         self._started_ns: int | None = None
         self._ended_ns = 0
 
-    def begin(self) -> None:
-        """Count one more that is open."""
+    def has(self, thing: object) -> bool:
+        """Whether it is open."""
+        return thing in self.open
+
+    def begin(self, thing: object) -> None:
+        """Know that this is open."""
         with peaks.LOCK:
             if self._started_ns is None:
                 self._started_ns = self._clock()
-            self.open_frames += 1
+            self.open.add(thing)
 
     def begin_at(self, moment_ns: int) -> None:
         """Know that it began then already."""
         with peaks.LOCK:
             self._started_ns = moment_ns if self._started_ns is None else min(self._started_ns, moment_ns)
 
-    def end(self, error: BaseException | None) -> None:
-        """Count one less.
+    def end(self, thing: object, error: BaseException | None) -> None:
+        """Know that this is over; again, that its end was broken into.
 
         Args:
+            thing: What was open.
             error: What ended it early.
         """
         with peaks.LOCK:
-            self.open_frames -= 1
-            self._ended_ns = self._clock()
             self.broke_off = error is not None
+            if thing in self.open:
+                self._ended_ns = self._clock()
+                self.open.remove(thing)
 
     def edges(self, outside: StepColumns) -> tuple[int, int]:
         """Beginning and end of all that was recorded, in nanoseconds of the clock."""
@@ -704,7 +740,7 @@ class RunExtent:
         first_ns = now_ns if self._started_ns is None else self._started_ns
         steps_began_ns, steps_ended_ns = outside.edges() or (now_ns, self._ended_ns)
         started_ns = min(steps_began_ns, first_ns)
-        ended_ns = now_ns if self.open_frames > 0 else steps_ended_ns
+        ended_ns = now_ns if self.open else steps_ended_ns
         return started_ns, max(ended_ns, self._ended_ns, started_ns)
 
     def wall_clock(self, at_ns: int) -> str:

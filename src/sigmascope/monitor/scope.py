@@ -120,7 +120,7 @@ class Scope:
         self.thread_id = threading.get_ident()
         self.started_ns = instruments.clock()
         self._baseline = instruments.snapshot()
-        instruments.start_sampling()
+        instruments.start_sampling(self)
         memory = instruments.host_memory(self._baseline)
         self._peaks = instruments.tracker.open(memory, instruments.clock())
         self._samples = instruments.sampled.open(instruments.clock(), is_outermost=self.is_outermost)
@@ -144,9 +144,11 @@ class Scope:
             self.step_listener(self.name, started_ns, ended_ns)
 
     def close(self, error: BaseException | None) -> None:
-        """Stop the clock, then take what there is at the end."""
+        """Stop the clock, then take what there is at the end. What Ctrl-C broke off is done by another call."""
         instruments = self.instruments
-        self.ended_ns = ended_ns = instruments.clock()
+        if self.ended_ns is None:
+            self.ended_ns = instruments.clock()
+        ended_ns = self.ended_ns
         self.step_listener = None
         memory = HostMemory()
         try:
@@ -160,7 +162,7 @@ class Scope:
                     instruments.tracker.close(self._peaks, memory, ended_ns)
             finally:
                 instruments.sampled.close(self._samples)
-                instruments.stop_sampling()
+                instruments.stop_sampling(self)
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = instruments.guard.describe(error)
@@ -179,7 +181,9 @@ class Scope:
         """Note that an inner scope is over, if it may be folded later. With `peaks.LOCK` held."""
         if not self.stays_whole:
             is_known = child.name in self._closed or len(self._closed) < _MOST_NAMES
-            self._closed.setdefault(child.name if is_known else OTHERS, deque()).append(child)
+            closed = self._closed.setdefault(child.name if is_known else OTHERS, deque())
+            if not closed or closed[-1] is not child:
+                closed.append(child)
 
     def take_out(self, kept: int) -> "list[Scope]":
         """Remove the oldest closed inner scopes of each name that has too many. With `peaks.LOCK` held."""
@@ -488,20 +492,20 @@ class Instruments:
         """Facts about this machine, read once a process."""
         return self.guard.call("host_facts", lambda: facts_of_host(self.accelerator))
 
-    def start_sampling(self) -> None:
+    def start_sampling(self, scope: object) -> None:
         """Sample from now on, on behalf of one more scope."""
         client = self._sampler_client
         if client is not None:
-            self.guard.call("sampler", lambda: SAMPLER.open(client))
+            self.guard.call("sampler", lambda: SAMPLER.open(client, scope))
 
-    def stop_sampling(self, *, all_scopes: bool = False) -> None:
-        """End what one `start_sampling` began, or what all did."""
+    def stop_sampling(self, scope: object = None) -> None:
+        """End what `start_sampling` began for this scope, or for all (None)."""
         if self._sampler_client is None:
             return
         try:  # even when sampling has been switched off: the thread must end
-            if all_scopes:
-                self._sampler_client.open_scopes = 1
-            SAMPLER.close(self._sampler_client)
+            if scope is None:
+                self._sampler_client.open_scopes.clear()
+            SAMPLER.close(self._sampler_client, scope)
         except Exception as failure:  # noqa: BLE001 - as above
             self.guard.switch_off("sampler", failure)
 

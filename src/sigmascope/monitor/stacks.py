@@ -125,14 +125,14 @@ class StackSampler:
         self._guard.call(STACKS, thread.start)
 
     def stop(self) -> None:
-        """Stop looking; on return the thread has ended. A forked child never had it."""
-        thread, self._thread = self._thread, None
-        if thread is None or os.getpid() != self._process_id:
-            return
-        self._ended_ns = self._clock()
-        self._stop.set()
-        if thread.is_alive():
-            thread.join(_JOIN_SECONDS)
+        """Look no more; at return the thread has ended. A forked child never had it."""
+        thread = self._thread
+        if thread is not None and os.getpid() == self._process_id:
+            self._stop.set()
+            self._ended_ns = self._clock()
+            if thread.is_alive():
+                thread.join(_JOIN_SECONDS)
+        self._thread = None  # last: Ctrl-C may break off what is above
 
     def opened(self, scope: Scope) -> None:
         """Note a stage that the calling thread has just opened."""

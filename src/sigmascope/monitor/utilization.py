@@ -329,7 +329,7 @@ class SamplerClient:
     def __init__(self, sample: Callable[[], None], hz: float) -> None:
         self.sample = sample
         self.period_seconds = min(1.0 / min(hz, MAX_SAMPLE_HZ), _LONGEST_SECONDS)
-        self.open_scopes = 0
+        self.open_scopes: set[object] = set()
 
     def failed(self, failure: Exception) -> None:
         """Sample no more."""
@@ -353,43 +353,40 @@ class Sampler:
         self._stop = threading.Event()
         self._running: threading.Thread | None = None
 
-    def open(self, client: SamplerClient) -> None:
-        """Count one more open scope of this client; all are called as often as the most frequent one asks.
+    def open(self, client: SamplerClient, scope: object) -> None:
+        """Know an open scope of this client; all are called as often as the most frequent one asks.
 
         Raises:
             RuntimeError: The system gives no more threads.
         """
         with self._lock:
             if client not in self._clients:
-                client.open_scopes = 0
+                client.open_scopes.clear()
                 self._clients.append(client)
-            client.open_scopes += 1
+            client.open_scopes.add(scope)
             if self._running is None:  # its first wait is as long as the clients ask
                 try:
                     self._start()
                 except BaseException as interruption:
-                    if not isinstance(
-                        interruption, Exception
-                    ):  # Ctrl-C: nobody will close what was not opened
-                        client.open_scopes -= 1
-                        if client.open_scopes == 0:
-                            self._clients.remove(client)
+                    # Ctrl-C: nobody will close what was not opened
+                    if not isinstance(interruption, Exception):
+                        self._leave(client, scope)
                     raise
 
-    def close(self, client: SamplerClient) -> None:
-        """Count one open scope less; when it was the last of all, the thread has ended at return."""
+    def close(self, client: SamplerClient, scope: object) -> None:
+        """Know that a scope is over; when it was the last of all, the thread has ended at return. Again does nothing."""
         with self._lock:
-            if client not in self._clients:
-                return
-            client.open_scopes -= 1
-            if client.open_scopes == 0:
-                self._clients.remove(client)
+            self._leave(client, scope)
             if self._clients or self._running is None:
                 return
-            thread, stop = self._running, self._stop
-            self._running = None
-        stop.set()
+            self._stop.set()  # first: whoever is interrupted now may not come back
+            thread, self._running = self._running, None
         thread.join(_JOIN_SECONDS)
+
+    def _leave(self, client: SamplerClient, scope: object) -> None:
+        client.open_scopes.discard(scope)
+        if not client.open_scopes and client in self._clients:
+            self._clients.remove(client)
 
     def _start(self) -> None:
         stop = threading.Event()

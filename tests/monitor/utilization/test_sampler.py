@@ -88,14 +88,14 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
         monkeypatch.setattr(reader, "read", interrupted)
     else:
         close = SAMPLER.close
-        monkeypatch.setattr(SAMPLER, "close", lambda client: (close(client), interrupted()))
+        monkeypatch.setattr(SAMPLER, "close", lambda *scope: (close(*scope), interrupted()))
     with pytest.raises(KeyboardInterrupt):
         stage.__exit__(None, None, None)
     monkeypatch.undo()
     assert sampler_threads() == []
     assert (tracker._open, reader.listeners) == ([], [])
     assert recorder._instruments.sampled._open == []
-    assert recorder._extent.open_frames == 0
+    assert recorder._extent.open == set()
     assert not recorder.run().complete
 
 
@@ -195,12 +195,12 @@ def test_a_sample_that_fails_stops_nobody_else_s(caplog: pytest.LogCaptureFixtur
         raise ZeroDivisionError
 
     failing, sound = SamplerClient(fail, 10.0), SamplerClient(lambda: seen.append("sound"), 10.0)
-    SAMPLER.open(failing)
-    SAMPLER.open(sound)
+    SAMPLER.open(failing, failing)
+    SAMPLER.open(sound, sound)
     try:
         wait_until(lambda: seen.count("sound") > 1)
     finally:
-        SAMPLER.close(failing)
-        SAMPLER.close(sound)
+        SAMPLER.close(failing, failing)
+        SAMPLER.close(sound, sound)
     assert seen.count("failing") == 1
     assert "A sampler is switched off: ZeroDivisionError" in caplog.text

@@ -27,7 +27,7 @@ from sigmascope.integrations.diffusers.components import (
 )
 from sigmascope.integrations.diffusers.pipeline_call import CallObserver, DenoiserObserver, SchedulerObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
-from sigmascope.monitor.guard import log_quietly, whole_number
+from sigmascope.monitor.guard import log_quietly, to_the_end, whole_number
 from sigmascope.monitor.hooks import After, Arguments, Keywords
 from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -136,24 +136,34 @@ class Watch:
         except BaseException as interruption:  # Ctrl-C just now: nobody leaves a block that was not entered
             if session in self._sessions:
                 self._sessions.remove(session)
-                session.close(interruption)
+                to_the_end(session.close, interruption)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._sessions:
+        if self._sessions:
+            to_the_end(functools.partial(self._leave, self._sessions[-1]), error)
+
+    def _leave(self, session: Session, error: BaseException | None) -> None:
+        """Leave the block. What Ctrl-C broke off is done by another call."""
+        if session not in self._sessions:
             return
-        session = self._sessions.pop()
         try:
             session.close(error)
-            self._record = session.record()
-            # A child that was forked in the block leaves it too, and must not write what its parent writes.
-            if self._on_run is not None and os.getpid() == self._process_id:
-                self._on_run(self._record)
+            self._record = record = session.record()
         except Exception as failure:  # noqa: BLE001 - as above
+            self._sessions.remove(session)
             log_quietly(_log, "The watch could not end properly: %s", describe(failure))
+            return
+        self._sessions.remove(session)
+        # A child that was forked in the block leaves it too, and must not write what its parent writes.
+        if self._on_run is not None and os.getpid() == self._process_id:
+            try:
+                self._on_run(record)
+            except Exception as failure:  # noqa: BLE001 - as above
+                log_quietly(_log, "The watch could not end properly: %s", describe(failure))
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with a watch of its own around each call."""

@@ -78,6 +78,7 @@ class Session:
         self._known: ByIdentity[tuple[tuple[object, ...], PipelineFacts]] = ByIdentity()
         self.stacks: dict[int, weakref.ref[StageStack]] = {}
         self.left_open: deque[StageStack] = deque()
+        self._ending: list[StageStack] = []
         self.arrivals = Arrivals()
         self.has_stages = False
         self._load: Load | None = None
@@ -106,11 +107,16 @@ class Session:
             yield
 
     def close(self, error: BaseException | None) -> None:
-        """Take everything off, close what is open, and end the record."""
+        """Take everything off, close what is open, and end the record. What Ctrl-C broke off is done by another call."""
+        broken_into = error if self.is_over else None
+        if broken_into is not None:
+            self.guard.reasons.setdefault("watch.end", f"{type(error).__name__} broke into the watch's end")
         self.is_over = True
+        # Kept alive until their stages are closed, though the context lets go of them before.
+        self._ending += [stack for known in self.stacks.values() if (stack := known()) is not None]
         with ExitStack() as at_last:  # in reverse, and whatever fails before, Ctrl-C too
             at_last.callback(leave_stacks)
-            at_last.callback(self.recorder.let_go)
+            at_last.callback(self.recorder.let_go, broken_into)
             at_last.callback(leave_recorder, self.recorder)
             at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
             at_last.callback(self._end_stages, error)
@@ -127,12 +133,12 @@ class Session:
         self.guard.read("watch.load", self._note_load)
         self.guard.read("watch.outputs", self.arrivals.look if error is not None else self.arrivals.wait)
         self.guard.read("watch.stages", self._close_left)
-        stacks = [reference() for reference in self.stacks.values()]
-        for stack in reversed([stack for stack in stacks if stack is not None]):
+        for stack in reversed(self._ending):
             # Bounded: a turn takes one out at least, unless taking out itself fails.
             for _ in range(len(stack.open)):
                 self.guard.read("watch.stages", partial(stack.end, error))
         self.stacks.clear()
+        self._ending.clear()
         self._watched.clear()
         self._known.clear()
 
@@ -388,9 +394,15 @@ class StageStack:
         if depth is None:
             return
         with ExitStack() as innermost_first:  # each, though Ctrl-C comes while another is closed
-            for _, entered in self.open[depth:]:
-                innermost_first.callback(self._close, entered, error)
-            del self.open[depth:]
+            for entry in self.open[depth:]:
+                innermost_first.callback(self._close_entry, entry, error)
+
+    def _close_entry(self, entry: tuple[str, LiveStage], error: BaseException | None) -> None:
+        try:
+            self._close(entry[1], error)
+        finally:  # what Ctrl-C kept open is closed with the watch
+            if not entry[1].is_open and entry in self.open:
+                self.open.remove(entry)
 
     def _close(self, stage: LiveStage, error: BaseException | None) -> None:
         try:
