@@ -70,7 +70,9 @@ _log = logging.getLogger(__name__)
 
 STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
-STOP_WAIT_SECONDS: Final = 3.0
+LAST_SECONDS: Final = 1.5
+"""How long answers that are being sent may go on after the end; uvicorn itself waits for 2 seconds."""
+PATIENCE_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
 HEADER_SECONDS: Final = 20.0
 """How long a request's headers may take."""
@@ -189,6 +191,11 @@ class _Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._taken_at = self.loop.time()
         super().resume_writing()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        # What is still being sent then, uvicorn would cancel, with a traceback for each.
+        self.loop.call_later(LAST_SECONDS, self.transport.abort)
 
     def _look(self) -> None:
         left_bytes, now = self.transport.get_write_buffer_size(), self.loop.time()

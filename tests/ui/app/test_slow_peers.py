@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -261,3 +262,26 @@ def test_each_start_has_a_token_of_its_own_and_loopback_none(start: Start) -> No
     assert len(set(tokens)) == 2
     assert min(map(len, tokens)) >= 43
     assert start("127.0.0.1").token is None
+
+
+def test_ctrl_c_ends_the_server_though_peers_take_nothing() -> None:
+    once = SERVERS.replace("os.fork() == 0", "True")
+    command = [sys.executable, "-c", once]
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+        ExitStack() as peers,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(["127.0.0.1", {}]), file=process.stdin, flush=True)
+        server = Server(*json.loads(process.stdout.readline()))
+        path = add(server, noise(1500, 1000))
+        for _ in range(24):
+            peers.enter_context(server.never_read(path))
+        assert until(lambda: server.connections == 24, 5)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    assert "KeyboardInterrupt" in told  # as `serve` says, and the command turns into its exit code
+    assert "ASGI" not in told
