@@ -136,9 +136,9 @@ class LiveLine:
             self._open.append(generation)
 
     def remove(self, generation: Shown, error: BaseException | None = None) -> None:
-        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return.
+        """Stop showing a generation, and leave a line on how it ended. The last one also ends the thread.
 
-        Again does nothing.
+        A second call does nothing.
         """
         with self._lock:
             if generation in self._open:

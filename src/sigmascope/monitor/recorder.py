@@ -262,7 +262,7 @@ class Recorder:
             self._extent.end(frame, error)
 
     def let_go(self, error: BaseException | None = None) -> None:
-        """Sample and listen no more, whatever stages were left open.
+        """Stop sampling and listening, even if stages were left open.
 
         Args:
             error: What broke into the end of the block, which went well until then.

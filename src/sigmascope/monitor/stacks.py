@@ -125,7 +125,7 @@ class StackSampler:
         self._guard.call(STACKS, thread.start)
 
     def stop(self) -> None:
-        """Look no more; at return the thread has ended. A forked child never had it."""
+        """Stop looking; on return the thread has ended. A forked child never had it."""
         thread = self._thread
         if thread is not None and os.getpid() == self._process_id:
             self._stop.set()

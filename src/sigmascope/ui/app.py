@@ -72,7 +72,7 @@ STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
 LAST_SECONDS: Final = 1.5
 """How long answers that are being sent may go on after the end; uvicorn itself waits for 2 seconds."""
-PATIENCE_SECONDS: Final = 3.0
+STOP_WAIT_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
 HEADER_SECONDS: Final = 20.0
 """How long a request's headers may take."""
