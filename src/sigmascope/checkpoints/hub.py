@@ -28,7 +28,7 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
         download: Download what the cache lacks. Otherwise the error says how to.
 
     Returns:
-        A path that is there, or the one given if it is no name of the hub.
+        A path that is there, or the one given if it is not a name on the hub.
 
     Raises:
         CheckpointError: The cache has no such model, or no weights of it: says how to download them. Or

@@ -193,7 +193,7 @@ def _load(path: Path) -> object:
 
 
 def _plain_containers(asked: Iterable[str]) -> "list[Callable[..., Any] | tuple[Callable[..., Any], str]]":
-    """What `weights_only` may make of inert containers: dictionaries. What the host itself allows is left to it."""
+    """What `weights_only` may make of inert containers: dictionaries. What the host has allowed stays allowed."""
     allowed = torch.serialization.get_safe_globals()
     names = {
         each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in allowed

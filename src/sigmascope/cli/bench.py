@@ -166,7 +166,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """Read `1024x768`, or `512` for a square.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: It is not a size.
     """
     match = _SIZE_PATTERN.fullmatch(text.lower())
     if match is None or int(match[1]) * int(match[2] or 1) == 0:

@@ -529,7 +529,7 @@ def numbers_in(flag: str, text: str) -> tuple[float, ...]:
     """Read `0.7,0.3`.
 
     Raises:
-        ConfigError: A part is no number.
+        ConfigError: A part is not a number.
     """
     try:
         return tuple(float(part) for part in text.split(","))

@@ -813,7 +813,7 @@ class FormedChange:
         return self._decomposed(wanted).spectrum
 
     def cut(self, rank: int) -> Truncated:
-        """As of `FactoredChange`; at full rank ΔW itself beside an identity."""
+        """The best factors of this rank, as `FactoredChange.cut`; at full rank ΔW itself beside an identity."""
         rank = rank if self._most_values is None else min(rank, self._most_values)
         if rank >= max_rank(self.weight_shape):
             whole = decompose(self._delta, rank, self.dtype, metric=self._metric)

@@ -369,8 +369,8 @@ class LoraWriter:
     def _write_alphas(self) -> int | None:
         """Write each module's rank as its alpha, or one alpha for all if a loader would mix them up.
 
-        The common alpha is the smallest rank, and `up` is scaled to match it. So no alpha exceeds its module's rank,
-        which `true_alpha` could mistake for the rank asked for.
+        The common alpha is the smallest rank, and `up` is scaled to match it. An alpha above its module's rank could be
+        taken for the requested rank by `true_alpha`.
 
         Returns:
             The common alpha; None if each module has its own.

@@ -154,8 +154,8 @@ class DeviceReader:
     """Reads and resets one accelerator's running peaks, and tells every listening tracker what was read.
 
     Where the accelerator keeps no running peak (MPS), what is in use at the boundaries stands in for it.
-    So it does on a device whose running peak could not be reset once: that peak goes on telling of what was
-    before a scope opened.
+    The same holds for a device from the first time that its running peak cannot be reset: that peak still covers the
+    time before the scope opened.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -390,7 +390,7 @@ class _Engine:
         yield self._unless_too_large(self._in_tiles(smallest))
 
     def _in_tiles(self, tiles: Tiles) -> _Planned:
-        """Side by side, unless those that wait have no room in the RAM that they compute in."""
+        """Tiles side by side; one after the other if RAM cannot hold those that wait for their turn."""
         work, device = self.work, self.work.vae.device
         together = not isinstance(work.vae, ComfyuiVae) and why_apart(work.vae.modules) is None
         planned = self._plan("tiled", partial(tiled, work, tiles), device, tiles, together=together)

@@ -7,7 +7,7 @@
 
 The functions change nothing, move nothing, put nothing on the host's objects, and keep no model and no weight
 alive. They know ComfyUI's patchers and PEFT's layers (and with these diffusers' loaders). What cannot be read
-is None, with the reason in the `unavailable` beside it; so it is where reading the host's objects raises.
+is None, with the reason in the `unavailable` beside it, even if reading the host's objects raises.
 """
 
 import time
