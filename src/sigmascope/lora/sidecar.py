@@ -112,7 +112,9 @@ def _read(sidecar: Path, flags: str) -> Mapping[str, Any]:
         if not isinstance(named, Mapping):
             raise ValueError("it holds no keys and values")
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{sidecar} is not the side-car of a LoRA ({error}).", hint=f"Give {flags}.") from error
+        raise ConfigError(
+            f"{sidecar} is not the side-car of a LoRA ({error}).", hint=f"Give {flags}."
+        ) from error
     return named
 
 
