@@ -54,6 +54,7 @@ from sigmascope.lora.statistics import (
     require_ridge,
 )
 from sigmascope.lora.writer import STORAGE_DTYPES, SavePrecision
+from sigmascope.probes.reading import error_text, is_out_of_memory
 from sigmascope.progress import Progress
 
 LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
@@ -443,10 +444,12 @@ def extract_layer(
                 stored = _decompose(change, policy, options.storage_dtype, metric)
             except SigmascopeError as error:
                 raise type(error)(f"{layer}: {error.message}", hint=error.hint) from error
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if isinstance(error, SigmascopeError) or not is_out_of_memory(error):
+            raise
         raise SigmascopeError(
-            f"{layer}: the device has no memory left ({str(error).splitlines()[0]})",
-            hint="Close other programs on that device, or use --workers 1 or --device cpu.",
+            f"{layer}: there is no memory left ({error_text(error).splitlines()[0]})",
+            hint="Close other programs that use this memory, or use --workers 1 or --device cpu.",
         ) from error
     if stored is None:
         return _record(change, reason or "rank_0", None, metric), None

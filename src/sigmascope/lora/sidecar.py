@@ -158,6 +158,6 @@ def refuse_other_yaml(sidecar: Path) -> None:
         is_ours = False
     if not is_ours:
         raise ConfigError(
-            f"{sidecar} is where the LoRA's description goes, but that file is something else.",
+            f"The LoRA's description would be written to {sidecar}, but that file is something else.",
             hint="Choose another name for --save_to, or move that file.",
         )

@@ -37,6 +37,7 @@ from sigmascope.lora.statistics import (
     sketch_columns,
 )
 from sigmascope.probes.models import layerwise_casting
+from sigmascope.probes.reading import is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["UnfinishedSums", "collect_statistics"]
@@ -548,9 +549,9 @@ class _Watched:
             for number, probe in enumerate(self._projections(made)):
                 made.backward(probe, retain_graph=number + 1 < self._probes)  # type: ignore[no-untyped-call]
                 self._settle()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise ConfigError(
                 f"no gradient flows back through sampling: {error}",
                 hint='Use --through calls (in Python through="calls").',

@@ -43,6 +43,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 from sigmascope.monitor import Recorder
 from sigmascope.pipeline.model_state import free_memory
+from sigmascope.probes.reading import is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Run
@@ -332,8 +333,10 @@ class Translator:
         report(what, 0, wish.steps)
         try:
             made = self._make(picture, wish, scale, lambda done, total, _: report(what, done, total))
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise _out_of_memory(error) from None  # the traceback would keep the tensors alive
+        except Exception as error:
+            if isinstance(error, SigmascopeError) or not is_out_of_memory(error):
+                raise
+            raise _out_of_memory() from None  # the traceback would keep the tensors alive
         self._kept.put(made.id, made, len(made.png) + len(made.run_json))
         return made.summary(kept=False)
 
@@ -365,12 +368,11 @@ class Translator:
         return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run).encode(), timings(run))
 
 
-def _out_of_memory(error: BaseException) -> SigmascopeError:
-    device = "memory" if isinstance(error, MemoryError) else "the accelerator's memory"
+def _out_of_memory() -> SigmascopeError:
     accelerator = torch.accelerator.current_accelerator()
     free_memory(*([] if accelerator is None else [accelerator]))
     return SigmascopeError(
-        f"The request does not fit into {device}.",
+        "The request does not fit into memory.",
         hint="Choose a smaller size, or start the server with --tile_size 512.",
     )
 

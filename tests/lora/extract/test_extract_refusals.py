@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.out_of_memory import OUT_OF_MEMORY
 
 from sigmascope.errors import (
     CheckpointError,
@@ -200,16 +201,15 @@ def test_what_cannot_be_replaced_is_refused_before_any_work(make_model_pair: "Ma
     assert done == []
 
 
-def test_a_full_gpu_is_an_error_with_a_way_out(
-    make_model_pair: "MakePair", monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_full_device_is_an_error_with_a_way_out(
+    make_model_pair: "MakePair", monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def too_large(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation."
-        )
+        raise error
 
     monkeypatch.setattr(layer_extraction, "decompose", too_large)
-    with pytest.raises(SigmascopeError, match=r"denoiser\.\S+: the device has no memory left") as raised:
+    with pytest.raises(SigmascopeError, match=r"denoiser\.\S+: there is no memory left") as raised:
         extract(make_model_pair(), ExtractOptions(rank=2, conv_rank=2))
     assert "--workers 1" in str(raised.value.hint)
 

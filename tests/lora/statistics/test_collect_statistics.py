@@ -14,6 +14,7 @@ import torch
 from accelerate import cpu_offload
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from safetensors.torch import save_file
+from tests.out_of_memory import OUT_OF_MEMORY
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, NonFiniteError
@@ -210,6 +211,24 @@ def test_calls_that_do_not_hang_together_are_taken_back_one_by_one() -> None:
     found, alone = collect_statistics(model, run), collected(model, inputs(1), inputs(2))
     assert found.facts["samplings"] == 0
     assert torch.equal(full(found["first"].inputs), full(alone["first"].inputs))
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_on_the_way_back_is_not_blamed_on_the_gradients(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Chain()
+
+    def run() -> Iterator[Tensor]:
+        yield model(inputs())
+
+    def too_large(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Tensor, "backward", too_large)
+    with pytest.raises(type(error)) as caught:
+        collect_statistics(model, run)
+    assert caught.value is error
 
 
 def test_a_sampling_that_lets_no_gradient_through_is_told() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.out_of_memory import OUT_OF_MEMORY
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lbm.infer import translate_image
@@ -144,7 +145,7 @@ def test_without_a_lora_there_is_the_base_alone(served: ServedModel, picture: Pi
     assert found["base"]["timings"]["stages"][0]["name"] == "latent_encoding"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_out_of_memory_says_what_to_do(
     error: BaseException, translator: Translator, picture: Picture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
