@@ -212,6 +212,7 @@ def _ended(running: _Running, kind: Kind) -> dict[str, Any] | None:
         if time.monotonic() < running.deadline:
             return None
         _kill(running.pid)
+        os.kill(running.pid, signal.SIGKILL)  # on a busy machine it may not lead its group yet
         os.waitpid(running.pid, 0)
         return {"failed": f"took more than {kind.seconds:g} s"}
     _kill(running.pid)  # what it left running

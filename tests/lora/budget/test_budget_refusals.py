@@ -46,7 +46,7 @@ def test_an_error_of_exactly_the_rounding_is_refused_with_one_that_works() -> No
 @pytest.mark.parametrize("share", [0.0, 1.0, 1.5])
 def test_an_error_that_is_no_limit_says_what_one_is(share: float) -> None:
     with pytest.raises(
-        ConfigError, match=rf"--max_error {share * 100:g}% is no limit: .* above 0% and below 100%"
+        ConfigError, match=rf"--max_error {share * 100:g}% is not a limit: .* above 0% and below 100%"
     ):
         Budget(max_error=share)
 
@@ -78,9 +78,9 @@ def test_a_size_below_the_least_ranks_is_refused() -> None:
         (lambda: Budget(), "a size or an error, not both"),
         (lambda: Budget(max_bytes=1, max_error=0.1), "a size or an error, not both"),
         (lambda: Budget(max_bytes=0), "--max_size 0 holds nothing"),
-        (lambda: Budget(max_error=0.0), "--max_error 0% is no limit"),
-        (lambda: Budget(max_error=1.0), "--max_error 100% is no limit"),
-        (lambda: Budget(max_error=math.nan), "--max_error nan% is no limit"),
+        (lambda: Budget(max_error=0.0), "--max_error 0% is not a limit"),
+        (lambda: Budget(max_error=1.0), "--max_error 100% is not a limit"),
+        (lambda: Budget(max_error=math.nan), "--max_error nan% is not a limit"),
         (lambda: Budget(max_bytes=9, weights=(("a", -1.0),)), "--weight_for a=-1 is not a weight"),
         (lambda: Budget(max_bytes=9, weights=(("a(", 1.0),)), "not a valid regular expression"),
         (lambda: Budget(max_bytes=9, max_rank=0), "--max_rank 0 keeps nothing"),

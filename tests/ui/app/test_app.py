@@ -234,4 +234,4 @@ def test_a_job_whose_picture_is_forgotten_in_line_says_so(
         proceed.set()
         while job["state"] in ("waiting", "running"):
             job = client.get(f"/api/jobs/{job['id']}", params={"after": job["version"]}).json()
-        assert job["error"]["message"] == "This picture is not kept any more."
+        assert job["error"]["message"] == "This picture is no longer kept."

@@ -87,11 +87,11 @@ class Sampler:
         self._next_ns = SAMPLE_NS
         gpu.ticks.append(self._tick)
 
-    def open(self, client: SamplerClient) -> None:
+    def open(self, client: SamplerClient, _scope: object) -> None:
         """Count one more."""
         self._clients.append(client)
 
-    def close(self, client: SamplerClient) -> None:
+    def close(self, client: SamplerClient, _scope: object) -> None:
         """Count one less."""
         self._clients.remove(client)
 

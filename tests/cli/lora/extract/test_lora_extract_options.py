@@ -247,7 +247,7 @@ CONTRADICTIONS: dict[tuple[object, ...], str] = {
     ("--dynamic_param", 0.9): "--dynamic_method is missing",
     ("--weight_for", "attn1=2"): "--weight_for is for --max_size and --max_error only",
     ("--rank", 4, "--max_rank", 8): "--max_rank has no effect on a fixed rank",
-    ("--max_error", "0"): "--max_error 0% is no limit",
+    ("--max_error", "0"): "--max_error 0% is not a limit",
     ("--max_error", "250%"): "--max_error 250%",
     ("--max_size", "huge"): "--max_size huge is not a size",
     ("--max_size", "1MB", "--min_rank", 9, "--max_rank", 8): "--max_rank 8 is below the minimum rank 9",
