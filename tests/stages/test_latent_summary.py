@@ -2,7 +2,7 @@
 
 import pytest
 
-from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
+from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt, TileFacts
 from sigmascope.records.memory import PeakMemory
 from sigmascope.records.run import TensorFacts
 from sigmascope.stages.latent_summary import detail_sections, event_lines, start_lines
@@ -29,6 +29,21 @@ def test_a_strategy_that_failed_says_why() -> None:
     attempt = StrategyAttempt("direct", "failed", 1.5, "CUDA out of memory")
     (line,) = lines(EncodingEvent("attempt_ended", attempt=attempt))
     assert line == "   ❌ Direct VAE encoding failed after 1.50 seconds: CUDA out of memory"
+
+
+def test_attempts_of_one_strategy_are_told_apart_by_their_tiles() -> None:
+    tile = TileFacts(height=256, width=384, overlap_height=64, overlap_width=64)
+    assert lines(EncodingEvent("attempt_began", strategy="tiled", tile=tile)) == [
+        "   🎯 Strategy 2: Tiled VAE encoding, tiles of 384×256"
+    ]
+    failed = StrategyAttempt("tiled", "failed", 1.5, "CUDA out of memory", tile=tile)
+    assert lines(EncodingEvent("attempt_ended", attempt=failed)) == [
+        "   ❌ Tiled VAE encoding, tiles of 384×256 failed after 1.50 seconds: CUDA out of memory"
+    ]
+    skipped = StrategyAttempt("tiled", "skipped", reason="it would not fit", tile=tile)
+    assert lines(EncodingEvent("attempt_ended", attempt=skipped)) == [
+        "   ⏭️  Strategy 2: Tiled VAE encoding, tiles of 384×256 skipped: it would not fit"
+    ]
 
 
 def test_a_strategy_that_was_skipped_says_why() -> None:

@@ -94,7 +94,17 @@ def _findings_of_process(run: Run) -> list[Finding]:
             about = next((finding.evidence[name] for name in _SUBJECTS if name in finding.evidence), None)
             alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
             alike.append((finding, case.number))
-    return [_as_one(alike) for alike in by_subject.values()] + _findings(run, "run")
+    return _advised([*map(_as_one, by_subject.values()), *_findings(run, "run")])
+
+
+def _advised(findings: list[Finding]) -> list[Finding]:
+    """The findings; a missed target refers to the others only if one of them says what it would save."""
+    if any("gain_seconds" in finding.evidence for finding in findings):
+        return findings
+    return [
+        replace(finding, advice=None) if finding.id == rules_time.TARGET_MISSED else finding
+        for finding in findings
+    ]
 
 
 @rule("record.folded", "info", about="the record", looks_at="run")

@@ -37,6 +37,7 @@ _LEAST_OUTLIER_DEVIATIONS: Final = (
     6.0  # median absolute deviations: 4 standard deviations if times are normal
 )
 _LEAST_DRIFT_SHARE: Final = 0.05
+TARGET_MISSED: Final = "time.target_missed"
 _MOST_STEPS_NAMED: Final = 8
 _LEAST_BUSY_SHARE: Final = 0.6
 _LEAST_CALLBACK_SHARE: Final = 0.1
@@ -53,7 +54,7 @@ _LEAST_SLOW_RANK_RATIO: Final = 1.1
 _FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
-@rule("time.target_missed", "warning", about="time")
+@rule(TARGET_MISSED, "warning", about="time")
 def target_missed(case: Case) -> Iterator[Seen]:
     """A generation took longer than its target; the message names what took most of its time."""
     for stage in case.named(_GENERATION):

@@ -478,7 +478,7 @@ class _Engine:
 
     def _try(self, planned: _Planned) -> Outcome | None:
         direction = self.work.direction
-        self._tell(EncodingEvent("attempt_began", direction, strategy=planned.name))
+        self._tell(EncodingEvent("attempt_began", direction, strategy=planned.name, tile=planned.tile))
         try:
             outcome, record = self._run_attempt(planned)
         except BaseException as error:

@@ -6,10 +6,11 @@ A result with NaN or Inf ends all three with an error, as running out of memory 
 `checked` and `check_tiles` refuse options that make no sense before anything is done.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -397,13 +398,14 @@ def _multiple(length: int, factor: int) -> int:
 
 
 def checked(
-    strategies: str | Iterable[str], tile: int | None, overlap: int | None, *, dummy: bool, decodes: bool
+    strategies: str | Iterable[str], tile: object, overlap: object, *, dummy: bool, decodes: bool
 ) -> Choices:
     """The choices, or why they make no sense.
 
     Raises:
-        ConfigError: A strategy that does not exist, one twice, or none.
+        ConfigError: A strategy that does not exist, one twice, or none; or a size that is no whole number.
     """
+    sizes = _pixels("tile", tile), _pixels("overlap", overlap)
     auto = strategies == "auto"
     if isinstance(strategies, str) and not auto:
         strategies = (strategies,)
@@ -419,7 +421,20 @@ def checked(
             + ".",
             hint=f"Choose from {', '.join(known)}, each at most once, or give 'auto'.",
         )
-    return Choices(tuple(wanted), auto, tile, overlap)
+    return Choices(tuple(wanted), auto, *sizes)
+
+
+def _pixels(name: str, size: object) -> int | None:
+    """A size as an int, also of NumPy's; None as it is."""
+    if size is None:
+        return None
+    try:
+        return operator.index(cast(SupportsIndex, size))
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}: {size!r:.60} is no whole number of pixels.",
+            hint=f"Give an int, such as {name}={_LARGEST_TILE if name == 'tile' else _LARGEST_TILE // 4}.",
+        ) from error
 
 
 def check_tiles(choices: Choices, work: Work) -> None:

@@ -217,13 +217,14 @@ class EncodingRecord:
 class EncodingEvent:
     """What happens while it goes on, for lines in real time.
 
-    "began" has `input`; "attempt_began" has `strategy`; "attempt_ended" has `attempt`; "ended" has `record`.
+    "began" has `input`; "attempt_began" has `strategy`, and `tile` if it cuts tiles; "attempt_ended" has `attempt`; "ended" has `record`.
     """
 
     kind: Literal["began", "attempt_began", "attempt_ended", "ended"]
     direction: Direction = "encoding"
     input: SampleFacts | None = None
     strategy: Strategy | None = None
+    tile: TileFacts | None = None
     attempt: StrategyAttempt | None = None
     record: EncodingRecord | None = None
 

@@ -14,6 +14,7 @@ from sigmascope.records.latents import (
     EncodingRecord,
     Strategy,
     StrategyAttempt,
+    TileFacts,
     norms_saw,
     strategy_label,
     strategy_number,
@@ -359,7 +360,7 @@ def event_lines(event: EncodingEvent) -> Iterator[Line]:
         yield "", ""
         yield f"🔧 VAE {event.direction.upper()} PROCESS:", "bold"
     if event.kind == "attempt_began" and event.strategy is not None:
-        yield f"   🎯 {_titled(event.strategy, event.direction)}", ""
+        yield f"   🎯 {_titled(event.strategy, event.direction)}{_in_tiles(event.tile)}", ""
     if event.kind == "attempt_ended" and event.attempt is not None:
         yield from _not_succeeded(event.attempt, event.direction)
     if event.kind == "ended" and event.record is not None:
@@ -372,7 +373,7 @@ def _process_lines(record: EncodingRecord) -> Iterator[Line]:
     yield from event_lines(EncodingEvent("began", direction))
     for attempt in record.attempts:
         if attempt.outcome != "skipped":
-            yield from event_lines(EncodingEvent("attempt_began", direction, strategy=attempt.name))
+            yield from event_lines(EncodingEvent("attempt_began", direction, strategy=attempt.name, tile=attempt.tile))
         yield from event_lines(EncodingEvent("attempt_ended", direction, attempt=attempt))
     yield from _outcome(record)
 
@@ -387,13 +388,18 @@ def _lowered(strategy: Strategy, direction: Direction) -> str:
     return f"{words_before} {last.lower()}"
 
 
+def _in_tiles(tile: TileFacts | None) -> str:
+    """The size of an attempt's tiles, width first, which tells apart attempts of one strategy."""
+    return "" if tile is None else f", tiles of {tile.width}×{tile.height}"
+
+
 def _not_succeeded(attempt: StrategyAttempt, direction: Direction) -> Iterator[Line]:
     reason = printable(attempt.reason or "for an unknown reason", 240)
     if attempt.outcome == "skipped":
-        yield f"   ⏭️  {_titled(attempt.name, direction)} skipped: {reason}", NOTABLE
+        yield f"   ⏭️  {_titled(attempt.name, direction)}{_in_tiles(attempt.tile)} skipped: {reason}", NOTABLE
     if attempt.outcome == "failed":
         after = f" after {attempt.seconds:.2f} seconds" if attempt.seconds is not None else ""
-        yield f"   ❌ {_lowered(attempt.name, direction)} failed{after}: {reason}", BAD
+        yield f"   ❌ {_lowered(attempt.name, direction)}{_in_tiles(attempt.tile)} failed{after}: {reason}", BAD
 
 
 def _outcome(record: EncodingRecord) -> Iterator[Line]:

@@ -19,6 +19,18 @@ def test_a_missed_target_names_the_longest_stage(found: Found) -> None:
     assert finding.message == "16.00 s, 3.2 times the target of 5.00 s. denoising took 75 % of it."
 
 
+def test_a_missed_target_refers_to_other_findings_only_if_they_say_what_they_would_save(found: Found) -> None:
+    performance = {"target_met": False, "total_generation_time": 16.0, "target_generation_time": 5.0}
+    inside = stage("text_encoding", 2.0), stage("denoising", 12.0)
+    alone = found(stage("generation", 16.0, facts={"performance": performance}, children=inside))
+    assert list(alone) == ["time.target_missed"]
+    assert alone["time.target_missed"].advice is None
+    compiling = stage("denoising", 14.0, steps=steps([10.0] + [0.5] * 8))
+    both = found(stage("generation", 16.0, facts={"performance": performance}, children=(compiling,)))
+    assert both["time.first_step_compiles"].evidence["gain_seconds"]
+    assert "other findings" in (both["time.target_missed"].advice or "")
+
+
 def test_a_target_that_was_met_is_no_finding(found: Found) -> None:
     performance = {"target_met": True, "total_generation_time": 2.4, "target_generation_time": 5.0}
     assert not found(stage("generation", 2.4, facts={"performance": performance}))

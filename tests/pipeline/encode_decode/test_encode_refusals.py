@@ -1,3 +1,4 @@
+from inspect import unwrap  # the tests' own checks of types would refuse these sizes first
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope import encode_latents
+from sigmascope import decode_latents, encode_latents
 from sigmascope.errors import ConfigError, ModelMismatchError
 
 if TYPE_CHECKING:
@@ -54,6 +55,22 @@ def test_pictures_that_are_none_are_refused(kl: "Sample", frames: object, messag
 def test_strategies_that_make_no_sense_are_refused(kl: "Sample", strategies: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         encode_latents(kl.vae, kl.pixels, strategies=strategies)
+
+
+@pytest.mark.parametrize("size", [64.0, "64", (64, 64), [64], float("nan")])
+@pytest.mark.parametrize("name", ["tile", "overlap"])
+def test_a_size_that_is_no_whole_number_is_refused_by_name(kl: "Sample", name: str, size: Any) -> None:
+    for work, given in ((encode_latents, kl.pixels), (decode_latents, kl.latent)):
+        with pytest.raises(ConfigError, match=rf"^{name}: .* is no whole number of pixels"):
+            unwrap(work)(kl.vae, given, **{name: size})
+
+
+def test_a_size_may_be_a_whole_number_of_numpy(kl: "Sample") -> None:
+    sizes: dict[str, Any] = {"tile": np.int64(32), "overlap": np.int32(8)}
+    _, record = unwrap(encode_latents)(kl.vae, kl.pixels, strategies="tiled", **sizes)
+    tile = record.attempts[0].tile
+    assert tile is not None
+    assert (tile.height, tile.width, type(tile.height)) == (32, 32, int)
 
 
 def test_tiles_that_cannot_work_are_refused_before_anything_is_tried(kl: "Sample") -> None:

@@ -74,7 +74,9 @@ def test_events_tell_what_happens_in_order(full: "Sample") -> None:
         "attempt_ended",
         "ended",
     ]
-    assert [event.strategy for event in events if event.strategy] == ["direct", "tiled"]
+    began = [(event.strategy, event.tile) for event in events if event.strategy]
+    assert [strategy for strategy, _ in began] == ["direct", "tiled"]
+    assert [tile and (tile.height, tile.width) for _, tile in began] == [None, (32, 32)]
 
 
 def test_an_event_handler_that_fails_changes_nothing(kl: "Sample") -> None:
