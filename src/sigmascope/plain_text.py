@@ -1,6 +1,6 @@
 """Foreign text made safe to show: it controls no terminal, log or page, and no stream fails because of it.
 
-`printable` replaces invisible characters, and `Harmless` removes them from whatever rich prints. `never_failing` lets a
+`printable` replaces invisible characters, `in_one_line` new lines too, and `Harmless` removes them from whatever rich prints. `never_failing` lets a
 stream replace characters that its encoding lacks: our own symbols have plain substitutes (`PLAIN`), all others are
 escaped.
 """
@@ -42,6 +42,11 @@ def printable(text: object) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(text)
     )
+
+
+def in_one_line(text: object) -> str:
+    """The text with a space for each run of spaces and new lines, for a sentence or a table's row."""
+    return printable(" ".join(str(text).split()))
 
 
 class Harmless:

@@ -13,6 +13,7 @@ from sigmascope import units
 from sigmascope.analysis.generations import cases
 from sigmascope.analysis.memory import PeakOwner, peak_owners, tiling_advice
 from sigmascope.analysis.run_figures import is_timed_on_device, known, seconds_in_steps, step_seconds
+from sigmascope.plain_text import in_one_line
 from sigmascope.records.failures import raised_in
 from sigmascope.records.performance import (
     AFTER,
@@ -34,6 +35,8 @@ from sigmascope.records.run import (
     Run,
     Stage,
     is_duration,
+    names_in,
+    stage_path,
     stage_seconds,
 )
 
@@ -48,6 +51,8 @@ _LEAST_PLACE_SHARE: Final = 0.25
 _MOST_PLACES_OF_ROW: Final = 3
 _MOST_PACKAGES: Final = 3
 _FINDING_WITH_ROW: Final = "time.callback_takes_long"
+_LONGEST_ERROR: Final = 800
+"""Characters, where it is not shown whole."""
 _FAULTS: Final = ("critical", "error")
 
 
@@ -82,10 +87,15 @@ class TimeShare:
     is_without_imports: bool = False
 
     @property
+    def stage(self) -> str:
+        """The stage's own name, on one line."""
+        return in_one_line(names_in(self.name)[-1])
+
+    @property
     def label(self) -> str:
         """The row's name for a table, such as "denoising, steps"."""
-        *around, stage = self.name.split("/")
-        stage = stage if self.is_unique or not around else f"{around[-1]}: {stage}"
+        *around, _ = names_in(self.name)
+        stage = self.stage if self.is_unique or not around else f"{in_one_line(around[-1])}: {self.stage}"
         if self.part in ("stage", "outside stages"):
             return stage
         return f"{stage}, the rest" if self.part == "rest of stage" else f"{stage}, {self.part}"
@@ -105,8 +115,8 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
         shares += _shares_of_folded(run.folded.stages)
     own, imports, before, *later = _outside_stages(run)
     rows = [row for row in _summed([own, imports, before, *shares, *later]) if row.seconds > 0]
-    names = Counter((row.name.rsplit("/", 1)[-1], row.part) for row in rows)
-    rows = [replace(row, is_unique=names[row.name.rsplit("/", 1)[-1], row.part] == 1) for row in rows]
+    names = Counter((row.stage, row.part) for row in rows)
+    rows = [replace(row, is_unique=names[row.stage, row.part] == 1) for row in rows]
     stacks = host_stacks(run)
     if stacks is None:
         return tuple(rows)
@@ -118,7 +128,7 @@ def time_breakdown(run: Run) -> tuple[TimeShare, ...]:
 
 def _with_places(row: TimeShare, places: Iterable[HostPlace]) -> TimeShare:
     """The row with the places seen in it; a usual stage without steps or inner stages needs none."""
-    if row.part in ("steps", "scheduler") or (row.part == "stage" and row.name.rsplit("/", 1)[-1] in STAGES):
+    if row.part in ("steps", "scheduler") or (row.part == "stage" and row.stage in STAGES):
         return row
     part = "stage" if row.part == "rest of stage" else row.part
     seen = [place for place in places if (place.stage, place.part) == (row.name, part)]
@@ -159,7 +169,8 @@ def _callbacks(run: Run) -> dict[int, str]:
 
 
 def _shares_of_stage(stage: Stage, around: str, callbacks: Mapping[int, str]) -> Iterator[TimeShare]:
-    name = f"{around}/{stage.name}" if around else stage.name
+    own = stage_path(stage.name)
+    name = f"{around}/{own}" if around else own
     is_usual = stage.name in STAGES
     rows = [child for child in stage.children if child.name in STAGES or not is_usual]
     others = [child for child in stage.children if is_usual and child.name not in STAGES]
@@ -302,18 +313,33 @@ def _sum_of_known(first: float | None, second: float | None) -> float | None:
     return (first or 0.0) + (second or 0.0) if (first, second) != (None, None) else None
 
 
-def headline(run: Run) -> str:
-    """A sentence on what went wrong, or else on where the time went, and one on where memory was highest."""
-    first = _failure(run) or _fault(run) or _waste(run) or _longest(run)
+def headline(run: Run, *, with_whole_error: bool = True) -> str:
+    """A sentence on what went wrong, or else on where the time went, and one on where memory was highest.
+
+    Args:
+        run: The run.
+        with_whole_error: Otherwise of an error of many lines there is the first one, and how many more it has.
+    """
+    first = _failure(run, with_whole_error) or _fault(run) or _waste(run) or _longest(run)
     return " ".join(filter(None, (first, _peak(run))))
 
 
-def _failure(run: Run) -> str | None:
+def _failure(run: Run, with_whole_error: bool) -> str | None:
     failed = failed_stage(run)
     if failed is None:
         return None
-    why = f": {units.printable(failed.error)}" if failed.error else ""
-    return f"{failed.name} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+    error = failed.error or ""
+    why = f": {units.printable(error if with_whole_error else _beginning(error))}" if error else ""
+    return f"{in_one_line(failed.name)} failed after {units.seconds(failed.seconds)}{why.rstrip('.')}."
+
+
+def _beginning(error: str) -> str:
+    """The first line of an error, with the next one if it announces that, and how many more there are."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
+    most = 2 if lines[0].endswith(":") else 1
+    shown, left = " ".join(lines[:most]), len(lines) - most
+    shown = shown if len(shown) <= _LONGEST_ERROR else f"{shown[: _LONGEST_ERROR - 1]}…"
+    return f"{shown} … and {units.counted(left, 'more line')}" if left > 0 else shown
 
 
 def failed_stage(run: Run) -> Stage | None:
@@ -330,7 +356,7 @@ def failed_stage(run: Run) -> Stage | None:
 def failures(run: Run) -> list[tuple[str, str]]:
     """Stages that failed, with their errors; of those that one error passed through, the innermost alone."""
     return [
-        (stage.name, stage.error)
+        (in_one_line(stage.name), stage.error)
         for stage in run.walk()
         if stage.error is not None and all(inner.error != stage.error for inner in stage.children)
     ]
@@ -421,7 +447,7 @@ def _where(row: TimeShare) -> str:
 
 
 def _what_passed(row: TimeShare) -> str:
-    stage = row.name.rsplit("/", 1)[-1]
+    stage = row.stage
     each = units.seconds(row.seconds / max(row.count, 1))
     if row.part == OUTSIDE_STAGES:
         if row.name == OWN:
@@ -474,6 +500,6 @@ def _peak(run: Run) -> str | None:
 
 def _memory(owner: PeakOwner) -> str:
     where = "memory" if owner.where == PROCESS else owner.where
-    stage = owner.stage.rsplit("/", 1)[-1]
+    stage = in_one_line(names_in(owner.stage)[-1])
     by = stage if owner.component in (None, stage) else f"{stage} ({owner.component})"
     return f"{where}: {units.format_size(owner.bytes)}, in {by}"

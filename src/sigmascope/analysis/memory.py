@@ -20,7 +20,7 @@ from sigmascope.analysis.rules import RULES, Seen, rule
 from sigmascope.analysis.run_figures import MOST_READINGS, Number, Slope, theil_sen
 from sigmascope.records.memory import mib
 from sigmascope.records.performance import PROCESS, readable_curves
-from sigmascope.records.run import ComponentFacts, Finding, Run, Stage
+from sigmascope.records.run import ComponentFacts, Finding, Run, Stage, names_in, stage_path
 
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
@@ -480,7 +480,7 @@ def tiling_advice(run: Run, owner: PeakOwner) -> str | None:
     Returns:
         Such as "tiles would make it about 3.1 GB"; None: the peak is not a VAE's, or tiles are used or would not help.
     """
-    name = owner.stage.rsplit("/", 1)[-1]
+    name = names_in(owner.stage)[-1]
     found = next(
         (
             (case, stage)
@@ -549,7 +549,7 @@ def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwne
             where,
             nbytes,
             at_seconds,
-            "/".join(outer.name for outer in path),
+            stage_path(*(outer.name for outer in path)),
             name,
             _component_bytes(path, name),
             None if baseline is None else nbytes - baseline,

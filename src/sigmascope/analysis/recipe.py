@@ -36,6 +36,7 @@ from sigmascope.records.run import (
     Stage,
     TensorFacts,
     is_duration,
+    names_in,
 )
 
 _NONE: Final = "none"
@@ -274,7 +275,7 @@ def _predicted_ratios(rows: Sequence[tuple[TimeShare, float]], recipe: Differenc
     total = sum(before for _, before in rows) or 1.0
     least = most = 0.0
     for row, before in rows:
-        stages = row.name.split("/")
+        stages = names_in(row.name)
         factor = work if "denoising" in stages else picture if stages[-1].startswith("latent_") else 1.0
         least += before * factor
         most += before * (factor * pixels if factor != 1 else 1.0)
@@ -289,7 +290,7 @@ def _ratio(before: str, now: str) -> float:
 
 
 def _where(row: TimeShare) -> str:
-    stage = row.name.rsplit("/", 1)[-1]
+    stage = row.stage
     if row.part == "outside stages":
         return f"in {OWN}" if row.name == OWN else row.name
     if row.part == "scheduler":
@@ -312,7 +313,7 @@ def _why(row: TimeShare, recipe: Differences) -> str:
     if row.callback or row.part == "scheduler" or _is_outside_models(row):
         return ""
     costly = {name: sides for name, sides in recipe.items() if not _NO_EFFECT_ON_TIME.fullmatch(name)}
-    causes = _causes(row.name.rsplit("/", 1)[-1], costly)
+    causes = _causes(row.stage, costly)
     if not causes:
         return "; nothing in the recipe explains it"
     return "; " + " and ".join(_in_words(name, recipe[name]) for name in causes[:2]) + " may explain it"

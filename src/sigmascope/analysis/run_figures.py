@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean, median, stdev
 from typing import Any, Final, Literal
 
 from sigmascope.records.performance import others_of
-from sigmascope.records.run import Run, Stage, device_seconds, is_duration
+from sigmascope.records.run import Run, Stage, device_seconds, is_duration, names_in
 
 Unit = Literal["seconds", "bytes"]
 Number = int | float
@@ -104,7 +104,7 @@ def _folded_seconds(run: Run, name: str, on_device: Collection[str]) -> float:
     """What folded stages of a name took together; NaN where the accelerator was to time them and did not time all."""
     total = 0.0
     for path, sums in {} if run.folded is None else run.folded.stages.items():
-        *around, last = path.split("/")
+        *around, last = names_in(path)
         if last == name and name not in around:
             if name in on_device and sums.timed_on_device < sums.count:
                 return math.nan

@@ -28,7 +28,7 @@ from rich.text import Text
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path, require_writable
 from sigmascope.installation import install_extra
-from sigmascope.plain_text import Harmless, printable
+from sigmascope.plain_text import Harmless, in_one_line, printable
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.progress import no_progress
 from sigmascope.svg import PICTURES, Shape, drawn
@@ -87,8 +87,7 @@ _HARMLESS = _HarmlessHook()
 
 def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Text:
     """Text from a file, on one line: control characters become U+FFFD, and very long text is cut."""
-    text = " ".join(str(value).split())
-    clean = printable(text)
+    clean = in_one_line(value)
     shown = clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
     return Text(shown, style=style, overflow="fold")
 

@@ -37,7 +37,7 @@ from sigmascope.monitor.scope import (
 from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
 from sigmascope.records.performance import HOST_STACKS
-from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage
+from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage, stage_path
 
 UNSTAGED = "unstaged"
 """The stage that holds steps outside of all stages."""
@@ -288,7 +288,8 @@ class Recorder:
         around = self.current_scope()
         around.children.append(scope)
         scope.is_outermost = around is self._outside
-        scope.path = scope.name if scope.is_outermost else f"{around.path}/{scope.name}"
+        own = stage_path(scope.name)
+        scope.path = own if scope.is_outermost else f"{around.path}/{own}"
         scope.stays_whole = around.stays_whole or scope.name in WHOLE
         enclosing = stage_here(self.clock)
         if enclosing is not None:

@@ -46,6 +46,7 @@ from sigmascope.records.run import (
     Stage,
     Steps,
     TensorFacts,
+    stage_path,
 )
 from sigmascope.units import counted
 
@@ -88,7 +89,7 @@ class Scope:
         self.name = name
         self.instruments = instruments
         self.is_outermost = False
-        self.path = name
+        self.path = stage_path(name)
         self.thread_id = 0
         self.in_step = False
         self.was_opened = False
@@ -290,7 +291,7 @@ class FoldedScopes:
         self._add_sums(scope, "")
 
     def _add_sums(self, scope: Scope, around: str) -> None:
-        path = f"{around}{scope.name}"
+        path = around + stage_path(scope.name)
         if path not in self._sums and len(self._sums) >= _MOST_SUMS:
             path = OTHERS
         was = self._sums.get(path, FoldedStages(0, 0.0, 0.0))

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from sigmascope.errors import UnknownStageError
+from sigmascope.plain_text import in_one_line
 from sigmascope.records.memory import MemoryImpact, PeakMemory, highest
 
 if TYPE_CHECKING:
@@ -441,6 +442,24 @@ class Run:
         from sigmascope import write_trace
 
         write_trace([self], path, prompts=prompts)
+
+
+def stage_path(*names: str) -> str:
+    """A stage's name after those of the stages around it, such as "generation/denoising".
+
+    A slash in a name is written as `~1` and a tilde as `~0`, as in a JSON pointer (RFC 6901).
+    """
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
+
+
+def names_in(path: str) -> list[str]:
+    """The names that `stage_path` joined, the innermost last."""
+    return [name.replace("~1", "/").replace("~0", "~") for name in path.split("/")]
+
+
+def path_in_words(path: str) -> str:
+    """A stage's path with the names as they were given, on one line."""
+    return in_one_line("/".join(names_in(path)))
 
 
 def folded_in_words(folded: Folded) -> str:

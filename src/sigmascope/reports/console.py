@@ -25,7 +25,7 @@ from sigmascope.analysis.breakdown import (
     run_findings,
 )
 from sigmascope.analysis.memory import PeakOwner, peak_owners
-from sigmascope.plain_text import Harmless
+from sigmascope.plain_text import Harmless, in_one_line
 from sigmascope.records.performance import (
     PROCESS,
     BlockProfile,
@@ -45,6 +45,7 @@ from sigmascope.records.run import (
     device_seconds,
     folded_in_words,
     impossible_times,
+    names_in,
 )
 from sigmascope.units import UNKNOWN, counted, mib, mib_change, percent, seconds, statistic
 
@@ -73,10 +74,10 @@ def print_run(run: Recorded, console: Console | None = None, *, full: bool = Fal
 def render_summary(run: Run) -> RenderableType:
     """Return what to know first: the headline, a bar for each part of the time, and five findings at most."""
     findings = run_findings(run)
-    verdict = headline(run)
+    verdict = headline(run, with_whole_error=False)
     state = "" if run.complete else " (not complete)"
     parts: list[RenderableType] = [
-        Rule(Text(f"Run: {run.name}{state}")),
+        Rule(Text(f"Run: {in_one_line(run.name)}{state}")),
         Text(verdict, style="bold"),
         *_raised_at(run, " → "),
         *_time_bars(run),
@@ -159,8 +160,8 @@ def _damage(run: Run) -> Iterator[Text]:
 def render_run(run: Run) -> RenderableType:
     """Return the record in full: headline, machine, stages, tensors, devices, errors, findings."""
     parts: list[RenderableType] = [
-        Rule(Text(f"Run: {run.name}")),
-        Text(headline(run), style="bold"),
+        Rule(Text(f"Run: {in_one_line(run.name)}")),
+        Text(headline(run, with_whole_error=False), style="bold"),  # `_errors` has all of it
         *_header(run),
         *_stacks(run),
         _stage_table(run),
@@ -219,13 +220,17 @@ def _folded_table(folded: Folded) -> Table:
     for name in ("Count", "Together", "Each", "Longest", "Failed", "Steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for path, sums in sorted(folded.stages.items()):
-        *around, name = path.split("/")
+        *around, name = names_in(path)
         together = [
             seconds(duration) for duration in (sums.seconds, sums.seconds / sums.count, sums.longest_seconds)
         ]
         steps = f"{sums.steps:,} × {seconds(sums.step_seconds / sums.steps)}" if sums.steps else ""
         table.add_row(
-            Text("  " * len(around) + name), f"{sums.count:,}", *together, f"{sums.failures or ''}", steps
+            Text("  " * len(around) + in_one_line(name)),
+            f"{sums.count:,}",
+            *together,
+            f"{sums.failures or ''}",
+            steps,
         )
     return table
 
@@ -252,7 +257,7 @@ def with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
 def stage_name(depth: int, stage: Stage) -> Text:
     """A mark of success and the stage's name, indented by its depth."""
     mark, style = ("✓", "green") if stage.success else ("✗", "red")
-    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
+    return Text("  " * depth).append(mark, style).append(f" {in_one_line(stage.name)}")
 
 
 def _share(stage: Stage, run: Run) -> str:
@@ -286,7 +291,7 @@ def _tensor_table(run: Run) -> Table:
     for outermost in run.stages:
         rows = [_tensor_row(*item) for stage in outermost.walk() for item in stage.tensors.items()]
         if rows:
-            table.add_row(Text(outermost.name, style="bold"))
+            table.add_row(Text(in_one_line(outermost.name), style="bold"))
         for row in rows:
             table.add_row(*row)
     return table
@@ -319,10 +324,11 @@ def _raised_at(run: Run, between: str) -> Iterator[Text]:
 
 
 def _finding(finding: Finding) -> RenderableType:
-    where = f" [{finding.stage}]" if finding.stage else ""
+    where = f" [{in_one_line(finding.stage)}]" if finding.stage else ""
     text = Text.assemble(
         (finding.severity, SEVERITY_STYLE.get(finding.severity, "")), f"{where} {finding.message}"
     )
+    text.append(f" [{finding.id}]", "dim")
     if finding.evidence:
         text.append("\n  " + ", ".join(f"{key} {value}" for key, value in finding.evidence.items()))
     if finding.advice:
@@ -382,7 +388,9 @@ def untimed_lines(run: Run) -> Iterator[RenderableType]:
         missing = column.count(None)
         if 0 < missing < len(column):
             why = stage.steps.unavailable.get("gpu_seconds", "no reason is on record")
-            yield Text(f"{stage.name}: GPU time of {missing} of {len(column)} steps is not known ({why}).")
+            yield Text(
+                f"{in_one_line(stage.name)}: GPU time of {missing} of {len(column)} steps is not known ({why})."
+            )
 
 
 def owner_lines(run: Run) -> Iterator[Text]:
@@ -394,7 +402,7 @@ def owner_lines(run: Run) -> Iterator[Text]:
 
 def _owner_line(owner: PeakOwner) -> str:
     what = "Peak of the process" if owner.where == PROCESS else f"Peak on {owner.where}"
-    stage = owner.stage.rsplit("/", 1)[-1]
+    stage = in_one_line(names_in(owner.stage)[-1])
     by = owner.component if stage == owner.component else f"{owner.component} in {stage}"
     at = "" if owner.at_seconds is None else f" at {seconds(owner.at_seconds)}"
     return f"{what}: {mib(owner.bytes)} MiB{at}, {by}{_owner_figures(owner)}"
@@ -414,7 +422,7 @@ def device_lines(run: Run) -> Iterator[RenderableType]:
     """
     for stage in run.walk():
         for device in readable_utilization(stage):
-            yield Text(f"{stage.name}, {device.device}: {_utilization_words(device)}")
+            yield Text(f"{in_one_line(stage.name)}, {device.device}: {_utilization_words(device)}")
     for stage in run.walk():
         try:
             yield from map(render_profile, profiles_of(stage))

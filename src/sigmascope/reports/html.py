@@ -42,6 +42,7 @@ from sigmascope.records.run import (
     folded_in_words,
     impossible_times,
     is_duration,
+    path_in_words,
 )
 from sigmascope.records.serialization import run_from_dict, run_to_dict, run_to_json
 from sigmascope.reports.surfaces import Surface
@@ -372,7 +373,7 @@ def _peaks(run: Run) -> Iterator[dict[str, str]]:
         yield {
             "where": _PLACES.get(owner.where, owner.where),
             "size": format_size(owner.bytes),
-            "stage": owner.stage,
+            "stage": path_in_words(owner.stage),
             "component": owner.component or "",
             "weights": "" if owner.component_bytes is None else format_size(owner.component_bytes),
             "at": seconds(owner.at_seconds),

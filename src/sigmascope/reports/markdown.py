@@ -19,12 +19,13 @@ from sigmascope.analysis.breakdown import (
 )
 from sigmascope.analysis.memory import peak_owners
 from sigmascope.analysis.recipe import recipe_of, what_changed
+from sigmascope.plain_text import in_one_line
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.recorded import Recorded
-from sigmascope.records.run import Run
+from sigmascope.records.run import Run, path_in_words
 from sigmascope.reports.html import private_runs, template
 from sigmascope.reports.surfaces import Surface
-from sigmascope.units import format_size, percent, printable, seconds
+from sigmascope.units import format_size, percent, seconds
 
 _MOST_ROWS: Final = 10
 _MOST_PLACES: Final = 5
@@ -70,7 +71,11 @@ def to_markdown(runs: Recorded | Iterable[Recorded], *, prompts: PromptPrivacy =
         ],
         small=seconds(small) if small else None,
         peaks=[
-            (_text(owner.where), format_size(owner.bytes), _text(owner.component or owner.stage))
+            (
+                _text(owner.where),
+                format_size(owner.bytes),
+                _text(owner.component or path_in_words(owner.stage)),
+            )
             for owner in peak_owners(last)
         ],
         findings=[
@@ -116,7 +121,7 @@ def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
 
 def _text(value: object, most: int = _LONGEST) -> Markup:
     """The value in one line that Markdown shows as it is: its marks lose their meaning, and nobody is mentioned."""
-    line = printable(" ".join(str(value).split()))
+    line = in_one_line(value)
     line = line if len(line) <= most else f"{line[: most - 1]}…"
     escaped = _MARKS.sub(r"\\\1", line)
     for special, harmless in _SPECIAL.items():

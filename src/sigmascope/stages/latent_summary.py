@@ -373,7 +373,9 @@ def _process_lines(record: EncodingRecord) -> Iterator[Line]:
     yield from event_lines(EncodingEvent("began", direction))
     for attempt in record.attempts:
         if attempt.outcome != "skipped":
-            yield from event_lines(EncodingEvent("attempt_began", direction, strategy=attempt.name, tile=attempt.tile))
+            yield from event_lines(
+                EncodingEvent("attempt_began", direction, strategy=attempt.name, tile=attempt.tile)
+            )
         yield from event_lines(EncodingEvent("attempt_ended", direction, attempt=attempt))
     yield from _outcome(record)
 
@@ -399,7 +401,10 @@ def _not_succeeded(attempt: StrategyAttempt, direction: Direction) -> Iterator[L
         yield f"   ⏭️  {_titled(attempt.name, direction)}{_in_tiles(attempt.tile)} skipped: {reason}", NOTABLE
     if attempt.outcome == "failed":
         after = f" after {attempt.seconds:.2f} seconds" if attempt.seconds is not None else ""
-        yield f"   ❌ {_lowered(attempt.name, direction)}{_in_tiles(attempt.tile)} failed{after}: {reason}", BAD
+        yield (
+            f"   ❌ {_lowered(attempt.name, direction)}{_in_tiles(attempt.tile)} failed{after}: {reason}",
+            BAD,
+        )
 
 
 def _outcome(record: EncodingRecord) -> Iterator[Line]:

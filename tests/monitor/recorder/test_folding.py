@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sigmascope.analysis.breakdown import time_breakdown
 from sigmascope.monitor import Recorder
 from sigmascope.records import Run, Stage, load_run
 from sigmascope.records.run import Folded
@@ -85,6 +86,19 @@ def test_a_run_of_fewer_generations_is_what_it_is_without_a_limit(
         texts.append(text.partition('"seconds"')[2])  # without the wall clock
     assert texts[0] == texts[1]
     assert '"folded"' not in texts[0]
+
+
+def test_slashes_in_names_part_no_stages(clock: "FakeClock") -> None:
+    recorder = Recorder(sample_hz=None, clock=clock, keep=1)
+    for _ in range(3):
+        with recorder.stage("generation"), recorder.stage("vae/encode"):
+            clock.pass_seconds(2.0)
+    run = recorder.run()
+    assert {path: sums.seconds for path, sums in folded_of(run).stages.items()} == {
+        "generation": 4.0,
+        "generation/vae~1encode": 4.0,
+    }
+    assert {row.label: (row.seconds, row.count) for row in time_breakdown(run)} == {"vae/encode": (6.0, 3)}
 
 
 def test_a_generation_that_is_open_is_not_folded(clock: "FakeClock", host: "FakeHost") -> None:

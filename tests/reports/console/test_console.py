@@ -3,6 +3,7 @@ from dataclasses import replace
 from rich.console import Console
 from tests.reports.html.test_html import SAMPLED
 
+from sigmascope.analysis.breakdown import time_breakdown
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -22,14 +23,15 @@ from sigmascope.records.run import (
     TensorFacts,
 )
 from sigmascope.reports.console import NO_ACCELERATOR, print_run
+from sigmascope.reports.markdown import to_markdown
 
 MIB = 1024**2
 
 
-def printed(run: Run, width: int = 80) -> str:
+def printed(run: Run, width: int = 80, *, full: bool = True) -> str:
     console = Console(width=width, record=True, force_terminal=False, file=None, quiet=False)
     with console.capture() as capture:
-        print_run(run, console, full=True)
+        print_run(run, console, full=full)
     return capture.get()
 
 
@@ -175,3 +177,53 @@ def test_places_in_the_script_are_indented_under_their_row() -> None:
         assert lines[row + 1].startswith("  read_image")
     assert "by 99 samples of stacks, which took 0.10 % of the time" in printed(SAMPLED)
     assert "samples of stacks" not in printed(replace(SAMPLED, facts={}))
+
+
+def test_a_finding_is_followed_by_its_id_in_full_and_not_in_the_summary() -> None:
+    run = run_of(
+        Stage("denoising", 0.0, 4.0), findings=(Finding("lora_inactive", "warning", "It is off.", {}),)
+    )
+    assert "warning It is off. [lora_inactive]" in printed(run)
+    assert "warning It is off." in printed(run, full=False)
+    assert "lora_inactive" not in printed(run, full=False)
+
+
+def test_an_error_of_many_lines_is_cut_in_the_verdict_and_whole_in_full() -> None:
+    lines = [f"size mismatch for block.{number}.weight" for number in range(150)]
+    error = "\n\t".join(["RuntimeError: Error(s) in loading state_dict for UNet:", *lines])
+    finding = Finding("lora_not_loaded", "error", "It is for another model.", {}, "Use its own model.")
+    failed = Stage("lora_application", 0.0, 1.0, success=False, error=error, findings=(finding,))
+    summary = printed(run_of(failed), width=200, full=False)
+    assert (
+        "lora_application failed after 1.00 s: RuntimeError: Error(s) in loading state_dict for UNet: "
+        "size mismatch for block.0.weight … and 149 more lines." in " ".join(summary.split())
+    )
+    assert "Use its own model." in summary
+    assert len(summary.splitlines()) < 12
+    whole = printed(run_of(failed), width=200)
+    assert [whole.count(line) for line in lines[:3]] == [2, 1, 1]
+    assert lines[-1] in whole
+
+
+def test_the_name_of_a_stage_is_as_given_on_one_line_everywhere() -> None:
+    encode, node = (
+        Stage("vae/encode", 0.0, 3.0),
+        Stage("node 12\nKSampler~0", 3.0, 1.0, success=False, error="Boom"),
+    )
+    peak = PeakMemory(rss_bytes=MIB, rss_at_seconds=0.5)
+    run = run_of(
+        replace(encode, children=(replace(encode, name="a/b", seconds=2.0, peak=peak),), peak=peak), node
+    )
+    for text in (printed(run), printed(run, full=False)):
+        assert "node 12 KSampler~0 failed after 1.00 s: Boom." in text
+        assert "Peak of memory: 1 MB, in a/b." in text
+    summary = printed(run, full=False)
+    for row, label in zip(
+        time_breakdown(run), ("vae/encode, the rest", "a/b", "node 12 KSampler~0"), strict=True
+    ):
+        assert row.label == label
+        assert line_with(summary, label)
+    assert line_with(printed(run), "✗ node 12 KSampler~0")
+    markdown = to_markdown(run)
+    assert "| vae/encode, the rest |" in markdown
+    assert "in vae/encode/a/b." in markdown
