@@ -408,23 +408,29 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _rotations(verdict)
 
 
+_ALPHAS_IGNORED: Final = ("flux", "chroma")
+"""Families whose loader in diffusers drops `.alpha` beside `lora_A`; the others' refuse the file because of it."""
+
+
 def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
     alphas = [key for key in keys if key.endswith(".alpha")]
     if verdict.format != "peft" or not alphas:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
+    ignores = verdict.model_family in _ALPHAS_IGNORED
     consequence = (
         f", so {counted(len(scaled), 'module acts', 'modules act')} with another strength there"
         if scaled
         else ""
     )
+    fate = f"ignores {{}}{consequence}" if ignores else "refuses the file because of {}"
     yield Finding(
         "lora_alpha_ignored",
-        "warning" if scaled else "info",
-        f"diffusers ignores {counted(len(alphas), '.alpha tensor')} beside lora_A and lora_B{consequence}.",
+        "warning" if scaled or not ignores else "info",
+        f"diffusers {fate.format(counted(len(alphas), '.alpha tensor') + ' beside lora_A and lora_B')}.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
         "Convert the file (sigmascope lora convert), which puts the scale into the factors."
-        if scaled
+        if scaled or not ignores
         else None,
     )
 
@@ -455,10 +461,20 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
     if verdict.format == "comfyui" and lost:
         some = f"does not load {len(lost)} of {counted(len(verdict.matched), 'module')}"
         loads = "loads nothing" if len(lost) == len(verdict.matched) else some
+        refusing = any(
+            one.or_refused for one in family.lost if (one.host, one.format) == ("diffusers", "comfyui")
+        )
+        odd = next((key for key in keys if "lora" not in key), None) if refusing else None
+        said = (
+            f"diffusers {loads} of a file for {family.title} whose names begin with diffusion_model., and reports no error."
+            if odd is None
+            else f"diffusers refuses a file for {family.title} whose names begin with diffusion_model. and of which one, "
+            f"such as {odd}, does not contain “lora”."
+        )
         yield Finding(
             "lora_comfyui_names",
             "warning",
-            f"diffusers {loads} of a file for {family.title} whose names begin with diffusion_model., and reports no error.",
+            said,
             {"modules": len(lost), "first": lost[0].name},
             "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
         )

@@ -119,19 +119,21 @@ def _matches(pattern: str, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Layers that a host silently does not load from a format.
+    """Layers that a host does not load from a format, usually without an error.
 
     Attributes:
         host: `diffusers` through its pipeline, or `comfyui`.
         format: The LoRA format.
         layers: A regular expression for the whole path of a layer, as the format names it.
         down: The ending of the down factors' keys in the files concerned; None for all files.
+        or_refused: Whether it raises an error instead where a key, such as an `.alpha`, does not contain "lora".
     """
 
     host: Literal["diffusers", "comfyui"]
     format: FormatName
     layers: str = ".*"
     down: Literal["lora_A", "lora_down"] | None = None
+    or_refused: bool = False
 
 
 @dataclass(frozen=True)

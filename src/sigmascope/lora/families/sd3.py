@@ -58,5 +58,5 @@ SD3: Final = Family(
         final_layer.linear = proj_out
     """,
     encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("clip_g",), "text_encoder_3": ("t5xxl",)},
-    lost=(Lost("diffusers", "comfyui"), Lost("diffusers", "kohya")),
+    lost=(Lost("diffusers", "comfyui", or_refused=True), Lost("diffusers", "kohya")),
 )

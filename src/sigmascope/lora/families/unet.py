@@ -26,7 +26,7 @@ BLOCKS: Final = """
     out.2 = conv_out
     out
 """
-LOST: Final = (Lost("diffusers", "comfyui"), Lost("comfyui", "peft", r".*\.attn.*\.to_.*"))
+LOST: Final = (Lost("diffusers", "comfyui", or_refused=True), Lost("comfyui", "peft", r".*\.attn.*\.to_.*"))
 """ComfyUI finds 234 of SDXL's 794 layers by PEFT's names; those of attention are lost."""
 SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
 """SD 1 and SD 2."""
