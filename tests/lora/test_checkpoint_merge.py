@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from peft.utils import merge_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.families import make_pipeline
 from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
@@ -378,6 +380,46 @@ def test_quantised_checkpoints_and_pipeline_folders_are_refused(
     saved(folder / "unet" / "diffusion_pytorch_model.safetensors", {"conv_in.weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match="several components"):
         merge_into_checkpoint([tmp_path / "lora.safetensors"], folder, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (("unet",), r"the one that the LoRA is for.*--into \S*sd15/unet \(\d+ modules\)\.$"),
+        (
+            ("unet", "text_encoder"),
+            r"with --allow_unmatched.*sd15/unet \(\d+ modules\), --into \S*sd15/text_encoder \(\d+ modules\)",
+        ),
+    ],
+)
+def test_of_a_pipeline_s_folder_the_components_that_the_lora_is_for_are_named(
+    parts: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("sd15")
+    folder = tmp_path / "sd15"
+    pipeline.save_pretrained(folder)
+    modules = {
+        f"{part}.{path}": LoraFactors(
+            torch.ones(layer.out_features, 1),
+            torch.ones(1, layer.in_features),
+            1.0,
+            tuple(layer.weight.shape),
+        )
+        for part in parts
+        for path, layer in getattr(pipeline, part).named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    path = tmp_path / "lora.safetensors"
+    save_lora(path, LoraFile(modules), format="peft")
+    with pytest.raises(CheckpointError) as caught:
+        merge_into_checkpoint([path], folder, tmp_path / "m.safetensors")
+    assert "several components (" in caught.value.message
+    assert re.search(said, caught.value.hint or "")
+    assert ("text_encoder" in (caught.value.hint or "")) is ("text_encoder" in parts)
+    for part in parts:  # the advice works
+        merge_into_checkpoint(
+            [path], folder / part, tmp_path / f"{part}.safetensors", allow_unmatched=len(parts) > 1
+        )
 
 
 def test_inputs_are_never_the_target(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Merge LoRAs into a checkpoint file (`merge_into_checkpoint`), with only a few layers in memory at a time."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -172,9 +173,10 @@ def merge_into_checkpoint(
     check_target(target, content="a checkpoint")
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into))
-        _require_writable(base, Path(into))
+        _require_not_quantised(base, Path(into))
         layout = layout_of({key: base.info(key).shape for key in base})
         changes = [changed_keys(files.enter_context(open_lora(path)), base.keys(), layout) for path in paths]
+        _require_one_file(base, Path(into), changes)
         lora_files = [change.lora.path or path for change, path in zip(changes, paths, strict=True)]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
@@ -212,14 +214,30 @@ def merge_into_checkpoint(
         )
 
 
-def _require_writable(base: Checkpoint, into: Path) -> None:
-    if base.path.is_dir():
-        components = list(dict.fromkeys(key.partition(".")[0] for key in base))
-        raise CheckpointError(
-            into,
-            f"is a folder of several components ({', '.join(components)}), which one file cannot replace.",
-            hint=f"Merge into one component, and put the result into its folder: --into {into / components[0]}.",
+def _require_one_file(base: Checkpoint, into: Path, loras: Sequence[ChangedKeys]) -> None:
+    """Refuse a pipeline's folder, and name those of its components that the LoRAs have modules for."""
+    if not base.path.is_dir():
+        return
+    components = dict.fromkeys(key.partition(".")[0] for key in base)
+    modules = Counter(key.partition(".")[0] for lora in loras for key in lora.names)
+    where = [f"--into {into / name} ({counted(number, 'module')})" for name, number in modules.most_common()]
+    if not where:
+        hint = "None of the LoRA's modules is for any of them. Merge into the model that it was made for."
+    elif len(where) == 1:
+        hint = f"Merge into the one that the LoRA is for, and put the result into its folder: {where[0]}."
+    else:
+        hint = (
+            "Merge into one after the other with --allow_unmatched, and put each result into its folder: "
+            f"{', '.join(where)}."
         )
+    raise CheckpointError(
+        into,
+        f"is a folder of several components ({', '.join(components)}), which one file cannot replace.",
+        hint=hint,
+    )
+
+
+def _require_not_quantised(base: Checkpoint, into: Path) -> None:
     if base.dequantised:
         key, how = next(iter(base.dequantised.items()))
         raise CheckpointError(
