@@ -358,7 +358,19 @@ def is_left_out(key: str) -> bool:
     return key.startswith(LEFT_OUT_PREFIX)
 
 
-FileKind = Literal["safetensors", "zip", "pickle", "lfs-pointer", "html", "gguf", "hdf5", "text", "unknown"]
+FileKind = Literal[
+    "safetensors",
+    "zip",
+    "pickle",
+    "lfs-pointer",
+    "html",
+    "gguf",
+    "hdf5",
+    "compressed",
+    "tar",
+    "text",
+    "unknown",
+]
 
 
 HEAD_BYTES = 512
@@ -372,7 +384,14 @@ _KIND_PREFIXES: tuple[tuple[bytes, FileKind], ...] = (
     (b"\x80\x05", "pickle"),
     (b"GGUF", "gguf"),
     (b"\x89HDF\r\n\x1a\n", "hdf5"),
+    (b"\x1f\x8b", "compressed"),  # gzip
+    (b"BZh", "compressed"),
+    (b"\xfd7zXZ\0", "compressed"),
+    (b"\x28\xb5\x2f\xfd", "compressed"),  # Zstandard
+    (b"7z\xbc\xaf\x27\x1c", "compressed"),
+    (b"Rar!\x1a\x07", "compressed"),
 )
+_TAR_MAGIC = slice(257, 262)
 _DOWNLOAD = "Download the file itself again"
 _KIND_WORDS: dict[FileKind, tuple[str, str]] = {
     "zip": ("it is a zip archive, as torch.save writes", "If it is a PyTorch checkpoint, name it .ckpt."),
@@ -386,6 +405,8 @@ _KIND_WORDS: dict[FileKind, tuple[str, str]] = {
         f"{_DOWNLOAD}: use the direct link, and log in if the site asks for it.",
     ),
     "gguf": ("it is a GGUF file", "Convert it to safetensors first."),
+    "compressed": ("it is a compressed file or archive", "Unpack it, and name the checkpoint that is in it."),
+    "tar": ("it is a tar archive", "Unpack it (tar -xf), and name the checkpoint that is in it."),
     "hdf5": ("it is an HDF5 (Keras) file", "Convert it to safetensors first."),
     "text": ("it is a text file", f"{_DOWNLOAD}; the text may say why the download failed."),
 }
@@ -490,6 +511,8 @@ def sniff(head: bytes) -> FileKind:
     for prefix, kind in _KIND_PREFIXES:
         if head.startswith(prefix):
             return kind
+    if head[_TAR_MAGIC] == b"ustar":
+        return "tar"
     if len(head) > 8 and head[8:9] == b"{":
         return "safetensors"
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()

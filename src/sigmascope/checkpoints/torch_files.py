@@ -3,8 +3,8 @@
 A file that asks to run code is refused with an `UnsafeCheckpointError` that names the code; none of it is run
 (`_refused`). Files are read with `weights_only=True`. Only the containers of settings that Lightning keeps beside the
 weights (`_INERT`) are let through: a plain dictionary stands in for each, and the class that the file names is never
-imported. The state dict may lie bare, under `model_state_dict`, or (Lightning)
-under `state_dict` with a `model.` prefix: all three give the same bare keys.
+imported. The state dict may lie bare, under `model_state_dict` or `model`, or
+(Lightning) under `state_dict` with a `model.` prefix: all give the same bare keys.
 
 `weights_only=True` runs no code but still allocates whatever a pickle asks for: a file of a kilobyte may ask for a
 storage of terabytes, or for a key that takes years to hash. So the archive's list is checked before any member is read,
@@ -59,7 +59,8 @@ _MAX_NAMED = 5
 _MAX_REASON_LENGTH = 160
 
 # Where the state dict lies in what was saved.
-_WRAPPERS = ("model_state_dict", "state_dict")
+_WRAPPERS = ("model_state_dict", "state_dict", "model")
+_MOST_WRAPPERS = 3
 _LIGHTNING_PREFIX = "model."
 _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
 
@@ -216,10 +217,12 @@ def _is_sound_zip(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             list_begin = archive.start_dir
+            names = archive.namelist()
             compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         message = f"is truncated or damaged: the list at the archive's end is missing ({error})."
         raise CheckpointError(path, message, hint=_DAMAGED_HINT) from error
+    _refuse_other_archives(names, path)
     if compressed:
         raise CheckpointError(
             path,
@@ -228,6 +231,35 @@ def _is_sound_zip(path: Path) -> bool:
         )
     _check_members(members, list_begin, path)
     return True
+
+
+def _refuse_other_archives(names: Sequence[str], path: Path) -> None:
+    """Refuse the archives that are no `torch.save`'s: programs, and what has no description of tensors.
+
+    Raises:
+        CheckpointError: Says what it is, and how to get a checkpoint out of it.
+    """
+    inside = {name.partition("/")[2] for name in names}
+    if "constants.pkl" in inside or any(name.startswith("code/") for name in inside):
+        raise CheckpointError(
+            path,
+            "is a TorchScript program (torch.jit.save) and no checkpoint.",
+            hint="If you trust it, export its weights: "
+            'torch.save(torch.jit.load("program.pt").state_dict(), "weights.ckpt").',
+        )
+    if "archive_format" in inside or "serialized_exported_program.json" in {*inside, *names}:
+        raise CheckpointError(
+            path,
+            "is an exported program (torch.export.save) and no checkpoint.",
+            hint="If you trust it, export its weights: "
+            'torch.save(torch.export.load("program.pt2").state_dict, "weights.ckpt").',
+        )
+    if names and not any(name.lower().endswith("data.pkl") for name in names):
+        raise CheckpointError(
+            path,
+            f"is a zip archive without a checkpoint of its own; it contains {first_few([shortened(name) for name in names], _MAX_NAMED)}.",
+            hint="If one of these is a checkpoint, unpack the archive and name that.",
+        )
 
 
 def _check_list_size(stream: BinaryIO, path: Path) -> None:
@@ -563,9 +595,16 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
             f"holds a {type(loaded).__name__}, not a dictionary of tensors.",
             hint="Save the model's state_dict() instead.",
         )
-    wrapper = next((name for name in _WRAPPERS if isinstance(loaded.get(name), Mapping)), None)
-    state: Mapping[Any, Any] = loaded if wrapper is None else loaded[wrapper]
-    skipped = {} if wrapper is None else {str(key): "is not a weight" for key in loaded if key != wrapper}
+    state: Mapping[Any, Any] = loaded
+    skipped: dict[str, str] = {}
+    wrapper = None
+    for _ in range(_MOST_WRAPPERS):
+        inner = _wrapper_in(state, path, is_top=wrapper is None)
+        if inner is None:
+            break
+        wrapper = inner
+        skipped |= {str(key): "is not a weight" for key in state if key != wrapper}
+        state = state[wrapper]
     names = [key for key in state if isinstance(key, str)]
     strip = wrapper == "state_dict" and not any(name.startswith(_COMPVIS_PREFIX) for name in names)
     tensors: dict[str, Tensor] = {}
@@ -580,8 +619,78 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
         else:
             tensors[name] = value.detach()
     if not tensors:
+        _refuse_unread_kinds(path, state)
         _raise_no_tensors(path, loaded)
     return UnwrappedState(tensors, skipped)
+
+
+def _wrapper_in(state: Mapping[Any, Any], path: Path, *, is_top: bool) -> str | None:
+    """The key under which the state dict lies; None if it is `state` itself.
+
+    Raises:
+        CheckpointError: Weights lie under `model` and under other keys.
+    """
+    wrapper = next((name for name in _WRAPPERS if isinstance(state.get(name), Mapping)), None)
+    if wrapper is None or ((wrapper == "model" or not is_top) and _has_weights(state)):
+        return None
+    holders = [str(key) for key, value in state.items() if key == wrapper or _has_weights(value)]
+    if wrapper == "model" and len(holders) > 1:
+        raise _several_states(path, holders)
+    return wrapper
+
+
+def _has_weights(value: object) -> bool:
+    """Whether it is a dictionary with weights right in it: not only a loss or the state of a random generator."""
+    return isinstance(value, Mapping) and any(
+        isinstance(key, str) and isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 0
+        for key, each in value.items()
+    )
+
+
+def _several_states(path: Path, keys: Sequence[str]) -> CheckpointError:
+    first = shortened(keys[0])
+    return CheckpointError(
+        path,
+        f"holds weights under several keys: {first_few([shortened(key) for key in keys], _MAX_NAMED)}.",
+        hint=f"Save those that you want in a file of their own: "
+        f'torch.save(torch.load("{path.name}", weights_only=True)[{first}], "weights.ckpt").',
+    )
+
+
+_UNREAD_KINDS: Final = {
+    "sparse": "Save dense tensors: tensor.to_dense().",
+    "quantised": "Save tensors of a float type: tensor.dequantize().",
+    "on the meta device, without values": "Save the state dict of a model whose weights are loaded.",
+    "on another device": "Save it with its tensors on the CPU: tensor.cpu().",
+}
+"""Kinds of tensors that are not read, and what to do."""
+
+
+def _unread_kind(tensor: Tensor) -> str | None:
+    """The kind, in the words of `_UNREAD_KINDS`; None of a tensor that is read."""
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    return None if tensor.device.type == "cpu" else "on another device"
+
+
+def _refuse_unread_kinds(path: Path, state: Mapping[Any, Any]) -> None:
+    """Say that there are tensors, but only of kinds that are not read."""
+    kinds = {str(key): _unread_kind(value) for key, value in state.items() if isinstance(value, Tensor)}
+    unread = {name: kind for name, kind in kinds.items() if kind is not None}
+    if not unread:
+        return
+    name, kind = next(iter(unread.items()))
+    raise CheckpointError(
+        path,
+        f"holds no tensor of a kind that is read: {shortened(name)} is {kind} "
+        f"({state[name].layout}, {state[name].dtype})"
+        + (f", and {len(unread) - 1} more." if len(unread) > 1 else "."),
+        hint=_UNREAD_KINDS[kind],
+    )
 
 
 def _why_skipped(key: object, name: str, value: object) -> str | None:
@@ -589,17 +698,22 @@ def _why_skipped(key: object, name: str, value: object) -> str | None:
         return f"has a {type(key).__name__} for a name"
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, not a tensor"
-    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        return f"is a tensor of a kind that Sigmascope cannot read ({value.layout}, {value.device}, {value.dtype})"
+    kind = _unread_kind(value)
+    if kind is not None:
+        return f"is {kind}, a kind of tensor that Sigmascope cannot read ({value.layout}, {value.device}, {value.dtype})"
     return LEFT_OUT_REASON if is_left_out(name) else None
 
 
 def _raise_no_tensors(path: Path, loaded: Mapping[Any, Any]) -> None:
+    holders = [str(key) for key, value in loaded.items() if _has_weights(value)]
+    if len(holders) > 1:
+        raise _several_states(path, holders)
     top = ", ".join(str(key)[:40] for key in list(loaded)[:8])
+    where = f" There are some under {shortened(holders[0])}." if holders else ""
     raise CheckpointError(
         path,
-        f"has no tensors where a checkpoint keeps them; its top level holds: {top or 'nothing'}.",
-        hint="Save the model's state_dict() itself, or under `model_state_dict` or `state_dict`.",
+        f"has no tensors where a checkpoint keeps them; its top level holds: {top or 'nothing'}.{where}",
+        hint="Save the model's state_dict() itself, or under `model_state_dict`, `state_dict` or `model`.",
     )
 
 

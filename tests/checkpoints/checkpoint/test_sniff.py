@@ -22,7 +22,8 @@ from sigmascope.checkpoints.checkpoint import FileKind, foreign_file_error, snif
         (b"GGUF\x03\0\0\0", "gguf"),
         (b"\x89HDF\r\n\x1a\n\0\0", "hdf5"),
         (pickle.dumps({}, 2), "pickle"),
-        (gzip.compress(b"x", mtime=0), "unknown"),
+        (gzip.compress(b"x", mtime=0), "compressed"),
+        (bytes(257) + b"ustar\0", "tar"),
         (b"", "unknown"),
     ],
 )

@@ -1,6 +1,11 @@
+import bz2
+import gzip
 import io
+import lzma
 import os
 import pickle
+import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -159,14 +164,6 @@ def test_a_claim_of_more_memory_than_there_is_is_told(
         open_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_other_archives_are_no_checkpoints(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/hello.txt", "x")
-    with pytest.raises(CheckpointError, match="damaged or not a PyTorch checkpoint"):
-        open_checkpoint(path)
-
-
 def test_a_compressed_archive_is_refused_since_it_cannot_be_mapped(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"a": torch.zeros(1000)}, buffer)
@@ -178,6 +175,47 @@ def test_a_compressed_archive_is_refused_since_it_cannot_be_mapped(tmp_path: Pat
             archive.writestr(name, source.read(name))
     with pytest.raises(CheckpointError, match="compressed archive"):
         open_checkpoint(tmp_path / "x.pt")
+
+
+def test_programs_are_refused_with_the_way_to_their_weights(tmp_path: Path) -> None:
+    layer, sample = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(layer), tmp_path / "script.pt")
+        torch.export.save(torch.export.export(layer, (sample,)), tmp_path / "export.pt2")
+    (tmp_path / "export.pt2").rename(tmp_path / "export.pt")
+    for name, message, hint in (
+        (
+            "script",
+            r"is a TorchScript program \(torch\.jit\.save\)",
+            'torch.jit.load("program.pt").state_dict()',
+        ),
+        ("export", r"is an exported program \(torch\.export\.save\)", "torch.export.load"),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            open_checkpoint(tmp_path / f"{name}.pt")
+        assert hint in (caught.value.hint or "")
+
+
+def test_a_zip_of_other_files_says_what_it_contains(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
+        archive.writestr("a/model.safetensors", b"x")
+    with pytest.raises(
+        CheckpointError, match=r"without a checkpoint of its own; it contains 'a/model\.safetensors'"
+    ):
+        open_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_and_tar_archives_are_told(tmp_path: Path, compress: Any) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "a.ckpt")
+    (tmp_path / "packed.ckpt").write_bytes(compress((tmp_path / "a.ckpt").read_bytes()))
+    with tarfile.open(tmp_path / "tar.ckpt", "w") as archive:
+        archive.add(tmp_path / "a.ckpt", "a.ckpt")
+    for name, message in (("packed", "it is a compressed file"), ("tar", "it is a tar archive")):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            open_checkpoint(tmp_path / f"{name}.ckpt")
+        assert "Unpack it" in (caught.value.hint or "")
 
 
 def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:

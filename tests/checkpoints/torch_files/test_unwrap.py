@@ -1,4 +1,5 @@
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ T = torch.zeros(2)
         ({"state_dict": {"model.model.a": T}}, ["model.a"]),
         ({"model.a": T}, ["model.a"]),
         ({"model_state_dict": {"a": T}, "state_dict": {"b": T}}, ["a"]),
+        ({"model": {"a": T}, "optimizer": {"state": {0: {"exp_avg": T}}, "param_groups": []}}, ["a"]),
+        (
+            {"model": {"a": T}, "rng_state": torch.zeros(9, dtype=torch.uint8), "loss": torch.tensor(1.0)},
+            ["a"],
+        ),
+        ({"state_dict": {"model": {"model.a": T}}, "epoch": 3}, ["model.a"]),
+        ({"model": {"state_dict": {"model.a": T}}}, ["a"]),
+        ({"a": T, "model": {"b": T}}, ["a"]),
         (
             {"state_dict": {"model.diffusion_model.a": T, "first_stage_model.b": T}},
             ["model.diffusion_model.a", "first_stage_model.b"],
@@ -85,3 +94,43 @@ def test_two_keys_that_become_one_are_an_error() -> None:
 def test_where_no_tensor_is_found_the_error_says_what_was(loaded: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         unwrap_state(loaded, PATH)
+
+
+@pytest.mark.parametrize(
+    "loaded", [{"model": {"a": T}, "ema": {"a": T}, "epoch": 1}, {"unet": {"a": T}, "text_encoder": {"b": T}}]
+)
+def test_weights_under_several_keys_are_refused_by_name(loaded: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="holds weights under several keys") as caught:
+        unwrap_state(loaded, PATH)
+    first, second = list(loaded)[:2]
+    assert f"'{first}', '{second}'" in caught.value.message
+    assert f"weights_only=True)['{first}']" in (caught.value.hint or "")
+
+
+def test_the_one_key_that_holds_weights_is_named() -> None:
+    with pytest.raises(CheckpointError, match="There are some under 'unet'"):
+        unwrap_state({"unet": {"a": T}, "epoch": 1}, PATH)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+@pytest.mark.parametrize(
+    ("make", "kind", "hint"),
+    [
+        (lambda: torch.zeros(2, 2).to_sparse(), "is sparse", "to_dense"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+            r"is quantised .*qint8",
+            "dequantize",
+        ),
+        (lambda: torch.empty(2, device="meta"), "is on the meta device, without values", "are loaded"),
+    ],
+    ids=["sparse", "quantised", "meta"],
+)
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"model": state}])
+def test_tensors_of_a_kind_that_is_not_read_are_told_by_kind(
+    make: Callable[[], torch.Tensor], kind: str, hint: str, wrap: Any
+) -> None:
+    tensor = make()
+    with pytest.raises(CheckpointError, match=f"'w' {kind}.*, and 1 more") as caught:
+        unwrap_state(wrap({"w": tensor, "v": tensor}), PATH)
+    assert hint in (caught.value.hint or "")
