@@ -43,6 +43,12 @@ def assert_whole(text: str) -> None:
     assert "What to do" not in flat
 
 
+def test_markdown_lists_the_types_of_the_models(run: Run) -> None:
+    (row,) = (line for line in sigmascope.to_markdown(run).splitlines() if line.startswith("| dtypes |"))
+    assert "unet float32" in row
+    assert "vae float64" in row
+
+
 def test_the_page_and_markdown_at_every_privacy(run: Run) -> None:
     for prompts in ("hash", "none"):
         for text in (sigmascope.to_html(run, prompts=prompts), sigmascope.to_markdown(run, prompts=prompts)):

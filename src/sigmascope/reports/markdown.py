@@ -38,7 +38,8 @@ _MARKS: Final = re.compile(r"([\\`*_{}\[\]#!|~])")
 _SPECIAL: Final = {"&": "&amp;", "<": "&lt;", "@": "@\u200b", "://": ":\u200b//", "www.": "www\u200b."}
 """Tags, mentions and links, each broken by what shows as it was."""
 _KEPT: Final = ("prompt", "negative_prompt", "seed", "num_inference_steps", "guidance_scale", "height", "width",
-                "batch_size", "LoRAs", "scheduler", "pipeline", "processor", "threads", "system", "Python")  # fmt: skip
+                "batch_size", "LoRAs", "scheduler", "pipeline", "dtypes", "processor", "threads", "system", "Python")  # fmt: skip
+_DTYPE: Final = " dtype"
 _LIBRARIES: Final = ("sigmascope", "torch", "diffusers", "transformers", "peft", "accelerate")
 
 
@@ -114,6 +115,11 @@ def _cells(recipe: Any) -> Iterator[tuple[Markup, Markup, Markup]]:
 
 def _recipe(run: Run) -> Iterator[tuple[Markup, Markup]]:
     recipe = {name: value for name, value in recipe_of(run) if value is not None}
+    dtypes = [
+        f"{name.removesuffix(_DTYPE)} {value}" for name, value in recipe.items() if name.endswith(_DTYPE)
+    ]
+    if dtypes:
+        recipe["dtypes"] = ", ".join(dtypes)
     for name in (*_KEPT, *_LIBRARIES):
         if name in recipe:
             yield _text(name), _text(recipe[name])

@@ -1,6 +1,7 @@
 import asyncio
 import contextvars
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,6 +20,7 @@ from sigmascope.monitor.generation import SERVED, current_request_id
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.records.performance import RequestRecord
 
+DOCS = Path(__file__).parents[3] / "docs"
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -368,6 +370,11 @@ def test_metrics_are_served_where_asked_for() -> None:
     assert "sigmascope_response_bytes_total 5.0" in text
     assert 'sigmascope_generation_targets_missed_total{model="pocket"} 1.0' in text
     assert len(watched.requests()) == 1  # not the request for the metrics
+    named = set(
+        re.findall(r"^\| `(sigmascope_\w+)`", (DOCS / "serving.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    served = set(re.findall(r"^# TYPE (sigmascope_\w+) (?:counter|histogram|gauge)", text, re.MULTILINE))
+    assert named == {name for name in served if not name.endswith("_created")}
 
 
 def test_only_get_and_head_ask_for_metrics() -> None:
