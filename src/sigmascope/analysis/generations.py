@@ -48,6 +48,8 @@ SIGNIFICANT_PERCENT: Final = 50.0
 class Case:
     """One generation.
 
+    Prompts are facts of its first stage: `stages[0].facts["prompts"]`, by name, and absent if privacy is "none".
+
     Attributes:
         stages: Its stages, outermost first, those inside others included.
         seconds: What it took in all.

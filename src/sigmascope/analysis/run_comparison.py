@@ -78,7 +78,10 @@ class FigureComparison:
 
     @property
     def has_changed(self) -> bool:
-        """Whether `compare` shows the figure: it differs by more than noise, as far as so few runs can tell."""
+        """Whether `compare` shows the figure: it differs by more than noise, as far as so few runs can tell.
+
+        `compare_values` gives the interval. `check` decides in `_judge`.
+        """
         if self.ratio is None:
             return self.baseline != self.new
         change = abs(self.ratio - 1)

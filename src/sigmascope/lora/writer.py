@@ -391,7 +391,7 @@ class LoraWriter:
 
 
 def _alpha(value: float) -> Tensor:
-    """An alpha as every format stores it."""
+    """An alpha as every format stores it, for LoRA modules and adapters. `lora_header` writes the one in the header."""
     return torch.tensor(value, dtype=torch.float32)
 
 

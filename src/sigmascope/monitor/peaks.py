@@ -247,6 +247,10 @@ class PeakTracker:
             return self._boundary(memory, at_ns) if self._open else {}
 
     def _boundary(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
+        """Add what was seen since the last boundary to every open scope.
+
+        Reading a device resets its running peak, so a scope that opens now sees only its own.
+        """
         readings = self._read_devices(at_ns, None)
         self.pending.see_host(memory, at_ns)
         self._see_largest(memory.largest_rss, at_ns)
