@@ -6,7 +6,8 @@ of a killed process is removed when the same target is written again. Its name s
 it, and a writer holds a lock on its file, because containers that share a folder do not see each other's processes.
 
 `reason_of`, `reading_hint` and `writing_hint` turn a refusal by the operating system into a reason and a next step.
-`short_path` and `without_home` name files without revealing the user or machine. `parse_json` reads untrusted JSON:
+`short_path`, `short_paths` and `without_home` name files without revealing the user or machine. `parse_json` reads
+untrusted JSON:
 `json.loads` would need 70 bytes for each `[],` of a text.
 """
 
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, NoReturn
 
 import psutil
@@ -342,6 +343,15 @@ _MACHINE_FOLDERS = re.compile(
 )
 """The path up to an installed package, or up to a model in the hub's cache."""
 
+_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+_FOLDER = r"""(?!\s)(?:[^\\/\n"'`<>|:]|:(?![\s/\\])|(?<=\w)'(?=\w)){0,255}(?<!\s)"""  # may hold spaces, as "Jane Doe" does
+_PATHS = re.compile(
+    r"(?<![\w.~/\\-])(?:file://)?"
+    rf"((?:/(?!/)(?:{_FOLDER}/)+|(?:[A-Za-z]:[\\/]{{1,2}}|\\{{2,4}}{_FOLDER}\\{{1,2}})(?:{_FOLDER}[\\/]{{1,2}})+)"
+    r"""[^\s\\/"'`<>|:,;()\[\]{}]*)"""
+)
+"""An absolute path within a text, up to the end of its last folder and the first word of its file's name."""
+
 
 def short_path(path: str | os.PathLike[str]) -> str:
     """A path as records name it, without folders that reveal the user or the machine.
@@ -352,7 +362,8 @@ def short_path(path: str | os.PathLike[str]) -> str:
     name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)
-    if not os.path.isabs(text):  # noqa: PTH117 - text is what paths are compared as
+    from_windows = os.name != "nt" and _WINDOWS.match(text) is not None
+    if not (os.path.isabs(text) or from_windows):  # noqa: PTH117 - text is what paths are compared as
         return text
     before = _MACHINE_FOLDERS.match(text)
     if before is not None:
@@ -360,8 +371,13 @@ def short_path(path: str | os.PathLike[str]) -> str:
     for folder, name in _known_folders():
         if text.startswith(folder + os.sep):
             return name + text[len(folder) + 1 :]
-    parts = Path(text).parts[1:]
+    parts = (PureWindowsPath(text) if from_windows else Path(text)).parts[1:]
     return "/".join(parts[-1:] if parts[:-2] in (("home",), ("Users",)) else parts[-2:]) or text
+
+
+def short_paths(text: str) -> str:
+    """The text with each absolute path in it, of any system, as `short_path` names it. Addresses on the web stay."""
+    return _PATHS.sub(lambda found: short_path(found[1]), text) if "/" in text or "\\" in text else text
 
 
 def _known_folders() -> list[tuple[str, str]]:

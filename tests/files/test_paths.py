@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.files import short_path, without_home
+from sigmascope.files import short_path, short_paths, without_home
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX paths")
 
@@ -31,6 +31,8 @@ def _places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("stabilityai/sdxl", "stabilityai/sdxl"),
         ("<stdin>", "<stdin>"),
         ("", ""),
+        (r"C:\Users\ada\a.py", "a.py"),
+        (r"\\server\team\models\flux\a.py", "flux/a.py"),
     ],
 )
 def test_a_path_outside_of_the_user_s_folders(path: str, short: str) -> None:
@@ -76,3 +78,27 @@ def test_home_is_taken_out_of_a_text_where_it_is_a_path_of_its_own() -> None:
 
 def test_this_python_s_packages_are_named_by_package() -> None:
     assert short_path(str(sys.modules["pytest"].__file__)) == "pytest/__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("/srv/team/models/a.safetensors: is truncated", "models/a.safetensors: is truncated"),
+        ("no '/srv/Jane Doe/new models/a.st' here", "no 'new models/a.st' here"),
+        ('"/srv/O\'Brien/x/a.st"', '"x/a.st"'),
+        ("/srv/team/x/a.st and /srv/team/y/b.st.", "x/a.st and y/b.st."),
+        ("PATH=/srv/team/x:/srv/team/y", "PATH=team/x:team/y"),
+        ("(file:///srv/team/x/a.st, line 3)", "(x/a.st, line 3)"),
+        (r"C:\Users\ada\x\a.st: is truncated", "x/a.st: is truncated"),
+        (repr(r"C:\Users\ada\x\a.st"), "'x/a.st'"),
+        (r"in \\server\team\x\a.st", "in x/a.st"),
+        ("https://huggingface.co/a/b and a/b/c, ~/a/b, 3 / 4, and/or, /it", None),
+        (r"^\\d+\w/[a-z]", None),
+    ],
+)
+def test_paths_within_a_text(text: str, short: str | None) -> None:
+    assert short_paths(text) == (text if short is None else short)
+
+
+def test_a_long_text_of_slashes_takes_no_time() -> None:
+    assert len(short_paths("/a b " * 20_000)) == 100_000

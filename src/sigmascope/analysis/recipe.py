@@ -526,7 +526,7 @@ def _of_prompts(prompts: object, *, is_known: bool) -> Iterator[tuple[str, objec
     for name, prompt in kept.items():
         if isinstance(prompt, Mapping):
             text, digest = prompt.get("text"), f"sha256 {str(prompt.get('sha256'))[:_HASH_DIGITS_SHOWN]}"
-            is_hidden = text is None or text.startswith("<prompt")  # as `without_prompts` leaves it
+            is_hidden = text is None or text.startswith("<prompt")  # as `cleaner` leaves it
             yield str(name), digest if is_hidden else text
 
 

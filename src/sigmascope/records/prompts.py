@@ -4,7 +4,8 @@ Records on this machine keep the text by default: `watch`, `WorkflowMonitor`, th
 on has the hash: HTML, Markdown, traces, tensor dumps.
 
 Texts that are kept beside a prompt may quote it, in part or in another spelling: `quoting` tells which do.
-`without_prompts` and `without_words` take the prompts of a run, and what it raised, out of what leaves for other tools.
+What leaves to be read elsewhere passes `without_texts` as a run, and then `cleaner` as plain values, before anything of it is
+shortened: prompts, what stages raised, and the folders of files stay here.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
+from sigmascope.files import short_paths
 from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
 from sigmascope.records.run import ExceptionDetails, Run, Stage
 from sigmascope.records.run import PromptPrivacy as PromptPrivacy
@@ -88,11 +90,12 @@ _PICTURES = re.compile(rf"{_PICTURE}(?:, {_PICTURE})*")  # as records tell pictu
 
 _DEEPEST_TEXT: Final = 4  # levels of lists and dicts in an argument
 
-# Where a run's facts hold prompts, for `without_prompts`.
+# Where a run's facts hold prompts, for `cleaner` and `without_texts`.
 _RECIPE, _ARGUMENTS = "recipe", "arguments"
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRIVACY = "privacy"
+_TEXT, _HASH, _TEXT_HASH = "text", "sha256", "text_sha256"
 
 # What exceptions say in the stages of a run, for `without_words`.
 _ERROR, _DETAILS = "error", "exception_details"
@@ -245,6 +248,56 @@ def _placeholder(prompt: str, privacy: Privacy) -> str:
     return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy.keeps_hash else "<prompt>"
 
 
+def without_texts(run: Run, privacy: PromptPrivacy) -> Run:
+    """The run without what `privacy` keeps nothing of: texts of prompts, their hashes, and words of what was raised.
+
+    Raises:
+        ConfigError: There is no such privacy.
+    """
+    kept = privacy_of(privacy)
+    if kept.keeps_text:
+        return run
+
+    def hidden(stage: Stage) -> Stage:
+        return replace(
+            stage,
+            facts=_without_stored(stage.facts, kept.keeps_hash),
+            children=tuple(map(hidden, stage.children)),
+        )
+
+    shown = run if kept.keeps_words else without_words(run)
+    return replace(
+        shown,
+        facts=_without_stored(shown.facts, kept.keeps_hash),
+        stages=tuple(map(hidden, shown.stages)),
+    )
+
+
+def _without_stored(value: Any, keeps_hash: bool) -> Any:
+    """Facts without the texts of prompts that they store, and without those that then say nothing."""
+    if isinstance(value, list | tuple):
+        return [_without_stored(item, keeps_hash) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    left = {}
+    for key, item in value.items():
+        if key == _TEXT_HASH and not keeps_hash:
+            continue
+        is_stored = isinstance(item, Mapping) and _PROMPT_KEY.fullmatch(str(key)) is not None
+        told = dict(_left_of_stored(item, keeps_hash)) if is_stored else item
+        if told or not is_stored:
+            left[key] = _without_stored(told, keeps_hash)
+    return left
+
+
+def _left_of_stored(prompts: Mapping[str, Any], keeps_hash: bool) -> Iterator[tuple[str, Any]]:
+    for name, prompt in prompts.items():
+        if not (isinstance(prompt, Mapping) and _HASH in prompt):
+            yield name, prompt
+        elif keeps_hash:
+            yield name, {key: item for key, item in prompt.items() if key != _TEXT}
+
+
 def without_words(run: Run) -> Run:
     """The run without the words of what its stages raised, which may quote a prompt.
 
@@ -285,8 +338,10 @@ def _without_errors(value: Any) -> Any:
     return [_without_errors(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
-    """A function that takes the prompts of a run out of plain values, wherever they are repeated.
+def cleaner(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
+    """A function that takes the prompts of a run out of whole texts among plain values, and the folders out of paths.
+
+    Folders go at every privacy, prompts as `privacy` says, wherever they are repeated.
 
     Raises:
         ConfigError: There is no such privacy.
@@ -300,7 +355,7 @@ def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            return redact(value)
+            return short_paths(redact(value))
         if isinstance(value, Mapping):
             return {key: clean(item) for key, item in value.items()}
         return [clean(item) for item in value] if isinstance(value, list) else value

@@ -32,7 +32,7 @@ from sigmascope.analysis.recipe import recipe_of, what_changed
 from sigmascope.analysis.run_figures import known, percentile, step_seconds
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import PROCESS, SYSTEM, readable_curves
-from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
+from sigmascope.records.prompts import PromptPrivacy, cleaner, privacy_of, without_texts
 from sigmascope.records.recorded import Recorded, runs_of
 from sigmascope.records.run import (
     THUMBNAIL,
@@ -147,12 +147,8 @@ def private_runs(runs: Recorded | Iterable[Recorded], prompts: PromptPrivacy) ->
 
 
 def _private(run: Run, prompts: PromptPrivacy) -> Run:
-    kept = privacy_of(prompts)
-    shown = run if kept.keeps_words else without_words(run)
-    if kept.keeps_text:
-        return shown
-    plain = run_to_dict(shown)
-    return run_from_dict(_with_severities(without_prompts(run, prompts)(plain), plain))
+    plain = run_to_dict(without_texts(run, prompts))
+    return run_from_dict(_with_severities(cleaner(run, prompts)(plain), plain))
 
 
 def _with_severities(cleaned: Any, plain: Any) -> Any:

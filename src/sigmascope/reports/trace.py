@@ -27,7 +27,7 @@ from sigmascope.records.performance import (
     readable_curves,
     readable_utilization,
 )
-from sigmascope.records.prompts import PromptPrivacy, privacy_of, without_prompts, without_words
+from sigmascope.records.prompts import PromptPrivacy, cleaner, without_texts
 from sigmascope.records.recorded import Recorded
 from sigmascope.records.run import (
     Finding,
@@ -97,11 +97,10 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     first = min(beginnings, default=0)
     events: list[Event] = []
     for number, (run, begun) in enumerate(zip(runs, beginnings, strict=True), start=1):
-        clean = without_prompts(run, prompts)
-        readable = run if privacy_of(prompts).keeps_words else without_words(run)
-        run_events = _run_events(readable, number, (begun - first) * 1000)
-        # The rest of an event is ours, whatever a prompt says.
-        events += (_readable({**event, "args": clean(event["args"])}) for event in run_events)
+        clean = cleaner(run, prompts)
+        run_events = _run_events(without_texts(run, prompts), number, (begun - first) * 1000)
+        # The rest of an event is ours, whatever a prompt says. A text that is cut is no longer recognised.
+        events += (_readable({**event, "args": _cut(clean(event["args"]))}) for event in run_events)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -449,7 +448,7 @@ def stage_arguments(stage: Stage) -> dict[str, Any]:
         **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
         **{f"unavailable.{name}": reason for name, reason in stage.unavailable.items()},
     }
-    return {name: _cut(value) for name, value in known.items() if value is not None}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _memory_figures(stage: Stage) -> dict[str, float | None]:
@@ -474,9 +473,11 @@ def _tensor_text(facts: TensorFacts) -> str:
     return f"{shape} {facts.dtype.removeprefix('torch.')} on {facts.device}"
 
 
-def _cut(value: Any) -> Any:
-    is_long = isinstance(value, str) and len(value) > LONGEST_TEXT
-    return f"{value[:LONGEST_TEXT]}…" if is_long else value
+def _cut(arguments: Event) -> Event:
+    return {
+        name: f"{value[:LONGEST_TEXT]}…" if isinstance(value, str) and len(value) > LONGEST_TEXT else value
+        for name, value in arguments.items()
+    }
 
 
 def step_arguments(steps: Steps, index: int) -> dict[str, Any]:
