@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.monitor import Recorder
+from sigmascope.probes.reading import keeping_words
 from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
 from sigmascope.records.prompts import without_words
 from sigmascope.records.run import ExceptionDetails, Run, Stage
@@ -151,14 +152,15 @@ ValueError: {SECRET}
 
 
 def test_the_whole_chain_of_places_stays_and_no_words() -> None:
-    first, last = raised_in(TRACE)
+    first, last = raised = raised_in(
+        ExceptionDetails("ValueError", f"{SECRET}\n{SECRET}: of two lines", TRACE)
+    )
     assert first.frames == ("generate.py:3 in encode", "torch/nn/modules/linear.py:134 in forward")
     assert first.cause == "a matrix of float64 is multiplied with one of float32"
     assert (last.kind, last.cause, last.frames) == ("ValueError", None, ("generate.py:9 in <module>",))
-    kept = trace_without_words(TRACE)
+    kept = trace_without_words(raised)
     assert not [word for word in SECRET.split() if word in kept]
-    assert raised_in(kept) == [first, last]
-    assert trace_without_words(kept) == kept
+    assert raised_in(ExceptionDetails("ValueError", "", kept)) == raised
 
 
 def test_a_private_report_of_a_run_says_why_and_where() -> None:
@@ -203,6 +205,49 @@ def test_an_endless_recursion_leaves_a_record_of_some_size() -> None:
         deeper(200)
     details = recorder.run().stage("node").exception_details
     assert details is not None
-    (raised,) = raised_in(details.traceback)
+    (raised,) = raised_in(details)
     assert 2 < len(raised.frames) <= 62
     assert raised.frames[-1].endswith("in deeper")
+
+
+QUOTED = 'worker failed:\n\nTraceback (most recent call last):\n  File "/srv/zebracorn/w.py", line 3, in load\nKeyError: 1'
+
+
+def raise_group() -> None:
+    try:
+        zeros(2, 3) @ zeros(4, 5)
+    except RuntimeError as error:
+        raise ExceptionGroup("of zebracorn", [error, ValueError("zebracorn")]) from None
+
+
+def raise_quoting_a_trace() -> None:
+    error = ValueError(QUOTED)
+    error.add_note(QUOTED)
+    raise error
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    ("fail", "said"), [(raise_group, "2×3 cannot be multiplied with one of 4×5"), (raise_quoting_a_trace, "ValueError")]
+)  # fmt: skip
+def test_groups_tell_their_members_and_quoted_traces_nothing(
+    fail: Callable[[], None], said: str, kept: bool
+) -> None:
+    recorder = Recorder(sample_hz=None)
+    with pytest.raises(Exception, match="zebracorn"), keeping_words(kept), recorder.stage("node"):
+        fail()
+    (stage,) = without_words(recorder.run()).stages
+    assert stage.error is not None
+    assert said in stage.error
+    assert stage.exception_details is not None
+    assert "zebracorn" not in str(stage)
+    raised = raised_in(stage.exception_details)
+    assert any(frame.endswith(f"in {fail.__name__}") for one in raised for frame in one.frames)
+    assert [one.depth for one in raised] == ([0, 1, 1] if fail is raise_group else [0])
+
+
+def test_an_old_record_that_quotes_a_trace_gives_no_frames_of_it() -> None:
+    trace = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\nValueError: {QUOTED}\n'
+    (raised,) = raised_in(ExceptionDetails("ValueError", QUOTED, trace))
+    assert raised.frames == ("a.py:3 in f",)
+    assert raised_in(ExceptionDetails("ValueError", "something else", trace)) == []

@@ -367,10 +367,10 @@ def failure_places(run: Run) -> list[str]:
     failed = failed_stage(run)
     details = None if failed is None else failed.exception_details
     places: list[str] = []
-    for raised in [] if details is None else raised_in(details.traceback):
-        places += raised.frames
+    for raised in [] if details is None else raised_in(details):
+        places += [f"in the group, {raised}", *raised.frames] if raised.depth else raised.frames
         if raised.link is not None:
-            places.append(f"{raised.kind}{f': {raised.cause}' if raised.cause else ''}, and then")
+            places.append(f"{raised}, and then")
     return places
 
 

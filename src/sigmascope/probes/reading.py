@@ -25,7 +25,17 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.files import short_path, without_home
-from sigmascope.records.failures import OUT_OF_MEMORY, cause_in_words, memory_in_words
+from sigmascope.records.failures import (
+    CAUSED,
+    MEANWHILE,
+    OUT_OF_MEMORY,
+    Raised,
+    cause_in_words,
+    members_in_words,
+    memory_in_words,
+    quoted,
+    trace_without_words,
+)
 from sigmascope.records.run import ExceptionDetails
 
 T = TypeVar("T")
@@ -114,10 +124,11 @@ def exception_details(error: BaseException) -> ExceptionDetails:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if keeps_words():
         report = traceback.TracebackException.from_exception(error)
+        _set_in_quoted(report)
         report.stack[:0] = traceback.StackSummary.extract(iter(_callers(error)))
         trace = without_home(_FILE_LINE.sub(_with_short_path, "".join(report.format())))
     else:
-        trace = _trace_without_words(error)
+        trace = trace_without_words(list(_raised(error)))
     return ExceptionDetails(name, message_of(error), trace)
 
 
@@ -130,19 +141,39 @@ def _with_short_path(line: re.Match[str]) -> str:
 
 _MOST_FRAMES: Final = 60
 """Of a longer stack as many are kept, half of them from each end."""
-_DIRECT: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
-_MEANWHILE: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 
-def _trace_without_words(error: BaseException) -> str:
-    """The stack trace with all that it was raised from: types and places, no messages, notes or lines of source."""
+def _set_in_quoted(report: traceback.TracebackException) -> None:
+    """Set in what messages and notes quote of other stack traces: it is not read as part of this one then."""
+    waiting: list[traceback.TracebackException | None] = [report]
+    while waiting:
+        part = waiting.pop()
+        if part is not None:
+            part._str = quoted(str(part))  # type: ignore[attr-defined]
+            notes = getattr(part, "__notes__", None)
+            if isinstance(notes, list | tuple):
+                part.__notes__ = [quoted(note) if isinstance(note, str) else note for note in notes]
+            waiting += [part.__cause__, part.__context__, *(part.exceptions or ())]
+
+
+def _raised(error: BaseException, depth: int = 0) -> Iterator[Raised]:
+    """The exception with all that it was raised from and, of a group, its members: types and places, no words."""
     chain = list(_chain(error))
-    blocks = [_block_without_words(link) for link in chain]
-    links = [_DIRECT if later.__cause__ is earlier else _MEANWHILE for later, earlier in pairwise(chain)]
-    texts = [blocks[0]]
-    for link, block in zip(links, blocks[1:], strict=True):
-        texts += [link, block]
-    return "".join(reversed(texts))
+    links = [CAUSED if later.__cause__ is earlier else MEANWHILE for later, earlier in pairwise(chain)]
+    for link, text in zip(reversed(chain), [*reversed(links), None], strict=True):
+        members = _members(link) if depth < _DEEPEST_GROUP else ()
+        cause = None if members else known_cause(link)
+        yield Raised(type(link).__qualname__, cause, tuple(_frames(link)), None if members else text, depth)
+        for member in members:
+            yield from _raised(member, depth + 1)
+
+
+_DEEPEST_GROUP: Final = 8
+_MOST_MEMBERS: Final = 15
+
+
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    return error.exceptions[:_MOST_MEMBERS] if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _chain(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
@@ -156,19 +187,19 @@ def _chain(error: BaseException, *, explicit: bool = False) -> Iterator[BaseExce
         following = following.__cause__ if is_cause else following.__context__
 
 
-def _block_without_words(error: BaseException) -> str:
+def _frames(error: BaseException) -> list[str]:
     frames = [
-        f'  File "{short_path(frame.f_code.co_filename)}", line {line}, in {frame.f_code.co_name}\n'
+        _named_place(frame, line)
         for frame, line in [*_callers(error), *traceback.walk_tb(error.__traceback__)]
     ]
     if len(frames) > _MOST_FRAMES:
         half = _MOST_FRAMES // 2
-        frames[half:-half] = [f"  [{len(frames) - _MOST_FRAMES} more]\n"]
-    known = known_cause(error)
-    kind = f"{type(error).__qualname__}: {known}" if known else type(error).__qualname__
-    if isinstance(error, BaseExceptionGroup):
-        kind += f" of {', '.join(sorted({type(inner).__qualname__ for inner in error.exceptions}))}"
-    return "".join(["Traceback (most recent call last):\n" if frames else "", *frames, f"{kind}\n"])
+        frames[half:-half] = [f"[{len(frames) - _MOST_FRAMES} more]"]
+    return frames
+
+
+def _named_place(frame: FrameType, line: int) -> str:
+    return f"{short_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
 
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
@@ -193,12 +224,16 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _place_of(error: BaseException) -> str | None:
-    """Where it was raised: file, line and function."""
+    """Where it was raised, or the last of a group's members was: file, line and function."""
+    for member in reversed(_members(error)):
+        place = _place_of(member)
+        if place is not None:
+            return place
     places: list[tuple[FrameType, int]] = list(traceback.walk_tb(error.__traceback__))
     if not places:
         return None
     frame, line = places[-1]
-    return f"{short_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+    return _named_place(frame, line)
 
 
 _WINDOWS_COMMIT_LIMIT: Final = 1455  # "the paging file is too small"
@@ -216,7 +251,7 @@ def known_cause(error: BaseException) -> str | None:
             return os.strerror(link.errno)
         if isinstance(link, NonFiniteError):
             return "NaN or Inf"
-        cause = cause_in_words(_text_of(link))
+        cause = cause_in_words(_text_of(link)) or members_in_words(_raised(link) if _members(link) else ())
         if cause is not None:
             return cause
     return None

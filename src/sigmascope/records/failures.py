@@ -8,9 +8,11 @@ in the same way.
 import errno
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sigmascope.records.run import ExceptionDetails
 from sigmascope.units import format_size
 
 OUT_OF_MEMORY: Final = re.compile(
@@ -202,9 +204,17 @@ def _size_in(message: str, pattern: re.Pattern[str]) -> str | None:
 
 
 _HEADER: Final = "Traceback (most recent call last):"
+_GROUP_HEADER: Final = f"Exception Group {_HEADER}"
 _CHAINED: Final = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
+)
+CAUSED, MEANWHILE = _CHAINED
+_MARGIN: Final = re.compile(r"( +)(?:\| ?|\+ (?=Exception Group ))")
+_MEMBER: Final = re.compile(r" +\+[+-]*-{16} (?:[0-9]+|\.\.\.) -{16}")
+_MEMBERS_END: Final = re.compile(r" +\+-{36}")
+_STRUCTURE: Final = re.compile(
+    rf"(?m)^(?=(?: *[|+] ?)?(?:Exception Group )?{re.escape(_HEADER)}|(?:{'|'.join(_CHAINED)})$| *\+-)"
 )
 _FRAME: Final = re.compile(r'  File "([^"\n]*\.pyx?|<[\w .-]+>)", line ([0-9]+), in ([\w.<>]+)')
 _LEFT_OUT: Final = re.compile(r"  \[[0-9]+ more\]")
@@ -220,27 +230,89 @@ class Raised:
         cause: What is known of it, in words of our own; None: nothing.
         frames: From the outermost to where it was raised: "file:line in function".
         link: What Python says between it and the one that followed; None: it is the last.
+        depth: 0, or in how many exception groups it is.
     """
 
     kind: str
     cause: str | None
     frames: tuple[str, ...]
     link: str | None = None
+    depth: int = 0
+
+    def __str__(self) -> str:
+        """Its type and what is known of it."""
+        return self.kind if self.cause is None else f"{self.kind}: {self.cause}"
 
 
-def raised_in(trace: str) -> list[Raised]:
-    """The exceptions of a stack trace, in the order in which they were raised, without any word of their messages."""
+def quoted(message: str) -> str:
+    """A message as a stack trace may hold it: lines of it that read like the trace's own are set in."""
+    return _STRUCTURE.sub("    ", message)
+
+
+def raised_in(details: ExceptionDetails) -> list[Raised]:
+    """The exceptions of a stack trace, in the order in which they were raised, without any word of their messages.
+
+    Of a group, its members follow it. Nothing if a message quotes a stack trace and cannot be told apart from it.
+    """
+    lines = [(margin[1], line[margin.end() :]) if (margin := _MARGIN.match(line)) else ("", line)
+             for line in details.traceback.splitlines()]  # fmt: skip
+    whole = details.traceback.splitlines()
+    said = _place_of_message(details.message, [line for _, line in lines])
+    if said is None:
+        return []
     found: list[Raised] = []
-    for block in f"\n{trace}".split(f"\n{_HEADER}\n")[1:]:
-        lines = block.splitlines()
-        end = next((number for number, line in enumerate(lines) if line[:1].strip()), len(lines))
-        told = [line for line in lines[end:] if line.strip()]
-        link = told.pop() if told and told[-1] in _CHAINED else None
-        kind = _KIND.match(told[0]) if told else None
-        cause = cause_in_words("\n".join(told)[kind.end() :]) if kind is not None else None
-        frames = (_place(line) for line in lines[:end])
-        found.append(Raised(kind[0] if kind else "an error", cause, tuple(filter(None, frames)), link))
-    return found
+    begins = 0  # of the exception that is being read
+    expected = True  # that one begins here
+    for number, (_, line) in enumerate(lines):
+        if number in said:
+            continue
+        if _MEMBER.fullmatch(whole[number]) or _MEMBERS_END.fullmatch(whole[number]):
+            found += _exception(lines[begins:number])
+            begins, expected = number + 1, True
+        elif line in _CHAINED:
+            found += _exception(lines[begins:number], line)
+            begins, expected = number + 1, True
+        elif line in (_HEADER, _GROUP_HEADER):
+            if not expected:
+                return []
+            begins, expected = number, False
+        elif line.strip():
+            expected = False
+    return found + _exception(lines[begins:])
+
+
+def _place_of_message(message: str, lines: Sequence[str]) -> range | None:
+    """Which lines are the message; none if it is of one line; None: it reads like a trace and is not found."""
+    first, *rest = message.splitlines() or [""]
+    for spelling in (rest, quoted(message).splitlines()[1:]):
+        size = len(spelling)
+        for number, line in enumerate(lines):
+            if (
+                rest
+                and line.endswith(f": {first}")
+                and list(lines[number + 1 : number + 1 + size]) == spelling
+            ):
+                return range(number + 1, number + 1 + size)
+    own = [line for line in rest if _STRUCTURE.match(line)]
+    return (
+        range(0) if {quoted(line) for line in own} <= set(lines) else None
+    )  # set in: nothing reads like a trace
+
+
+def _exception(lines: Sequence[tuple[str, str]], link: str | None = None) -> list[Raised]:
+    """The exception that these lines are about, each after its margin; nothing if they are empty."""
+    texts = [line for _, line in lines]
+    has_header = any(line in (_HEADER, _GROUP_HEADER) for line in texts[:1])
+    depth = max(len(lines[0][0]) // 2 - 1, 0) if lines else 0
+    if not (has_header or (depth and any(map(str.strip, texts)))):
+        return []
+    body = texts[1:] if has_header else texts
+    end = next((number for number, line in enumerate(body) if line[:1].strip()), len(body))
+    told = [line for line in body[end:] if line.strip()]
+    kind = _KIND.match(told[0]) if told else None
+    cause = cause_in_words("\n".join(told)[kind.end() :]) if kind is not None else None
+    frames = tuple(filter(None, map(_place, body[:end])))
+    return [Raised(kind[0] if kind else "an error", cause, frames, link, depth)]
 
 
 def _place(line: str) -> str | None:
@@ -250,14 +322,38 @@ def _place(line: str) -> str | None:
     return line.strip() if _LEFT_OUT.fullmatch(line) else None
 
 
-def trace_without_words(trace: str) -> str:
+def members_in_words(raised: Iterable[Raised]) -> str | None:
+    """What is known of the exceptions in groups, each once; None: there is no group."""
+    members = dict.fromkeys(
+        str(one) for one in raised if one.depth and one.link is None and not one.kind.endswith("Group")
+    )
+    return ", ".join(members) or None
+
+
+def trace_without_words(raised: Sequence[Raised]) -> str:
     """A stack trace with types, places and what is known, as Python writes one: no message and no line of source."""
     texts = []
-    for raised in raised_in(trace):
-        places = (
-            re.sub(r"(.+):([0-9]+) in (.+)", r'File "\1", line \2, in \3', frame) for frame in raised.frames
-        )
-        said = raised.kind if raised.cause is None else f"{raised.kind}: {raised.cause}"
-        texts.append("\n".join([_HEADER, *(f"  {place}" for place in places), said, ""]))
-        texts += [f"\n{raised.link}\n\n"] if raised.link else []
-    return "".join(texts)
+    members: dict[int, int] = {}
+    for number, one in enumerate(raised):
+        following = raised[number + 1].depth if number + 1 < len(raised) else 0
+        before = raised[number - 1] if number else None
+        is_group = following > one.depth
+        margin = f"{'  ' * (one.depth + 1)}| " if one.depth or is_group else ""
+        if one.depth and (before is None or before.depth != one.depth or before.link is None):
+            members[one.depth] = (
+                1 if before is None or before.depth < one.depth else members.get(one.depth, 0) + 1
+            )
+            branch = "+-+" if before is None or before.depth < one.depth else "  +"
+            texts.append(f"{'  ' * one.depth}{branch}{'-' * 16} {members[one.depth]} {'-' * 16}")
+        places = [
+            re.sub(r"(.+):([0-9]+) in (.+)", r'  File "\1", line \2, in \3', frame) for frame in one.frames
+        ]
+        places = [place if place.startswith("  ") else f"  {place}" for place in places]
+        header = _GROUP_HEADER if is_group else _HEADER
+        block = [header, *places, str(one)] if places else [str(one)]
+        block += ["", one.link, ""] if one.link else []
+        texts += [f"{margin}{line}".rstrip() for line in block]
+        if is_group and not one.depth and places:
+            texts[-len(block)] = f"  + {header}"
+        texts += [f"{'  ' * (depth + 1)}+{'-' * 36}" for depth in range(one.depth, following, -1)]
+    return "".join(f"{text}\n" for text in texts)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
 from sigmascope.files import short_paths
-from sigmascope.records.failures import cause_in_words, raised_in, trace_without_words
+from sigmascope.records.failures import cause_in_words, members_in_words, raised_in, trace_without_words
 from sigmascope.records.run import ExceptionDetails, Run, Stage
 from sigmascope.records.run import PromptPrivacy as PromptPrivacy
 
@@ -312,12 +312,14 @@ def _without_words(stage: Stage) -> Stage:
         told = _TYPE.match(error)
         message = error[told.end() :] if told is not None else ""
         kind = details.type if details is not None else told[0] if told is not None else "an error"
-        cause = cause_in_words(details.message if details is not None else message)
-        raised = [] if details is None else raised_in(details.traceback)
+        raised = [] if details is None else raised_in(details)
+        cause = cause_in_words(details.message if details is not None else message) or members_in_words(
+            raised
+        )
         place = f" ({raised[-1].frames[-1]})" if raised and raised[-1].frames else ""
         error = f"{kind}{f': {cause}' if cause else ''}{place}"
         if details is not None:
-            details = ExceptionDetails(details.type, cause or "", trace_without_words(details.traceback))
+            details = ExceptionDetails(details.type, cause or "", trace_without_words(raised))
     return replace(
         stage,
         error=error,
