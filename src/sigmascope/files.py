@@ -343,6 +343,9 @@ _MACHINE_FOLDERS = re.compile(
 )
 """The path up to an installed package, or up to a model in the hub's cache."""
 
+_NO_FILE = re.compile(
+    r"<(?:string|stdin|code|__array_function__ internals|frozen [\w.]+|ipython-input-[\w-]+)>"
+)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _FOLDER = r"""(?!\s)(?:[^\\/\n"'`<>|:]|:(?![\s/\\])|(?<=\w)'(?=\w)){0,255}(?<!\s)"""  # may hold spaces, as "Jane Doe" does
 _PATHS = re.compile(
@@ -362,6 +365,8 @@ def short_path(path: str | os.PathLike[str]) -> str:
     name on the hub or `<stdin>`, stays as it is.
     """
     text = os.fsdecode(path)
+    if text.startswith("<") and text.endswith(">"):
+        return text if _NO_FILE.fullmatch(text) else "<code>"
     from_windows = os.name != "nt" and _WINDOWS.match(text) is not None
     if not (os.path.isabs(text) or from_windows):  # noqa: PTH117 - text is what paths are compared as
         return text

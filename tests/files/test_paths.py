@@ -30,6 +30,8 @@ def _places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/", "/"),
         ("stabilityai/sdxl", "stabilityai/sdxl"),
         ("<stdin>", "<stdin>"),
+        ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap>"),
+        ("<a zebracorn ostrichia>", "<code>"),
         ("", ""),
         (r"C:\Users\ada\a.py", "a.py"),
         (r"\\server\team\models\flux\a.py", "flux/a.py"),

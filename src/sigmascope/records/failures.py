@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sigmascope.files import short_path
 from sigmascope.records.run import ExceptionDetails
 from sigmascope.units import format_size
 
@@ -50,7 +51,7 @@ _KNOWN_DTYPES: Final = re.compile(r"(?:b?float|int|uint|complex)[0-9]+(?:_e[0-9]
 
 # What a place in a pattern of `_FAILURES` stands for.
 _KINDS: Final = {
-    "n": r"(-?[0-9]{1,12}(?:\.[0-9]{1,6})?)",
+    "n": r"(-?[0-9]{1,40}(?:\.[0-9]{1,6})?)",
     "shape": r"(?:torch\.Size\()?[\[(]([0-9, ]{0,60})[\])]\)?",
     "sides": r"([0-9]{1,12}x[0-9]{1,12})",
     "dtype": r"(?:struct )?(?:torch\.|c10::)*(?:cuda\.)?(\w{3,20})",
@@ -318,7 +319,7 @@ def _exception(lines: Sequence[tuple[str, str]], link: str | None = None) -> lis
 def _place(line: str) -> str | None:
     frame = _FRAME.fullmatch(line)
     if frame is not None:
-        return f"{frame[1]}:{frame[2]} in {frame[3]}"
+        return f"{short_path(frame[1])}:{frame[2]} in {frame[3]}"
     return line.strip() if _LEFT_OUT.fullmatch(line) else None
 
 
