@@ -109,6 +109,7 @@ def test_messages_that_were_reported(message: str, told: str) -> None:
         ({"prompt": [SECRET] * 3, "negative_prompt": [SECRET] * 2}, ("2 negative prompts", "3 prompts")),
         ({"generator": [torch.Generator()] * 2}, ("2 generators", "batch of 1")),
         ({"latents": zeros(1, 3, 4, 4)}, ()),
+        ({"timesteps": [9, 5], "sigmas": [1.0, 0.5]}, ("timesteps and sigmas were both given",)),
         ({"prompt": 7}, ("neither text nor a list",)),
     ],
 )  # fmt: skip
@@ -119,6 +120,11 @@ def test_diffusers_own_message_quotes_no_prompt(call: dict[str, Any], parts: tup
     assert told is not None, message
     assert [part for part in parts if part not in told] == []
     assert not {*SECRET.split()} & {*told.split()}
+
+
+def test_an_adapter_that_is_not_there() -> None:
+    message = message_of(lambda: make_pipeline("sd15").set_adapters([SECRET]))
+    assert cause_in_words(message) == "the pipeline has no adapter of this name"
 
 
 @pytest.mark.parametrize(

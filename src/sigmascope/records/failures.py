@@ -133,6 +133,8 @@ _FAILURES: Final = (
      "the denoiser expects {0} channels and gets {2}"),
     (r"added time embedding vector of length <n>, but a vector of <n> was created",
      "the denoiser expects an added embedding of {0} numbers and gets {1}"),
+    (r"Only one of `timesteps` or `sigmas` can be passed", "timesteps and sigmas were both given"),
+    (r"not in the list of present adapters", "the pipeline has no adapter of this name"),
     (r"Target modules .* not found in the base model", "the model has no layer that the LoRA is for"),
 )  # fmt: skip
 """How messages read, and what that means; `{0}` is what stands at the first place."""
