@@ -393,9 +393,7 @@ def _texts_within(place: str, value: object, depth: int) -> Iterator[tuple[str, 
     if isinstance(value, str):
         yield place, value
     elif depth and isinstance(value, Mapping):
-        for number, (key, item) in enumerate(value.items()):
-            name = key if isinstance(key, str) and key.isidentifier() else number
-            yield from _texts_within(f"{place}.{name}", item, depth - 1)
+        yield from _texts_within(place, list(value.values()), depth)  # a key may be a word of the prompt
     elif depth and isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from _texts_within(f"{place}.{number}", item, depth - 1)

@@ -86,7 +86,7 @@ def test_a_full_record_names_each_text_and_the_comparison_tells_them_apart() -> 
     prompts = before.stage("generation").facts["prompts"]
     assert {name: prompt["text"] for name, prompt in prompts.items()} == {
         "prompt": "a song", "lyrics": LYRICS, "gligen_phrases.0": PHRASE, "gligen_phrases.1": "x",
-        "cross_attention_kwargs.gligen.phrases.0": PHRASE, "transcription": "李明",
+        "cross_attention_kwargs.0.0.0": PHRASE, "transcription": "李明",
     }  # fmt: skip
     assert before.stage("generation").facts["recipe"]["arguments"] == {"output_type": "pt", "eta": 0.0}
     assert "other words" in sigmascope.to_markdown([before, now], prompts="full")
