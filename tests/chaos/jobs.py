@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from tests.lbm.training.small_run import SmallRun, write_small_run
 from torch import Tensor
@@ -173,6 +174,14 @@ def _read(path: Path) -> str:
             return "a run"  # which tells times, and those are never the same again
     elif path.suffix == ".json":
         json.loads(path.read_text())
+    elif path.name.endswith(
+        "_config.yaml"
+    ):  # a side-car names its models from where it is, which is elsewhere each time
+        facts = yaml.safe_load(path.read_text())
+        assert {"base_model", "tuned_model"} <= facts.keys()
+        return json.dumps(
+            {name: facts[name] for name in facts.keys() - {"base_model", "tuned_model"}}, sort_keys=True
+        )
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -121,7 +121,9 @@ def _read(sidecar: Path, flags: str) -> Mapping[str, Any]:
 def _model(sidecar: Path, key: ModelKey, named: Mapping[str, Any]) -> Path:
     text = named.get(key)
     if not isinstance(text, str) or text.strip() in _NOTHING:
-        raise ConfigError(f"{sidecar} does not name the model: {key} is missing.", hint=f"Give {_flag(key)}.")
+        raise ConfigError(
+            f"{sidecar} does not name the model: {key} is missing or not a text.", hint=f"Give {_flag(key)}."
+        )
     if "://" in text or text.startswith(("//", "\\\\")):
         raise ConfigError(
             f"{sidecar}: {key} is {text}, and a side-car may not reach over the network.",

@@ -133,7 +133,8 @@ def check_token(request: Request, token: str) -> Response | None:
     """
     port = (request.scope.get("server") or ("", None))[1]
     cookie = f"sigmascope-{port}"  # cookies are shared by all ports of a host
-    _, _, bearer = request.headers.get("authorization", "").partition("Bearer ")
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    bearer = bearer if scheme.lower() == "bearer" else ""
     if any(_is_same(given, token) for given in (request.cookies.get(cookie, ""), bearer)):
         return None
     if request.url.path == "/" and _is_same(request.query_params.get("token", ""), token):

@@ -88,6 +88,7 @@ def asked(path: str = "/", query: bytes = b"", **headers: str) -> Request:
     "request_",
     [
         asked(authorization="Bearer right"),
+        asked(authorization="bearer right"),
         asked("/api/about", cookie="other=1; sigmascope-7860=right"),
     ],
 )

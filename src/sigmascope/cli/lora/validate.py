@@ -157,8 +157,9 @@ def validate(
 
     made = _the_lora(lora, lora_path)
     base, tuned = models_of(made, base_model_path, tuned_model_path)
-    if base_model_path is None or tuned_model_path is None:
-        say(f"As {sidecar_path(made).name} says: base {base}, tuned {tuned}", err=True)
+    named = [f"base {base}"] * (base_model_path is None) + [f"tuned {tuned}"] * (tuned_model_path is None)
+    if named:
+        say(f"As {sidecar_path(made).name} says: {', '.join(named)}", err=True)
     inputs = (base, tuned, made)
     names_path = _names_path(layer_names, made, inputs)
     uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}

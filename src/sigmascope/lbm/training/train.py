@@ -167,7 +167,6 @@ def train(
                 samples = read_samples(settings)
                 if main:
                     held.enter_context(folder.locked())
-                aside = folder.set_aside() if main and not resume else None
                 if main:
                     _say_what_is_left_out(settings)
                     make_own_base(settings, progress)
@@ -176,6 +175,8 @@ def train(
                     with team.together():
                         model = load_base(settings, accelerator, progress)
                     session = make_session(settings, accelerator, model)
+                    with team.together():  # nothing is moved for a training that is refused
+                        aside = folder.set_aside() if main and not resume else None
                     report = _train(session, folder, samples, watch, stop, listeners or Listeners(), aside)
             except OSError as error:
                 if error.errno not in DISK_FULL:

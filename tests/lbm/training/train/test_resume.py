@@ -259,6 +259,15 @@ def test_beginning_anew_moves_old_checkpoints_aside(small_run: SmallRun) -> None
     assert train(small_run.settings(max_steps=3, seed=1)).resumed_from == 1
 
 
+def test_a_new_training_that_is_refused_moves_no_checkpoints(small_run: SmallRun) -> None:
+    train(small_run.settings(max_steps=1))
+    small_run.base.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError):
+        train(small_run.settings(max_steps=1), resume=False)
+    assert (small_run.out / "checkpoint-000001" / "state.json").is_file()
+    assert not (small_run.out / "before-1").exists()
+
+
 @pytest.mark.slow
 def test_validation_leaves_training_as_it_is_bit_for_bit(small_run: SmallRun) -> None:
     keys = {"max_steps": 4, "ema_decay": 0.5}
