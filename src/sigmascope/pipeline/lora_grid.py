@@ -40,8 +40,7 @@ from sigmascope.records.run import Finding
 from sigmascope.reports.html import jpeg_uri, template
 
 _ROUNDING_ON_ACCELERATORS: Final = 2 / 255
-_TILE_WIDTH: Final = 320
-"""Pixels of a cell on the sheet; the page shows up to 1,024."""
+_TILE_WIDTH: Final = 320  # pixels of a cell on the sheet; the page shows up to 1,024
 _LIBRARIES: Final = ("torch", "diffusers", "transformers")
 
 
@@ -219,10 +218,11 @@ def lora_grid(
         hint = "Give prompts and call with a diffusers pipeline alone."
         raise ConfigError(f"A {type(subject).__name__} has rows and settings of its own.", hint=hint)
     known = tuple(_examined(subject.model, path, paths) for path in dict.fromkeys(paths))
-    numbered = tuple(f"{subject.kind} {1 + row}" for row in range(len(subject.rows)))
-    titles = numbered if hide_prompts else tuple(subject.rows)
+    titles = [
+        f"{subject.kind} {1 + row}" if hide_prompts else title for row, title in enumerate(subject.rows)
+    ]
     cells = sorted(_painted(subject, known, used, seed, folder, progress), key=lambda cell: cell.row)
-    about = (subject.name, subject.kind, titles, known, used, seed, subject.summary())
+    about = (subject.name, subject.kind, tuple(titles), known, used, seed, subject.summary())
     grid = LoraGrid(*about, tuple(cells), folder)
     with atomic_path(sheet) as temporary:
         grid_sheet(grid).save(temporary, format="PNG")
@@ -236,7 +236,7 @@ def output_paths(output: str | Path) -> tuple[Path, Path, Path]:
     """The PNG, the HTML file and the folder of cells of an output, which ends in `.png` or `.html`."""
     path = Path(output)
     if path.suffix.lower() not in (".png", ".html"):
-        raise ConfigError(f"--output {path} is no PNG or HTML file.", hint="Give a name such as grid.png.")
+        raise ConfigError(f"--output {path} is not a PNG or HTML file.", hint="Give a name such as grid.png.")
     sheet, page = path.with_suffix(".png"), path.with_suffix(".html")
     require_writable(sheet)
     require_writable(page)
@@ -301,8 +301,7 @@ def _examined(model: object, path: Path, paths: Sequence[Path]) -> GridLora:
     with attach_lora(model, load_lora(path), 0.0) as attached:
         modules = len(attached.applied)
     has_namesake = any(other.stem == path.stem and other != path for other in paths)
-    label = f"{path.resolve().parent.name}/{path.stem}" if has_namesake else path.stem
-    return GridLora(label, path, modules)
+    return GridLora(f"{path.resolve().parent.name}/{path.stem}" if has_namesake else path.stem, path, modules)
 
 
 def _painted(

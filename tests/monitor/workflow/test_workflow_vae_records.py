@@ -48,7 +48,7 @@ def test_what_encode_latents_did_is_told_without_a_helper(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:5] == [
         "🔧 VAE ENCODING PROCESS:",
-        "   🎯 Strategy 2: Tiled VAE encoding",
+        "   🎯 Strategy 2: Tiled VAE encoding, tiles of 32×32",
         "   ✅ VAE encoding completed successfully",
         f"   📐 Generated latent shape: {tuple(latent.shape)}",
     ]

@@ -1,6 +1,6 @@
 """`sigmascope lora grid`: several LoRAs at several scales on the same prompts and seed, as a picture and a page."""
 
-from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from sigmascope.cli.console import (
     title,
 )
 from sigmascope.cli.options import AsJson, flag, numbers_in, prompts_in
-from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
     from sigmascope.pipeline.lora_grid import LoraGrid
@@ -50,13 +50,9 @@ _RESOLUTION_HELP = "WIDTHxHEIGHT, or the side of a square. For an LBM also bucke
 def grid(
     model: Annotated[str, typer.Argument(help=_MODEL_HELP, metavar="MODEL", show_default=False)],
     lora: Annotated[list[Path], flag("--lora", _LORA_HELP, show_default=False, exists=True)],
-    scales: Annotated[
-        str, flag("--scales", "Strengths, separated by commas. They may be negative.", metavar="<n,…>")
-    ] = "0.5,1",
+    scales: Annotated[str, flag("--scales", "Strengths, also negative ones.", metavar="<n,…>")] = "0.5,1",
     output: Annotated[Path, typer.Option("--output", "-o", help=_OUTPUT_HELP)] = Path("lora-grid.png"),
-    prompt: Annotated[
-        list[str] | None, flag("--prompt", "Prompt of a row of the grid. Repeatable.", _PIPELINE)
-    ] = None,
+    prompt: Annotated[list[str] | None, flag("--prompt", "Prompt of a row. Repeatable.", _PIPELINE)] = None,
     prompts: Annotated[Path | None, flag("--prompts", _PROMPTS_HELP, _PIPELINE, exists=True)] = None,
     guidance_scale: Annotated[float | None, flag("--guidance_scale", "Guidance scale.", _PIPELINE)] = None,
     image: Annotated[Path | None, options.start_image(_PIPELINE)] = None,
@@ -74,17 +70,18 @@ def grid(
 ) -> None:
     """Paint prompts without a LoRA and with each LoRA at each scale, side by side.
 
-    Every cell has the same seed, and says how far it is from the picture without
-    a LoRA: the mean difference of all values, and PSNR. Cells are kept as they
-    are painted; stopped or changed, the same command paints only what is
-    missing. The exit code is 1 when a LoRA changes no picture.
+    Every cell has the same seed and shows how far it is from the picture without
+    a LoRA: mean difference and PSNR. Cells are kept as they are painted, so the
+    same command goes on after a stop. The exit code is 1 if a LoRA changes nothing.
     """
     with needs_extra("lbm"):
+        from sigmascope.checkpoints.hub import local_model
         from sigmascope.lbm.devices import LESS_FOR_INFERENCE, explain_out_of_memory, resolve_device
         from sigmascope.lbm.images import load_image
         from sigmascope.lora.file import refuse_files
         from sigmascope.pipeline.bench import load_pipeline
         from sigmascope.pipeline.lora_grid import lora_grid, output_paths
+        from sigmascope.probes.reading import attempt
 
     settings: dict[str, Any] = {"output": output, "scales": numbers_in("--scales", scales), "seed": seed}
     sheet, page, folder = output_paths(output)
@@ -93,17 +90,13 @@ def grid(
     refuse_files(page, inputs, "--output")
     torch_device = resolve_device(device)
     placed: dict[str, Any] = {"dtype": dtype_of(dtype, torch_device), "device": torch_device}
-    from sigmascope.checkpoints.hub import local_model
-
-    path = Path(model)
-    with suppress(CheckpointError):  # diffusers looks for a pipeline itself
-        path = local_model(model)
+    path = attempt(partial(local_model, model)).value or Path(model)  # diffusers looks for a pipeline itself
     is_pipeline = model != POCKET and ((path / "model_index.json").is_file() or not path.exists())
     foreign: dict[str, object] = {"images": images, "config_path": config_path}
     if not is_pipeline:
         foreign = {"prompt": prompt, "prompts": prompts, "image": image, "call": call}
-        foreign |= {"guidance_scale": guidance_scale is not None, "hide_prompts": hide_prompts}
-        foreign["offload"] = offload != "none"
+        foreign |= {"hide_prompts": hide_prompts, "offload": offload != "none"}
+        foreign["guidance_scale"] = guidance_scale is not None
     others = _LBM if is_pipeline else _PIPELINE
     for name, is_given in foreign.items():
         if is_given:
@@ -113,14 +106,13 @@ def grid(
             if is_pipeline:
                 texts = [*(prompt or []), *(prompts_in(prompts) if prompts else [])]
                 if not texts:
-                    hint = 'Give --prompt "a red fox", or --prompts FILE with one in each line.'
-                    raise ConfigError("There is no prompt.", hint=hint)
+                    raise ConfigError("There is no prompt.", hint="Give --prompt or --prompts FILE.")
                 given: dict[str, Any] = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
                 given["image"] = load_image(image) if image else None
                 given["width"], given["height"] = parse_size(resolution) if resolution else (None, None)
                 arguments = {name: value for name, value in given.items() if value is not None}
                 settings |= {"prompts": texts, "call": call_values(call or []) | arguments}
-                subject = load_pipeline(model, offload=checked_offload(offload, torch_device), **placed)
+                subject = load_pipeline(str(path), offload=checked_offload(offload, torch_device), **placed)
             else:
                 placed["progress"] = progress
                 subject = _lbm(path, config_path, images or [], steps or 1, resolution or "bucket", **placed)
