@@ -239,6 +239,10 @@ def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
     def replace(text: str) -> str:
         for spelling in spellings:
             text = text.replace(spelling, placeholder)
+            # A text that was cut, or of which the first line was kept, may end within the prompt.
+            begin = text.rfind(spelling[:_WHOLE_WORDS_BELOW])
+            if begin >= 0 and spelling.startswith(text[begin:].rstrip("…")):
+                text = f"{text[:begin]}{placeholder}…"
         return text
 
     return replace

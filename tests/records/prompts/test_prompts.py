@@ -65,6 +65,14 @@ def test_a_prompt_is_found_with_its_escapes(spell: Callable[[str], str]) -> None
     assert "cat" not in redactor(prompt, "none")(f"log: {spell(prompt)}")
 
 
+@pytest.mark.parametrize("end", ["", "…"])
+def test_a_text_that_was_cut_within_the_prompt_keeps_nothing_of_it(end: str) -> None:
+    prompt = "a heron at dawn\nover still water"
+    for length in (8, 15, len(prompt) - 1):
+        assert redactor(prompt, "none")(f"ValueError: {prompt[:length]}{end}") == "ValueError: <prompt>…"
+    assert redactor(prompt, "none")("a heron flew") == "a heron flew"
+
+
 def test_full_leaves_other_texts_alone() -> None:
     assert redactor(PROMPT, "full")(PROMPT) == PROMPT
 
