@@ -36,6 +36,7 @@ def pictures() -> dict[str, Image.Image]:
     }
 
 
+@pytest.mark.slow
 def test_rows_are_pictures_each_at_its_own_size(
     model: LbmModel, lora: Path, pictures: dict[str, Image.Image], tmp_path: Path
 ) -> None:

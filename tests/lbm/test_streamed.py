@@ -41,6 +41,7 @@ def compared(model: LbmModel) -> tuple[Tensor, ModelStatistics]:
     return results[0].clone(), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_result_and_statistics_are_those_of_the_loaded_model(stored: torch.dtype, tmp_path: Path) -> None:
     path = stored_as(stored, tmp_path)

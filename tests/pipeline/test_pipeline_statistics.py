@@ -99,6 +99,7 @@ def test_no_random_words_without_a_tokenizer_or_a_number() -> None:
         noise_prompts(pipeline, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -153,6 +153,7 @@ def test_autocast_and_modes_of_the_caller_hold_for_tiles_too() -> None:
     assert relative_error(tiled.float(), direct.float()) < 2e-2
 
 
+@pytest.mark.slow
 def test_videos_share_their_norms_over_space_and_time() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {

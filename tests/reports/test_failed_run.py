@@ -88,6 +88,7 @@ def findings(fail: bool, error: type[BaseException] = RuntimeError) -> set[str]:
     return {finding.id for finding in watch.findings}
 
 
+@pytest.mark.slow
 def test_how_fast_it_was_is_beside_the_point_of_a_failure() -> None:
     assert "time.text_encoding_share" in findings(fail=False)
     assert "time.text_encoding_share" not in findings(fail=True)

@@ -312,6 +312,7 @@ def test_a_lora_of_an_lbm_is_fitted_and_the_report_says_how_near(sigmascope: Run
     assert any(not torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -179,6 +179,7 @@ def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: 
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_images_are_in_the_json(pocket: list[object], call: Terminal) -> None:
     outcome = call(*pocket, "--json", "--seed", 3, "--num_inference_steps", 2, "--config_path", CONFIG_PATH)
     images = json.loads(outcome.out)["images"]

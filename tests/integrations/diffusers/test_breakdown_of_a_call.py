@@ -43,6 +43,7 @@ class Preview:
 FILE = __file__.rsplit("/", 1)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callback", "named"),
     [

@@ -49,6 +49,7 @@ def test_each_stage_has_the_hash_of_what_it_made(pipeline: Any, unwatched: Tenso
     assert left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("when")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_same_hashes_twice(family: str) -> None:

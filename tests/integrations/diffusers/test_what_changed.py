@@ -29,6 +29,7 @@ def before() -> Run:
 STEPS = Change("num_inference_steps 2 → 3", call={"num_inference_steps": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

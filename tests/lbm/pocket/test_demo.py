@@ -8,6 +8,7 @@ from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.pocket.demo import DemoResult, run_demo
 
 
+@pytest.mark.slow
 def test_everything_it_claims_holds(demo: DemoResult) -> None:
     assert [check.claim for check in demo.checks if not check.passed] == []
     assert len(demo.checks) == 5

@@ -321,6 +321,7 @@ def test_an_already_compiled_model_is_refused(model: SmallNet, make_lora: MakeLo
         attach_lora(model, lora)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_afterwards_follows_the_scale_and_the_detaching(
     model: SmallNet, make_lora: MakeLora, image: Tensor
 ) -> None:

@@ -38,6 +38,7 @@ def test_every_module_is_found_on_the_model(loaded: Styled) -> None:
     assert verdict.strengths == {1.0: len(modules_of(loaded.state))}
 
 
+@pytest.mark.slow
 def test_analysis_of_the_right_lora_is_a_success(analysis: dict[str, Any]) -> None:
     assert analysis["success"]
     assert not [f for f in analysis["findings"] if f["severity"] in ("error", "critical")]

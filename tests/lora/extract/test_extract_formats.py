@@ -107,6 +107,7 @@ def test_every_format_holds_the_change_of_fused_layers_exactly(
     assert_validates(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [30_000, 90_000])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("naming", ["diffusers", "original"])

@@ -237,6 +237,7 @@ def quiet() -> Iterator[None]:
 FORMS = [*((name, in_a_pipeline) for name in DENOISERS), ("sd15", as_one_file), ("flux", as_one_file)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "write"), [*FORMS, ("vae", as_a_component)])
 def test_diffusers_loads_every_layer_and_its_output_is_the_tuned_models(
     tmp_path: Path, name: str, write: Write
@@ -301,6 +302,7 @@ def test_ranks_that_differ_load_too(tmp_path: Path) -> None:
 # Biases, norms, embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "format"), [("sd15", "kohya"), ("sdxl", "comfyui"), ("sdxl", "native")])
 def test_with_biases_and_norms_the_base_becomes_the_tuned_model(
     tmp_path: Path, name: str, format: str

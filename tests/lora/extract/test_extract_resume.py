@@ -346,6 +346,7 @@ OTHER_JOBS: dict[str, tuple[dict[str, Any], Callable[[Models], Models]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", OTHER_JOBS)
 def test_what_another_job_left_is_not_used(own_models: Models, tmp_path: Path, change: str) -> None:
     options, edit = OTHER_JOBS[change]

@@ -356,6 +356,7 @@ def test_a_stage_that_stays_open_keeps_the_last_profiles(monkeypatch: pytest.Mon
     assert [one.steps for one in profiles_of(recorder.run().stages[0])] == [(2,), (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"sdxl"}))  # whose denoiser is of sd15's class
 def test_each_family_is_seen_block_by_block_and_gives_the_same_picture(family: str) -> None:
     pipe = make_pipeline(family)

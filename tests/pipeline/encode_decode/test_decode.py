@@ -17,6 +17,7 @@ def test_decoding_is_what_diffusers_does(sample: "Sample", strategy: Any) -> Non
     assert (record.direction, record.strategy) == ("decoding", strategy)
 
 
+@pytest.mark.slow
 def test_decoding_in_tiles_gives_the_same_shape(sample: "Sample") -> None:
     frames, record = decode_latents(sample.vae, sample.latent, strategies="tiled", tile=32, overlap=0)
     assert frames.shape == sample.decoded().shape

@@ -26,6 +26,7 @@ def test_encoding_on_the_cpu_is_what_diffusers_does(sample: "Sample") -> None:
     assert record.strategy_label == "CPU Fallback Encoding"
 
 
+@pytest.mark.slow
 def test_encoding_in_tiles_gives_the_same_shape_and_dtype(sample: "Sample") -> None:
     latent, record = encode_latents(sample.vae, sample.pixels, strategies=("tiled",), tile=32, overlap=0)
     assert (latent.shape, latent.dtype) == (sample.latent.shape, sample.latent.dtype)
@@ -126,6 +127,7 @@ def test_wan_gives_a_latent_frame_for_the_first_and_for_every_4(
     assert latent.shape == (1, 4, latent_frames, 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
 def test_an_odd_size_gives_what_the_vae_makes_of_it(sample: "Sample", strategy: Any) -> None:
     pixels = sample.pixels[:1, ..., :41, :51]

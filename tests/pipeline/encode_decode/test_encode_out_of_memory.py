@@ -78,6 +78,7 @@ def test_whatever_runs_out_the_next_strategy_gives_the_latent(
             assert torch.equal(latent, one.latent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", list(itertools.permutations(WAYS)), ids="-".join)
 def test_in_every_order_the_last_one_gives_the_latent(kl: "Sample", order: tuple[str, ...]) -> None:
     sabotage = Sabotage({order[0]: 3, order[1]: COPY_BACK})
@@ -167,6 +168,7 @@ def test_the_error_of_all_says_how_each_ended(kl: "Sample") -> None:
     assert isinstance(caught.value, MemoryError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", [0, 5, COPY_BACK])
 @pytest.mark.parametrize("order", list(itertools.permutations(WAYS)), ids="-".join)
 def test_decoding_goes_on_the_same_way(wan: "Sample", order: tuple[str, ...], point: int) -> None:

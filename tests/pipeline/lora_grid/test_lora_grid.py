@@ -165,6 +165,7 @@ def test_stopped_it_keeps_what_is_done_and_leaves_no_half_file(
     assert [cell.reused for cell in made.cells] == [True, True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not a picture", None])
 def test_a_damaged_cell_is_painted_again(
     pipeline: Any, loras: dict[str, Path], tmp_path: Path, damage: bytes | None
@@ -310,6 +311,7 @@ def test_latents_are_no_picture() -> None:
         picture_of((torch.zeros(1, 4, 8, 8),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

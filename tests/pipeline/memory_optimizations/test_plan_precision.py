@@ -34,6 +34,7 @@ def test_a_cpu_that_multiplies_bfloat16_takes_it() -> None:
     assert [choice.kind for choice in plan.choices] == ["precision"]
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 def test_planned_weights_are_what_applying_makes_of_them(family: str) -> None:
     pipeline = make_pipeline(family)

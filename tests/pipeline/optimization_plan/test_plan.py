@@ -48,6 +48,7 @@ def test_planning_changes_nothing(family: str) -> None:
     assert differences(before, deep_snapshot(pipeline)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_OFFERED)
 def test_what_a_family_does_not_offer_is_left_with_a_reason(name: str) -> None:
     for family in NOT_OFFERED[name]:

@@ -61,6 +61,7 @@ def test_choices_on_other_models_do_not_stand_in_the_way() -> None:
     assert differences(before, deep_snapshot(pipeline)) == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_gone_does_not_stand_in_the_way() -> None:
     pipeline = make_pipeline("flux")
     lower = optimizer(vae_tiling=True)

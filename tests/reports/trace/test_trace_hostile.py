@@ -94,6 +94,7 @@ def random_stage(source: random.Random, begins: float, ends: float, depth: int =
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 4)) for seed in range(20)]
 )

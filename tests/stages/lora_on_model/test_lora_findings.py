@@ -62,6 +62,7 @@ def test_seventeen_mismatches_are_tried() -> None:
     assert len(MISMATCHES) == 17
 
 
+@pytest.mark.slow
 def test_diffusers_loads_what_it_can_and_mostly_raises_nothing(outcome: Outcome) -> None:
     assert type(outcome.error) is (outcome.case.raises or type(None))
     assert outcome.loaded == outcome.case.loaded

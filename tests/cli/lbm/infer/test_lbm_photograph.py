@@ -52,6 +52,7 @@ def test_base_relights_a_photograph_warmly(photograph: Path, base: Path) -> None
     assert lost_blue > lost_red
 
 
+@pytest.mark.slow
 def test_lora_changes_a_photograph_and_at_scale_zero_does_not(
     photograph: Path, base: Path, tmp_path: Path
 ) -> None:

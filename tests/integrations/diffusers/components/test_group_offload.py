@@ -42,6 +42,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_move_of_a_group_is_counted_and_timed(
     kind: str, moves: Counter[str], unwatched: Tensor, tmp_path: Path

@@ -48,6 +48,7 @@ def test_a_prompt_that_is_cut_is_told_with_how_much(pipeline: Any) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "limit"), [("sd15", 75), ("sdxl", 75), ("sd3", 75), ("wan", 31)])
 @pytest.mark.parametrize("side", ["positive", "negative"])
 def test_either_prompt_past_the_limit_is_a_finding(family: str, limit: int, side: str) -> None:

@@ -41,6 +41,7 @@ def there_and_back(pipeline: Any) -> Any:
     return pipeline.to(torch.float64).to(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, copy.copy, pickled, saved, same_parts, from_pipe, there_and_back]
 )

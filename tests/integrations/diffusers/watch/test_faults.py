@@ -137,6 +137,7 @@ def nothing_is_left() -> bool:
     return left_behind() == [] and CURRENT.get() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_reaches_nobody(fault: str, plain: Any, moving: Any, expected: Tensor) -> None:
     pipeline = moving if any(part in fault for part in MOVING) else plain

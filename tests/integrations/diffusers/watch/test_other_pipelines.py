@@ -48,6 +48,7 @@ def watched_as_unwatched(make: Callable[[], others.Made]) -> Run:
     return run.record()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
 def test_the_stages_and_steps_are_right_and_the_output_is_the_same(make: Callable[[], others.Made]) -> None:
     run = watched_as_unwatched(make)
