@@ -6,7 +6,7 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lbm.training.lora_layers import (
     denoiser_layers,
-    matches,
+    is_part_of_name,
     plan_continued_lora,
     plan_new_lora,
     plan_training,
@@ -44,7 +44,7 @@ def lora_of(*layers: tuple[str, tuple[int, ...]], rank: int = 2, alpha: float = 
     ],
 )
 def test_what_a_partial_name_means(pattern: str, layer: str, expected: bool) -> None:
-    assert matches(pattern, layer) is expected
+    assert is_part_of_name(pattern, layer) is expected
 
 
 def test_layers_are_chosen_once_and_in_order() -> None:
@@ -55,7 +55,11 @@ def test_layers_are_chosen_once_and_in_order() -> None:
         "b.attn1.q",
     )
     assert select_layers(layers, None, where="x") == layers
-    assert [layer for layer in layers if matches("attn", layer)] == ["a.attn1.q", "a.attn2.q", "b.attn1.q"]
+    assert [layer for layer in layers if is_part_of_name("attn", layer)] == [
+        "a.attn1.q",
+        "a.attn2.q",
+        "b.attn1.q",
+    ]
 
 
 def test_a_pattern_that_means_nothing_is_named_with_near_ones(tiny_model: LbmModel) -> None:

@@ -46,9 +46,8 @@ def test_upload_ask_and_fetch_give_what_the_library_gives(
     assert run.stage("lora_application").facts["scale"] == 0.5
 
 
-def test_the_server_answers_while_the_model_works_and_says_who_is_next(
-    client: TestClient, upload: Upload, photograph: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def held_translation(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let translations wait: the first event says that one has begun, the second lets it go on."""
     entered, proceed = threading.Event(), threading.Event()
     real = translate_image
 
@@ -58,6 +57,13 @@ def test_the_server_answers_while_the_model_works_and_says_who_is_next(
         return real(*args, **options)
 
     monkeypatch.setattr(lbm_model, "translate_image", held)
+    return entered, proceed
+
+
+def test_the_server_answers_while_the_model_works_and_says_who_is_next(
+    client: TestClient, upload: Upload, photograph: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, proceed = held_translation(monkeypatch)
     picture = upload(encoded(photograph))
 
     def ask(name: str, scale: float) -> dict[str, Any]:
@@ -212,15 +218,7 @@ def test_a_job_whose_picture_is_forgotten_in_line_says_so(
     served: ServedModel, photograph: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TestClient(make_app(served, Limits(kept_pictures_bytes=1)), base_url=HOST) as client:
-        entered, proceed = threading.Event(), threading.Event()
-        real = translate_image
-
-        def held(*args: Any, **options: Any) -> Image.Image:
-            entered.set()
-            assert proceed.wait(20)
-            return real(*args, **options)
-
-        monkeypatch.setattr(lbm_model, "translate_image", held)
+        entered, proceed = held_translation(monkeypatch)
 
         def ask(picture: Image.Image, name: str) -> dict[str, Any]:
             sent = client.post("/api/pictures", content=encoded(picture)).json()["id"]

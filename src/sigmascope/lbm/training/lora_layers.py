@@ -453,11 +453,11 @@ def select_layers(
     chosen: set[str] = set()
     wrong = []
     for pattern in patterns:
-        matching = [layer for layer in layers if matches(pattern, layer)]
+        matching = [layer for layer in layers if is_part_of_name(pattern, layer)]
         chosen.update(matching)
         if matching:
             continue
-        if elsewhere := sum(matches(pattern, layer) for layer in others):
+        if elsewhere := sum(is_part_of_name(pattern, layer) for layer in others):
             wrong.append(
                 f"{pattern!r} matches {counted(elsewhere, 'layer')} of the model, but none in the LoRA file"
             )
@@ -476,7 +476,7 @@ def select_layers(
     return tuple(layer for layer in layers if layer in chosen)
 
 
-def matches(pattern: str, layer: str) -> bool:
+def is_part_of_name(pattern: str, layer: str) -> bool:
     """Whether a partial name is a part of a full one."""
     if not pattern.strip():
         return False
