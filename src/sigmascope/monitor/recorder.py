@@ -327,7 +327,7 @@ class Recorder:
     def close_stage(self, frame: "Frame", error: BaseException | None) -> None:
         """Close what `open_stage` opened; again does nothing."""
         scope, guard = frame.scope, self._instruments.guard
-        if not self._extent.has(scope):
+        if scope not in self._extent.open:  # no method, which could fail: the stage must close
             return
         guard.read("stages", lambda: scope.close(error))
         if scope.ended_ns is None:  # what reads it failed first: nothing of ours may go on
@@ -705,10 +705,6 @@ class RunExtent:
         self._made_at = (datetime.now(UTC), clock())
         self._started_ns: int | None = None
         self._ended_ns = 0
-
-    def has(self, thing: object) -> bool:
-        """Whether it is open."""
-        return thing in self.open
 
     def begin(self, thing: object) -> None:
         """Know that this is open."""

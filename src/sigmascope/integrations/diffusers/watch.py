@@ -4,13 +4,13 @@
 classes of pipelines that are loaded, and hears of those that come.
 """
 
-import functools
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import PurePath
 from types import FunctionType, TracebackType
 from typing import Any, ClassVar, Final
@@ -29,7 +29,7 @@ from sigmascope.integrations.diffusers.pipeline_call import CallObserver, Denois
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly, to_the_end, whole_number
 from sigmascope.monitor.hooks import After, Arguments, Keywords
-from sigmascope.probes.reading import describe
+from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import IMPORTS, KEEP_GENERATIONS, Run, short_repr
 
@@ -144,7 +144,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._sessions:
-            to_the_end(functools.partial(self._leave, self._sessions[-1]), error)
+            to_the_end(partial(self._leave, self._sessions[-1]), error)
 
     def _leave(self, session: Session, error: BaseException | None) -> None:
         """Leave the block. What Ctrl-C broke off is done by another call."""
@@ -235,7 +235,9 @@ def watch(
     if keep_generations is not None:
         whole_number("keep_generations", keep_generations, least=1)
     for pipeline in pipelines:
-        _require_pipeline(pipeline)
+        refusal = attempt(partial(_refusal_of, pipeline)).value
+        if refusal is not None:
+            raise refusal
     options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations, thumbnails, stacks)
     return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
 
@@ -250,11 +252,13 @@ _NO_PIPELINES: Final = (
 """What people give in place of a pipeline: its kinds, what it is, and what to give."""
 
 
-def _require_pipeline(given: object) -> None:
+def _refusal_of(given: object) -> ConfigError | None:
+    """Why it cannot be watched; None: it may be a pipeline."""
     for kinds, what, hint in _NO_PIPELINES:
         if isinstance(given, kinds):
             name = given.__name__ if isinstance(given, FunctionType | type) else short_repr(given)
-            raise ConfigError(f"{name} {what}.", hint=hint)
+            return ConfigError(f"{name} {what}.", hint=hint)
+    return None
 
 
 class PipelineClassObserver(Observer):
@@ -267,7 +271,7 @@ class PipelineClassObserver(Observer):
         if not self.session.is_everywhere:
             return
         for module, base, method in _BASES:
-            self.when_loaded(base, module, base, functools.partial(self._know, method))
+            self.when_loaded(base, module, base, partial(self._know, method))
 
     def _know(self, makes: str, base: type) -> None:
         """Know a base and its subclasses, and hear the method that it calls when a pipeline is made."""
