@@ -621,7 +621,7 @@ def _read_settings(trial: Trial) -> None:
 def _require_values(file: Path, config: Any) -> None:
     data = yaml.safe_load(file.read_text())
     for key, value in (data or {}).items():
-        if isinstance(value, int | float | str) and hasattr(config, key):
+        if isinstance(value, int | float | str) and hasattr(config, str(key)):
             kept = getattr(config, key)
             kept = str(kept) if isinstance(kept, Path) else kept[0] if isinstance(kept, tuple) else kept
             same = kept == value or str(kept) == str(value) or (kept != kept and value != value)

@@ -150,13 +150,19 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_an_encoding_lacks_has_a_plain_mark(encoding: str, files: dict[str, str]) -> None:
+def test_what_an_encoding_lacks_has_a_plain_mark(
+    encoding: str, files: dict[str, str], tmp_path: Path
+) -> None:
     _, shown = ended(["show", files["RUN"], "--full"], encoding)
     assert ("✗" if encoding == "utf-8" else "x") + " " in shown
     _, inspected = ended(["lora", "inspect", files["LORA"], "--verbose"], encoding)
     strength = {"utf-8": "Strength ‖ΔW‖"}.get(encoding, "Strength |dW|")
     assert strength in inspected
     assert ("\u732b" if encoding == "utf-8" else "\\u732b") in inspected
+    named = tmp_path / "named.json"
+    named.write_text(run_to_json(replace(TOLD, name="\u732b")), encoding="utf-8")
+    _, for_tracker = ended(["show", str(named), "--markdown"], encoding)
+    assert ("\u732b" if encoding == "utf-8" else "\\u732b") in for_tracker
 
 
 def test_commands_print_with_the_console_that_is_safe() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import Console, plain, print_json, say, table
+from sigmascope.cli.console import Console, plain, print_json, put, say, table
 from sigmascope.cli.options import AsJson, Full
 from sigmascope.errors import ConfigError, RecordError, SigmascopeError
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
@@ -469,7 +469,7 @@ def show(
         _open_in_browser(loaded, privacy)
     for surface in asked:
         if not surface.is_file:
-            typer.echo(surface.render(loaded, privacy), nl=False)
+            put(surface.render(loaded, privacy))
     if as_json:
         print_json([_as_dict(run) for run in loaded])
     for run in () if as_json or asked else loaded:

@@ -94,12 +94,20 @@ def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Tex
 
 def say(text: str, *, err: bool = False) -> None:
     """Print a line that names files, uncut, without control characters that a terminal would obey."""
-    typer.echo(printable(text), err=err)
+    put(f"{printable(text)}\n", err=err)
 
 
-def print_json(values: object) -> None:
+def print_json(values: object, *, indent: int | None = 2) -> None:
     """Print a report for programs, on stdout."""
-    typer.echo(json.dumps(values, indent=2))
+    put(f"{json.dumps(values, indent=indent)}\n")
+
+
+def put(text: str, *, err: bool = False) -> None:
+    """Write to the program's own streams, whose encodings `run` has made harmless; Click would replace some of them."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is not None:  # a program without a console has none
+        stream.write(text)
+        stream.flush()
 
 
 def title(what: str, name: object) -> Text:

@@ -457,7 +457,7 @@ def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> No
         )
     if as_json:
         facts = {"url": address.url, "host": address.host, "port": address.port, "token": address.token}
-        typer.echo(json.dumps({**facts, "model": served.base_name, "lora": served.lora_name}))
+        print_json({**facts, "model": served.base_name, "lora": served.lora_name}, indent=None)
         return
     what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
     say(f"Serving {what} at {address.url}")
