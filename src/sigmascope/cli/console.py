@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
 from rich import box
 from rich.console import Console as RichConsole
 from rich.console import ConsoleRenderable, Group, RenderableType, RenderHook

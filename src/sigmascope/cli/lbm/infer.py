@@ -1,6 +1,5 @@
 """`sigmascope lbm infer` and `lbm serve`: translate a picture, here or on a page in the browser."""
 
-import json
 import logging
 import os
 import threading
