@@ -1,6 +1,43 @@
-"""Start threads so that Ctrl-C leaves none behind that nobody knows of."""
+"""Threads of Sigmascope's own beside the host's: how they start, and what they must not touch.
+
+A host may be capturing a CUDA graph, during which a call of CUDA by any other thread is an error that ends the capture.
+So nothing of ours calls a device's driver off the thread that the host works in. `own_thread` makes every thread of a
+monitor with its hands off devices, and `hands_off` does the same for a part of another thread's work. What PyTorch's
+allocator and NVML count may be read everywhere.
+"""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_HERE = threading.local()
+
+
+def own_thread(name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
+    """Return a daemon thread, not started, that never calls a device's driver."""
+
+    def work() -> None:
+        with hands_off():
+            target(*arguments)
+
+    return threading.Thread(target=work, name=f"sigmascope-{name}", daemon=True)
+
+
+@contextmanager
+def hands_off() -> Iterator[None]:
+    """Call no device's driver on this thread meanwhile."""
+    before = has_hands_off()
+    _HERE.hands_off = True
+    try:
+        yield
+    finally:
+        _HERE.hands_off = before
+
+
+def has_hands_off() -> bool:
+    """Whether this thread must not call a device's driver now."""
+    return getattr(_HERE, "hands_off", False)
 
 
 def start_thread(thread: threading.Thread, stop: threading.Event) -> None:

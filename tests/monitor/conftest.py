@@ -32,12 +32,15 @@ class FakeEvent:
     def __init__(self, accelerator: "FakeAccelerator") -> None:
         self._accelerator = accelerator
         self.at_seconds: float | None = None
+        self.stream: int | None = None
 
     def record(self) -> bool:
-        self.at_seconds = self._accelerator.queued_seconds
+        self.stream = self._accelerator.stream
+        self.at_seconds = self._accelerator.queued_on[self.stream]
         return True
 
     def query(self) -> bool:
+        self._accelerator.queries.append(threading.get_ident())
         return self.at_seconds is not None and self.at_seconds <= self._accelerator.done_seconds
 
     def elapsed_seconds(self, end: "FakeEvent") -> float | None:
@@ -58,11 +61,23 @@ class FakeAccelerator:
         self._names = [f"cuda:{index}" for index in range(devices)]
         self.allocated = dict.fromkeys(self._names, 0)
         self.peaks = dict.fromkeys(self._names, 0)
-        self.queued_seconds = 0.0
+        self.stream = 0
+        self.queued_on = {0: 0.0, 7: 0.0}
+        self.queries: list[int] = []
+        self.resets = 0
         self.done_seconds = 0.0
         self.events_made = 0
         self.fails: str | None = None
         self.no_reset: str | None = None
+
+    @property
+    def queued_seconds(self) -> float:
+        """When the stream that work goes to now has done all that it was given."""
+        return self.queued_on[self.stream]
+
+    @queued_seconds.setter
+    def queued_seconds(self, seconds: float) -> None:
+        self.queued_on[self.stream] = seconds
 
     def allocate(self, nbytes: int, device: str = "cuda:0") -> None:
         self.allocated[device] += nbytes
@@ -101,6 +116,7 @@ class FakeAccelerator:
 
     def reset_peak(self, device: str) -> str | None:
         self._may_fail("reset_peak")
+        self.resets += 1
         if self.no_reset is not None:
             return self.no_reset
         self.peaks[device] = self.allocated[device]

@@ -334,3 +334,21 @@ def test_a_real_peak_that_no_reading_sees_is_in_the_record() -> None:
     assert spike.rss_bytes == outer.peak.rss_bytes
     assert (spike.rss_bytes or 0) > max(largest, resident) + 100 * MIB
     assert (after.rss_bytes or 0) < (spike.rss_bytes or 0) - 100 * MIB
+
+
+def test_the_host_s_own_running_peak_goes_on_while_steps_end_and_the_sampler_looks(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("denoising"):
+        begun = accelerator.resets
+        for _ in range(3):
+            with recorder.step():
+                pulse(accelerator, 7)
+            recorder.look()
+            pulse(accelerator, 9)
+            recorder.run()
+        assert (accelerator.resets, accelerator.peaks["cuda:0"]) == (begun, 9)
+    peak = recorder.run().stages[0].peak
+    assert peak is not None
+    assert peak.accelerators[0].allocated_bytes == 9

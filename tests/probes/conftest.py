@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.probes.comfyui_checkout import load_file, make_patcher
 
+from sigmascope.probes import nvml
+
 __all__ = ["load_file", "make_patcher"]  # fixtures
 
 MIB = 2**20
@@ -25,6 +27,7 @@ class FakeEvent:
         self.stream, self.at_ms = stream, self.gpu.clock_ms
 
     def query(self) -> bool:
+        self.gpu.asked("event")
         return self.at_ms is not None and self.gpu.done_ms >= self.at_ms
 
     def elapsed_time(self, end: "FakeEvent") -> float:
@@ -53,6 +56,7 @@ class FakeGpu:
     clock_ms: float = 0.0
     done_ms: float = 0.0
     calls: list[str] = field(default_factory=list)
+    driver_calls: list[str] = field(default_factory=list)
 
     def statistics(self, device: int) -> dict[str, Any]:
         self.calls.append(f"statistics {device}")
@@ -61,19 +65,29 @@ class FakeGpu:
             "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}},
         }
 
+    def asked(self, what: str) -> None:
+        """Note a call that the driver would answer."""
+        self.driver_calls.append(what)
+
+    def has_context(self, device: int) -> bool:
+        self.asked("context")
+        return device in self.contexts
+
     def mem_get_info(self, device: int) -> tuple[int, int]:
+        self.asked("memory")
         assert device in self.contexts, "this would create a context"
         return self.free_and_total
 
-    def stream(self, device: int) -> str:
+    def stream(self, device: int) -> SimpleNamespace:
         assert device in self.contexts, "recording there would create a context"
-        return f"stream of {device}"
+        return SimpleNamespace(stream_id=10 + device)
 
     def count_by_nvml(self) -> int:
         self.nvml_loads += 1
         return self.nvml_count
 
-    def needs_initialized(self, answer: Any) -> Any:
+    def needs_initialized(self, answer: Any, what: str = "device") -> Any:
+        self.asked(what)
         assert self.initialized, "this would initialise CUDA"
         return answer
 
@@ -101,5 +115,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.statistics)
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", fake.contexts.__contains__, raising=False)
+    monkeypatch.setattr(nvml, "_UUIDS", {})
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", fake.has_context, raising=False)
     return fake

@@ -21,7 +21,7 @@ from sigmascope.integrations.imports import ImportTimes
 from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.prompts import PromptPrivacy, privacy_of
 from sigmascope.records.run import KEEP_GENERATIONS, Run
-from sigmascope.threads import start_thread
+from sigmascope.threads import own_thread, start_thread
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -252,7 +252,7 @@ class PeriodicSaver:
         self._seconds = seconds
         self._before = before
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="sigmascope-keeper", daemon=True)
+        self._thread = own_thread("keeper", self._work)
 
     def start(self) -> None:
         """Start the thread. If the system gives none, nothing is saved before the end."""

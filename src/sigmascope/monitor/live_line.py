@@ -22,7 +22,7 @@ from sigmascope.monitor.guard import log_quietly
 from sigmascope.plain_text import in_encoding, printable
 from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
-from sigmascope.threads import start_thread
+from sigmascope.threads import own_thread, start_thread
 
 _log = logging.getLogger(__name__)
 _HZ: Final = 4.0
@@ -129,9 +129,7 @@ class LiveLine:
         with self._lock:
             if self._running is None or not self._running.is_alive():
                 self._stop, self._looks = threading.Event(), 0
-                self._running = threading.Thread(
-                    target=self._watch, args=(self._stop,), name="sigmascope-live", daemon=True
-                )
+                self._running = own_thread("live", self._watch, self._stop)
                 start_thread(self._running, self._stop)
             self._open.append(generation)
 

@@ -1,9 +1,9 @@
 """Peaks that nest: every open scope knows the highest memory seen while it was open.
 
 An accelerator's allocator keeps one running peak per device and process. A scope that resets it on entering
-erases what its outer scopes would have reported. So at every boundary (a scope opens or closes, a step ends,
-the sampler looks) the running peak is folded into all scopes that are open, and only then reset: each
-stretch of time between two boundaries counts for exactly the scopes that were open in it.
+erases what its outer scopes would have reported. So wherever a scope opens or closes, the running peak is folded into
+all scopes that are open, and only then reset: each stretch of time between two such boundaries counts for exactly the
+scopes that were open in it. Where a step ends or the sampler looks, it is read and goes on.
 
 The allocator's counters and the resident memory are the process's, so a scope is given everything that
 happened while it was open, by whichever thread or task. Two overlapping scopes both hold a peak that fell
@@ -151,7 +151,9 @@ class Highest:
 
 
 class DeviceReader:
-    """Reads and resets one accelerator's running peaks, and tells every listening tracker what was read.
+    """Reads and restarts one accelerator's running peaks, and tells every listening tracker what was read.
+
+    They are the host's too (`torch.cuda.max_memory_allocated`), so they are restarted only where a scope opens or closes.
 
     Where the accelerator keeps no running peak (MPS), what is in use at the boundaries stands in for it.
     The same holds for a device from the first time that its running peak cannot be reset: that peak still covers the
@@ -163,14 +165,21 @@ class DeviceReader:
         self.listeners: list[PeakTracker] = []
         self._not_reset: dict[str, str] = {}
 
-    def read(self, at_ns: int, devices: Sequence[str]) -> dict[str, AllocatorBytes]:
-        """Read these devices now, with LOCK held; each one's running peak starts anew."""
+    def read(self, at_ns: int, devices: Sequence[str], *, restart: bool = False) -> dict[str, AllocatorBytes]:
+        """Read these devices now, with LOCK held.
+
+        Args:
+            at_ns: Now.
+            devices: By name.
+            restart: Whether each one's running peak starts anew.
+        """
         readings = {}
         for device in devices:
             reading = self.accelerator.allocated_and_peak(device)
             not_reset = self._not_reset.get(device)
             if not_reset is None:
-                self._reset(device)  # if it fails, this reading is still right: the last reset was done
+                if restart:
+                    self._reset(device)  # if it fails, this reading is still right: the last reset was done
             else:
                 reading = reading._replace(peak_allocated=None, peak_reserved=None)
             readings[device] = reading
@@ -244,14 +253,14 @@ class PeakTracker:
     def look(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
         """Bring all open scopes up to date, between their boundaries; return what devices said."""
         with LOCK:
-            return self._boundary(memory, at_ns) if self._open else {}
+            return self._boundary(memory, at_ns, restart=False) if self._open else {}
 
-    def _boundary(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
+    def _boundary(self, memory: HostMemory, at_ns: int, *, restart: bool = True) -> dict[str, AllocatorBytes]:
         """Add what was seen since the last boundary to every open scope.
 
-        Reading a device resets its running peak, so a scope that opens now sees only its own.
+        Where one opens or closes, the devices' running peaks start anew: it sees only its own.
         """
-        readings = self._read_devices(at_ns, None)
+        readings = self._read_devices(at_ns, None, restart=restart)
         self.pending.see_host(memory, at_ns)
         self._see_largest(memory.largest_rss, at_ns)
         for scope in self._open:
@@ -269,13 +278,16 @@ class PeakTracker:
             if before != UNKNOWN:
                 self.pending.rss.see(nbytes, at_ns)
 
-    def _read_devices(self, at_ns: int, devices: Sequence[str] | None) -> dict[str, AllocatorBytes]:
+    def _read_devices(
+        self, at_ns: int, devices: Sequence[str] | None, *, restart: bool = False
+    ) -> dict[str, AllocatorBytes]:
         """Read these devices, or all (None); nothing once the accelerator has failed."""
         reader = self._reader
         if reader is None or not self._guard.works(ACCELERATOR_PEAK):
             return {}
         try:
-            return reader.read(at_ns, reader.accelerator.devices() if devices is None else devices)
+            names = reader.accelerator.devices() if devices is None else devices
+            return reader.read(at_ns, names, restart=restart)
         except Exception as failure:  # noqa: BLE001 - a probe's failure must not reach the host
             self._guard.switch_off(ACCELERATOR_PEAK, failure)
             return {}

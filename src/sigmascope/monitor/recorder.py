@@ -7,6 +7,7 @@ A watched program holds a `LiveStage`, a `Step` or `HookedSteps` in its hands. L
 be watched uses `stage` and `step`, which belong to whichever recorder is current in its context.
 """
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ from sigmascope.monitor.stacks import STACKS, StackSampler
 from sigmascope.probes import Accelerator, Reading, module_facts, tensor_facts
 from sigmascope.records.performance import HOST_STACKS
 from sigmascope.records.run import OUTPUT_HASHES, Finding, Folded, HostFacts, Run, Stage, stage_path
+from sigmascope.threads import hands_off
 
 UNSTAGED = "unstaged"
 """The stage that holds steps outside of all stages."""
@@ -173,7 +175,18 @@ class Recorder:
 
         `complete` is False too when an exception left the `with recorder:` block or, without that, the
         last stage.
+
+        While another thread works in a stage and this one does not, no device is asked: what is not known already is None.
         """
+        with hands_off() if self._works_elsewhere() else nullcontext():
+            return self._run_now()
+
+    def _works_elsewhere(self) -> bool:
+        """Whether only other threads than this one have stages open."""
+        threads = {scope.thread_id for scope in tuple(self._extent.open) if isinstance(scope, Scope)}
+        return bool(threads) and threading.get_ident() not in threads
+
+    def _run_now(self) -> Run:
         self._instruments.look()
         extent = self._extent
         started_ns, ended_ns = extent.edges(self._outside.columns)
@@ -185,6 +198,10 @@ class Recorder:
             seen = self._instruments.guard.read(STACKS, self._stacks.freeze)
         facts = run.facts if seen is None else {**run.facts, HOST_STACKS: seen}
         return replace(run, facts=facts, folded=folded)
+
+    def settle(self) -> None:
+        """Read what accelerators have finished by now of stages that are over. Waits for nothing."""
+        self._instruments.settle()
 
     def run_of(self, stage: "LiveStage") -> Run:
         """Return the run as if it were this stage alone: under the same id, from its beginning to its end."""

@@ -8,6 +8,7 @@ An event is recorded on the current stream at both edges of a step, which costs 
 microseconds. Events that have passed are read when the stage closes, later ones when the run is read.
 """
 
+import sys
 import threading
 import time
 from array import array
@@ -48,6 +49,7 @@ from sigmascope.records.run import (
     TensorFacts,
     stage_path,
 )
+from sigmascope.threads import has_hands_off
 from sigmascope.units import counted
 
 STILL_OPEN = "the stage was still open when the run was read"
@@ -58,6 +60,7 @@ NOT_FINISHED = "the accelerator had not been seen to finish when the run was rea
 NOT_MARKED = (
     "events are missing at its beginning or end, for example because the accelerator was not in use yet"
 )
+TWO_STREAMS = "it began and ended on two streams of the accelerator, which do not wait for each other"
 NOT_IN_USE = "the accelerator was not in use when the stage began"
 GENERATION: Final = "generation"
 WHOLE: Final = frozenset({*STAGES, GENERATION})
@@ -164,7 +167,7 @@ class Scope:
             finally:
                 instruments.sampled.close(self._samples)
                 instruments.stop_sampling(self)
-        instruments.resolve(self.columns.timings)
+        instruments.resolve_at_last(self.columns.timings)
         if error is not None:
             self.error = instruments.guard.describe(error)
             self.exception_details = instruments.guard.call(
@@ -366,13 +369,13 @@ class StepColumns:
         """Return the record, with `started` in seconds since the stage began."""
         with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
             figures = self.figures()
-            gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)
+            gpu_seconds = _gpu_seconds(self.timings, len(figures) // 4)
+            why = "" if self.timings is None else _why_untimed(self.timings, gpu_seconds)
         started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
         bytes_columns = {
             "rss_bytes": _none_where_unknown(rss),
             "allocated_bytes": _none_where_unknown(allocated),
         }
-        why = _why_untimed(gpu_seconds, unfinished)
         unavailable = {"gpu_seconds": why} if why else {}
         if gpu_seconds and None in gpu_seconds and "gpu_seconds" in reasons:
             unavailable["gpu_seconds"] = reasons["gpu_seconds"]
@@ -388,12 +391,10 @@ class StepColumns:
         )
 
 
-def _gpu_seconds(timings: "StepTimings | None", steps: int) -> tuple[tuple[float | None, ...], int]:
-    """The column (empty when nothing is known) and how many steps are not finished."""
-    if timings is None:
-        return (), 0
-    seconds = timings.of_first(steps)
-    return (seconds if any(value is not None for value in seconds) else ()), timings.unfinished
+def _gpu_seconds(timings: "StepTimings | None", steps: int) -> tuple[float | None, ...]:
+    """The column; empty when nothing is known."""
+    seconds = () if timings is None else timings.of_first(steps)
+    return seconds if any(value is not None for value in seconds) else ()
 
 
 def _none_where_unknown(column: Sequence[int]) -> tuple[int | None, ...]:
@@ -403,10 +404,11 @@ def _none_where_unknown(column: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(None if value == UNKNOWN else value for value in column)
 
 
-def _why_untimed(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
+def _why_untimed(timings: "StepTimings", gpu_seconds: tuple[float | None, ...]) -> str:
     """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
-    unmarked = max(0, gpu_seconds.count(None) - unfinished)
-    reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
+    unfinished, across = timings.unfinished, timings.across_streams
+    unmarked = max(0, gpu_seconds.count(None) - unfinished - across)
+    reasons = ((unfinished, NOT_FINISHED), (across, TWO_STREAMS), (unmarked, NOT_MARKED))
     return "; ".join(f"{counted(count, 'step')}: {reason}" for count, reason in reasons if count)
 
 
@@ -467,6 +469,17 @@ class Instruments:
             with peaks.LOCK:
                 self.guard.call("gpu_timing", timings.resolve)
 
+    def resolve_at_last(self, timings: "StepTimings | None") -> None:
+        """Read what the accelerator has finished by now, and the rest when a later stage ends."""
+        if timings is not None:
+            with peaks.LOCK:
+                self.guard.call("gpu_timing", lambda: self.stage_edges.wait_for(timings))
+
+    def settle(self) -> None:
+        """Read what the accelerator has finished by now of stages that are over."""
+        with peaks.LOCK:
+            self.guard.call("gpu_timing", self.stage_edges.look)
+
     def add_timing(self, timings: "StepTimings", row: int, start: "Mark | None", end: "Mark | None") -> None:
         """Take the marks of the step of this number, with LOCK held."""
         self.guard.call("gpu_timing", lambda: timings.add(row, start, end))
@@ -474,7 +487,8 @@ class Instruments:
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""
         snapshot = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
-        self._other_device = None if snapshot is None else other_device_in_use(snapshot)
+        if not has_hands_off():  # another thread has another current device
+            self._other_device = None if snapshot is None else other_device_in_use(snapshot)
         return snapshot
 
     def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
@@ -562,8 +576,8 @@ def facts_of_host(accelerator: Accelerator) -> HostFacts:
     if known is not None:
         return known[1]
     facts = host_facts(accelerator)
-    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
-    if all(device.name is not None for device in facts.accelerators):
+    # A device's facts may be hidden until the host initialises it, or from this thread; they are asked for again then.
+    if all(device.name is not None for device in facts.accelerators) and not has_hands_off():
         _host_facts.clear()
         _host_facts[id(accelerator)] = (accelerator, facts)
     return facts
@@ -596,7 +610,7 @@ class EventPool:
             event = self._new_event(device)
         if event is None or not event.record():
             return None
-        return Mark(device, event)
+        return Mark(device, event, event.stream, threading.get_ident())
 
     def give_back(self, mark: "Mark") -> None:
         """Take back an event that nobody will read again."""
@@ -604,21 +618,40 @@ class EventPool:
 
 
 class Mark(NamedTuple):
-    """An event that has been recorded on a device."""
+    """An event that has been recorded on a device: on which of its streams, and by which thread."""
 
     device: str
     event: AcceleratorEvent
+    stream: int | None
+    thread_id: int
+
+
+def may_ask_of(thread_id: int) -> bool:
+    """Whether this thread may ask for events that a thread recorded: it is the same, or that one is gone.
+
+    A call of CUDA would break a graph that the other one captures.
+    """
+    return not has_hands_off() and (
+        thread_id == threading.get_ident() or thread_id not in sys._current_frames()
+    )
 
 
 class StepTimings:
-    """Accelerator seconds of one stage's steps, by their numbers; None until the events have passed."""
+    """Accelerator seconds of one stage's steps, by their numbers; None until the events have passed.
 
-    __slots__ = ("_pending", "_pool", "seconds")
+    Attributes:
+        seconds: By the steps' numbers.
+        across_streams: How many stay None since their edges are on two streams, which pass them in any order.
+    """
+
+    __slots__ = ("_pending", "_pool", "across_streams", "seconds")
 
     def __init__(self, pool: EventPool) -> None:
         self._pool = pool
         self.seconds: list[float | None] = []
-        self._pending: deque[tuple[int, Mark, Mark]] = deque()
+        self.across_streams = 0
+        # By the thread that recorded their ends.
+        self._pending: dict[int, deque[tuple[int, Mark, Mark]]] = {}
 
     def add(self, row: int, start: Mark | None, end: Mark | None) -> None:
         """Take the marks at a step's edges; without both it stays None.
@@ -630,9 +663,13 @@ class StepTimings:
             end: At its end.
         """
         if start is not None and end is not None:
-            self._pending.append((row, start, end))
+            if start.stream == end.stream:
+                self._pending.setdefault(end.thread_id, deque()).append((row, start, end))
+            else:
+                self.across_streams += 1
+                self._give_back(start, end)
         self.seconds.extend([None] * (row + 1 - len(self.seconds)))
-        if len(self._pending) >= _RESOLVE_FROM:
+        if self.unfinished >= _RESOLVE_FROM:
             self.resolve()
 
     def of_first(self, steps: int) -> tuple[float | None, ...]:
@@ -641,24 +678,28 @@ class StepTimings:
         return (*known, *[None] * (steps - len(known)))
 
     def resolve(self) -> None:
-        """Read every step that the accelerator has finished; return at once at the first unfinished one."""
-        while self._pending:
-            row, start, end = self._pending[0]
-            if not end.event.query():
-                return
-            self._pending.popleft()
-            self.seconds[row] = start.event.elapsed_seconds(end.event)
-            self._pool.give_back(start)
-            self._pool.give_back(end)
+        """Read the steps that the accelerator has finished, of each thread up to its first that it has not.
+
+        Those that another thread recorded are left to it.
+        """
+        for thread_id, pending in tuple(self._pending.items()):
+            while pending and may_ask_of(thread_id) and pending[0][2].event.query():
+                row, start, end = pending.popleft()
+                self.seconds[row] = start.event.elapsed_seconds(end.event)
+                self._give_back(start, end)
+
+    def _give_back(self, *marks: Mark) -> None:
+        for mark in marks:
+            self._pool.give_back(mark)
 
     @property
     def unfinished(self) -> int:
         """How many steps the accelerator has not been seen to finish."""
-        return len(self._pending)
+        return sum(map(len, self._pending.values()))
 
 
 class StageEdges:
-    """The edges of stages that are over, in the order in which they ended. With `peaks.LOCK` held.
+    """The timings of stages that are over, by thread, in the order in which they ended. With `peaks.LOCK` held.
 
     Each stage that ends reads those before it, so that a long run holds no more events than the device has ahead of it.
     """
@@ -666,17 +707,33 @@ class StageEdges:
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: deque[StepTimings] = deque()
+        self._waiting: dict[int, deque[StepTimings]] = {}
 
     def add(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
         """Take the marks at a stage's edges, as the only entry of its timings."""
         timings.add(0, start, end)
-        self._waiting.append(timings)
-        while self._waiting:
-            self._waiting[0].resolve()
-            if self._waiting[0].unfinished:
-                return
-            self._waiting.popleft()
+        self.wait_for(timings)
+
+    def wait_for(self, timings: StepTimings) -> None:
+        """Read these once the accelerator has finished them."""
+        self._waiting.setdefault(threading.get_ident(), deque()).append(timings)
+        self.look()
+
+    def look(self) -> None:
+        """Read what the accelerator has finished by now, and this thread may ask for."""
+        for thread_id, waiting in tuple(self._waiting.items()):
+            if may_ask_of(thread_id):
+                _resolve_first(waiting)
+                if not waiting:
+                    del self._waiting[thread_id]
+
+
+def _resolve_first(waiting: deque[StepTimings]) -> None:
+    while waiting:
+        waiting[0].resolve()
+        if waiting[0].unfinished:
+            return
+        waiting.popleft()
 
 
 def stage_gpu_seconds(timings: StepTimings | None) -> tuple[float | None, str | None]:
@@ -689,4 +746,6 @@ def stage_gpu_seconds(timings: StepTimings | None) -> tuple[float | None, str | 
         return None, None
     if timings.unfinished:
         return None, NOT_FINISHED
+    if timings.across_streams:
+        return None, TWO_STREAMS
     return timings.seconds[0], NOT_IN_USE if timings.seconds[0] is None else None

@@ -30,6 +30,7 @@ from sigmascope.records.performance import (
     HostPlace,
     HostStacks,
 )
+from sigmascope.threads import own_thread
 
 STACKS: Final = "stacks"
 """The instrument's name, under which a failure is noted."""
@@ -119,9 +120,7 @@ class StackSampler:
         self._began_ns = self._last_ns = self._idle_since_ns = self._clock()
         self._ended_ns = None
         self._stop = threading.Event()
-        thread = self._thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self._stop), name="sigmascope-stacks", daemon=True
-        )
+        thread = self._thread = own_thread("stacks", _work, weakref.ref(self), self._stop)
         self._guard.call(STACKS, thread.start)
 
     def stop(self) -> None:

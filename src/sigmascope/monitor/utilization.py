@@ -27,7 +27,7 @@ from sigmascope.records.performance import (
     DeviceUtilization,
     Gauge,
 )
-from sigmascope.threads import start_thread
+from sigmascope.threads import own_thread, start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -390,7 +390,7 @@ class Sampler:
 
     def _start(self) -> None:
         stop = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(stop,), name="sigmascope-sampler", daemon=True)
+        thread = own_thread("sampler", self._watch, stop)
         start_thread(thread, stop)
         self._stop, self._running = stop, thread
 

@@ -18,8 +18,11 @@ from typing import Any, Final
 import torch
 
 from sigmascope.probes.reading import Reading, attempt, reasons
+from sigmascope.threads import has_hands_off
 
 _sessions: dict[int, ModuleType] = {}  # process id -> initialised library: a forked child needs its own
+_UUIDS: dict[int, str] = {}
+"""Of the CUDA devices that this process uses, by index."""
 MAX_HZ: Final = 5.0
 SHORTEST_PERIOD_SECONDS: Final = 1 / 6
 """NVML's utilisation is a mean over this long at least."""
@@ -125,10 +128,17 @@ def handle_of(nvml: Any, device: str) -> Any:
     index = int(device.partition(":")[2] or 0)
     initialized: Any = torch.cuda.is_initialized
     if initialized():
-        uuid = attempt(lambda: str(torch.cuda.get_device_properties(index).uuid)).value
+        if not has_hands_off():
+            attempt(lambda: identify(index))
+        uuid = _UUIDS.get(index)
         if uuid is not None:
             return _handle_by_whole_uuid(nvml, uuid.removeprefix("GPU-").removeprefix("MIG-"))
     return _handle_from_environment(nvml, index)
+
+
+def identify(index: int) -> None:
+    """Remember the UUID of a CUDA device that this process uses, for threads that may not ask CUDA."""
+    _UUIDS[index] = str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _handle_by_whole_uuid(nvml: Any, bare: str) -> Any:

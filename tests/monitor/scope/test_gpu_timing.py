@@ -3,6 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.scope import TWO_STREAMS
 from sigmascope.probes import AcceleratorEvent, NullAccelerator
 
 if TYPE_CHECKING:
@@ -158,3 +159,21 @@ def test_without_an_accelerator_a_stage_has_no_time_of_it() -> None:
         pass
     stage = recorder.run().stages[0]
     assert "device_seconds" not in {**stage.facts, **stage.unavailable}
+
+
+@pytest.mark.parametrize("ahead", [3.0, 0.0])
+def test_edges_on_two_streams_tell_no_time(
+    timed: Recorder, accelerator: "FakeAccelerator", ahead: float
+) -> None:
+    accelerator.queued_seconds = ahead
+    with timed.stage("denoising"):
+        launch(accelerator, timed, 0.5)
+        with timed.step():
+            accelerator.stream = 7  # which has nothing to do: its mark is passed at once
+    accelerator.done_seconds = 10.0
+    stage = timed.run().stages[0]
+    assert stage.steps.gpu_seconds == (0.5, None)
+    assert stage.steps.unavailable["gpu_seconds"] == f"1 step: {TWO_STREAMS}"
+    assert "device_seconds" not in stage.facts
+    assert stage.unavailable["device_seconds"] == TWO_STREAMS
+    assert accelerator.events_made == 5  # those of the second step came back at once

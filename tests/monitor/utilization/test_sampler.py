@@ -73,7 +73,7 @@ def test_ctrl_c_while_the_thread_begins_leaves_nothing_counted(monkeypatch: pyte
 def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     where: str, accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> NoReturn:
+    def interrupted(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
     recorder = Recorder(sample_hz=10.0, accelerator=accelerator)

@@ -7,8 +7,9 @@ import torch
 
 from sigmascope.probes import Accelerator, NvmlFacts, Reading
 from sigmascope.probes.accelerators import cuda
-from sigmascope.probes.accelerators.accelerator import consistent
+from sigmascope.probes.accelerators.accelerator import ELSEWHERE, consistent
 from sigmascope.probes.accelerators.cuda import CudaAccelerator
+from sigmascope.threads import hands_off
 
 MIB = 2**20
 
@@ -168,7 +169,7 @@ def test_an_event_is_recorded_on_the_stream_of_its_device(gpu: Any) -> None:
     gpu.contexts.add(1)
     event: Any = CudaAccelerator().new_event("cuda:1")
     event.record()
-    assert event._event.stream == "stream of 1"
+    assert (event._event.stream.stream_id, event.stream) == (11, 11)
 
 
 def test_an_event_that_was_never_recorded_is_not_passed(gpu: Any) -> None:
@@ -235,3 +236,45 @@ def test_without_nvml_and_driver_file_the_version_has_a_reason(
 ) -> None:
     monkeypatch.setattr(cuda, "_NVIDIA_VERSION_FILE", tmp_path / "missing")
     assert "FileNotFoundError" in CudaAccelerator().facts("cuda:0").unavailable["driver_version"]
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+def test_a_thread_with_its_hands_off_reads_what_pytorch_counts_and_calls_no_driver(
+    gpu: Any, backend: str
+) -> None:
+    accelerator = CudaAccelerator()
+    accelerator.devices(), accelerator.memory("cuda:0")  # as the host's thread does when a stage opens
+    start: Any = accelerator.new_event("cuda:0")
+    start.record()
+    accelerator.current_device()
+    gpu.driver_calls.clear()
+    gpu.backend, gpu.done_ms = backend, 1.0
+    with hands_off():
+        figures = accelerator.allocated_and_peak("cuda:0")
+        memory = accelerator.memory("cuda:0")
+        assert (accelerator.devices(), accelerator.current_device()) == (["cuda:0", "cuda:1"], "cuda:0")
+        assert (accelerator.new_event("cuda:0"), start.query()) == (None, False)
+        assert accelerator.facts("cuda:0").unavailable["compute_capability"] == ELSEWHERE
+        assert accelerator.allocated_and_peak("cuda:1") == (
+            None,
+            None,
+            None,
+            None,
+        )  # perhaps it is in use by now
+    assert gpu.driver_calls == []
+    if backend == "native":
+        assert figures == (100 * MIB, 200 * MIB, 150 * MIB, 300 * MIB)
+        assert memory.allocated_bytes == 100 * MIB
+    else:  # that allocator asks the driver for each figure
+        assert figures == (None, None, None, None)
+        assert memory.unavailable["allocated_bytes"] == ELSEWHERE
+    assert ELSEWHERE in memory.unavailable["free_bytes"]
+    assert start.query()
+
+
+def test_while_a_graph_is_captured_the_driver_is_not_asked_for_memory(gpu: Any) -> None:
+    gpu.capturing = True
+    memory = CudaAccelerator().memory("cuda:0")
+    assert memory.allocated_bytes == 100 * MIB
+    assert "captured" in memory.unavailable["free_bytes"]
+    assert "memory" not in gpu.driver_calls

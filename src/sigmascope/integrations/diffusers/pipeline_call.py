@@ -123,6 +123,7 @@ class CallObserver(Observer):
             seeds = seeds_of(arguments)
             if seeds:
                 stage.fact("seeds", seeds)
+            session.recorder.settle()
 
         return after
 

@@ -10,8 +10,11 @@ import torch
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts
+from sigmascope.threads import has_hands_off
 
 ONLY_NVIDIA: Final = "utilisation is read through NVML, which supports only NVIDIA devices"
+ELSEWHERE: Final = "the device is asked only by the thread that the program works in"
+CAPTURING: Final = "a graph is being captured"
 
 # Fields that are unavailable together.
 MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
@@ -33,7 +36,13 @@ UNKNOWN = AllocatorBytes(None, None, None, None)
 
 @runtime_checkable
 class AcceleratorEvent(Protocol):
-    """A mark on a device's stream of work. Nothing here waits for the device, and nothing raises."""
+    """A mark on a device's stream of work. Nothing here waits for the device, and nothing raises.
+
+    Attributes:
+        stream: Which of the device's streams it was recorded on; None: unknown.
+    """
+
+    stream: int | None
 
     def record(self) -> bool:
         """Set the mark after the work queued so far; False if it could not be set. May be repeated."""
@@ -52,8 +61,8 @@ class AcceleratorEvent(Protocol):
 class Accelerator(Protocol):
     """One kind of accelerator and all its devices, named as torch names them ("cuda:0").
 
-    No method raises, waits for the device, or initialises it: a monitor is a guest. What cannot be told has a
-    reason.
+    No method raises, waits for the device, or initialises it: a monitor is a guest. None calls the driver where
+    `sigmascope.threads.has_hands_off()`. What cannot be told has a reason.
     """
 
     @property
@@ -202,6 +211,9 @@ class CachingAccelerator:
         self._backend: Any = backend
         # Asked at each event, so without a detour; an older torch has no graphs on XPU.
         self._capturing: Callable[[], bool] = getattr(backend, "is_current_stream_capturing", lambda: False)
+        self._known_count: int | None = None
+        self._used: set[int] = set()
+        self._current: int | None = None
 
     def is_initialized(self) -> bool:
         """Whether the host has used the device in this process."""
@@ -223,15 +235,19 @@ class CachingAccelerator:
         """The device that work goes to by default: the first, until the host has chosen."""
         if not self.is_initialized():
             return f"{self.kind}:0" if self.device_count() else None
-        index = attempt(self._backend.current_device).value
-        return None if index is None else f"{self.kind}:{index}"
+        if not has_hands_off():  # each thread has its own
+            self._current = attempt(self._backend.current_device).value
+        return None if self._current is None else f"{self.kind}:{self._current}"
 
     def allocated_and_peak(self, device: str) -> AllocatorBytes:
         """The allocator's figures, read once; all 0 while the host has not used the device."""
         try:
-            if not (self._backend.is_initialized() and self._has_context(device_index(device))):
+            if not self._backend.is_initialized():
                 return NOTHING
-            return self._figures(device_index(device))
+            is_used = self._is_known_used(device_index(device))
+            if is_used is None:
+                return UNKNOWN
+            return self._figures(device_index(device)) if is_used else NOTHING
         except PROBE_ERRORS:
             return UNKNOWN
 
@@ -264,7 +280,7 @@ class CachingAccelerator:
     def reset_peak(self, device: str) -> str | None:
         """Start the allocator's peaks anew. The host's own `max_memory_allocated` starts anew with them."""
         try:
-            if self._backend.is_initialized() and self._has_context(device_index(device)):
+            if self._backend.is_initialized() and self._is_known_used(device_index(device)):
                 self._backend.reset_peak_memory_stats(device_index(device))
         except PROBE_ERRORS as error:
             return describe(error)
@@ -273,37 +289,56 @@ class CachingAccelerator:
     def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
         """A timing mark on the stream that the host works on; None before the host used the device."""
         device = self.current_device() if device is None else device
-        if device is None or not self._is_used(device):  # recording would create a context
+        if has_hands_off() or device is None or not self._is_used(device):  # recording would create a context
             return None
         index = device_index(device)
         event = attempt(lambda: self._backend.Event(enable_timing=True)).value
         if event is None:
             return None
-        return TimingEvent(event, lambda e: e.record(self._backend.current_stream(index)), self._capturing)
+        return TimingEvent(event, lambda: self._backend.current_stream(index), self._capturing)
 
     def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
         if not self.is_initialized():
             return Reading(None, f"{self.kind} is not initialised in this process")
-        if not self._has_context(device_index(device)):
+        if has_hands_off():
+            return Reading(None, ELSEWHERE)
+        if not self._is_used(device):
             return Reading(None, f"this process does not use {device}")
+        if attempt(self._capturing).value:
+            return Reading(None, CAPTURING)
         return attempt(lambda: _int_pair(self._backend.mem_get_info(device_index(device))))
 
     def _count(self) -> int | None:
         """Number of devices; negative or None when that is not known yet."""
-        count = self._backend.device_count if self.is_initialized() else self._count_without_initialising
-        return attempt(lambda: int(count())).value  # which a host may have made errors
+        if not has_hands_off():
+            count = self._backend.device_count if self.is_initialized() else self._count_without_initialising
+            self._known_count = attempt(lambda: int(count())).value  # which a host may have made errors
+        return self._known_count
 
     def _count_without_initialising(self) -> int:
         return int(self._backend.device_count())
 
     def _is_used(self, device: str) -> bool:
-        return self.is_initialized() and bool(attempt(lambda: self._has_context(device_index(device))).value)
+        used = attempt(lambda: self._is_known_used(device_index(device))).value
+        return self.is_initialized() and used is True
+
+    def _is_known_used(self, index: int) -> bool | None:
+        """Whether this process uses a device, which it never ceases to; None: only the driver could tell, off its thread."""
+        if index in self._used:
+            return True
+        if has_hands_off():
+            return None
+        if self._has_context(index):
+            self._used.add(index)
+        return index in self._used
 
     def _has_context(self, index: int) -> bool:
         """Whether asking the driver about this device would not create a context on it."""
         return True
 
     def _why_no_statistics(self, device: str) -> str:
+        if has_hands_off():
+            return ELSEWHERE
         reading = attempt(lambda: self._figures(device_index(device)))
         return reading.reason or "the allocator's figures contradict each other"
 
@@ -340,25 +375,23 @@ class TimingEvent:
     graph, and a query would end the capture with an error.
     """
 
-    __slots__ = ("_capturing", "_event", "_record", "_set")
+    __slots__ = ("_capturing", "_current_stream", "_event", "_set", "stream")
 
-    def __init__(
-        self,
-        event: Any,
-        record: Callable[[Any], None],
-        capturing: Callable[[], bool],
-    ) -> None:
+    def __init__(self, event: Any, current_stream: Callable[[], Any], capturing: Callable[[], bool]) -> None:
         self._event = event
-        self._record = record
+        self._current_stream = current_stream
         self._capturing = capturing
         self._set = False
+        self.stream: int | None = None
 
     def record(self) -> bool:
         """Set the mark after the work queued so far; False if it could not be set."""
         try:
             self._set = not self._capturing()
             if self._set:
-                self._record(self._event)
+                stream = self._current_stream()
+                self._event.record(stream)
+                self.stream = stream.stream_id
         except PROBE_ERRORS:
             self._set = False
         return self._set
@@ -366,7 +399,7 @@ class TimingEvent:
     def query(self) -> bool:
         """Whether the device has passed the mark. Does not wait."""
         try:
-            return self._set and not self._capturing() and bool(self._event.query())
+            return self._set and not has_hands_off() and not self._capturing() and bool(self._event.query())
         except PROBE_ERRORS:
             return False
 

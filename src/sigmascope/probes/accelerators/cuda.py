@@ -7,10 +7,18 @@ from typing import Any, Final
 
 import torch
 
-from sigmascope.probes.accelerators.accelerator import CachingAccelerator, device_index
-from sigmascope.probes.nvml import nvml_memory, read_nvml
+from sigmascope.probes.accelerators.accelerator import (
+    ELSEWHERE,
+    UNKNOWN,
+    AllocatorBytes,
+    CachingAccelerator,
+    device_index,
+    is_capturing,
+)
+from sigmascope.probes.nvml import identify, nvml_memory, read_nvml
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.run import AcceleratorFacts
+from sigmascope.threads import has_hands_off
 
 _NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
 _AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
@@ -31,11 +39,12 @@ class CudaAccelerator(CachingAccelerator):
         nvml = read_nvml(device)
         driver = _driver_version(nvml.driver_version)
         unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
-        if not self.is_initialized():
-            unavailable["compute_capability"] = "CUDA is not initialised in this process"
+        if has_hands_off() or not self.is_initialized():
+            why = ELSEWHERE if self.is_initialized() else "CUDA is not initialised in this process"
+            unavailable["compute_capability"] = why
             for name in ("name", "total_bytes"):
                 if name in nvml.unavailable:
-                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
+                    unavailable[name] = f"{why}; NVML: {nvml.unavailable[name]}"
             return AcceleratorFacts(
                 device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
             )
@@ -73,14 +82,24 @@ class CudaAccelerator(CachingAccelerator):
         return -1 if count is None else count
 
     def _has_context(self, index: int) -> bool:
-        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-        return True if has_context is None else bool(has_context(index))
+        ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        has_context = True if ask is None else bool(ask(index))
+        if has_context and not is_capturing(self.kind):
+            attempt(lambda: identify(index))
+        return has_context
+
+    def _figures(self, index: int) -> AllocatorBytes:
+        # PyTorch counts what its own allocator does; of the driver's it asks the driver.
+        return UNKNOWN if has_hands_off() and _is_driver_s_allocator() else super()._figures(index)
 
     def _why_no_statistics(self, device: str) -> str:
-        backend = attempt(torch.cuda.get_allocator_backend).value
-        if backend == "cudaMallocAsync":
+        if _is_driver_s_allocator() and not has_hands_off():
             return "the cudaMallocAsync allocator does not report it"
         return super()._why_no_statistics(device)
+
+
+def _is_driver_s_allocator() -> bool:
+    return attempt(torch.cuda.get_allocator_backend).value == "cudaMallocAsync"
 
 
 def _driver_version(from_nvml: str | None) -> Reading[str]:

@@ -1,14 +1,20 @@
 """Metal, the one device of a Mac."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import torch
 
-from sigmascope.probes.accelerators.accelerator import ONLY_NVIDIA, AcceleratorEvent, AllocatorBytes
-from sigmascope.probes.reading import Reading, attempt, reasons
+from sigmascope.probes.accelerators.accelerator import (
+    ELSEWHERE,
+    ONLY_NVIDIA,
+    AcceleratorEvent,
+    AllocatorBytes,
+)
+from sigmascope.probes.reading import Reading, T, attempt, reasons
 from sigmascope.records.memory import AcceleratorMemory
 from sigmascope.records.run import AcceleratorFacts
+from sigmascope.threads import has_hands_off
 
 _NO_MPS_PEAK = "PyTorch records no peak for MPS; sample the current use"
 _MPS_SHARES_RAM = "MPS shares the machine's RAM and has no separate figure"
@@ -44,7 +50,7 @@ class MpsAccelerator:
     def memory(self, device: str) -> AcceleratorMemory:
         """Allocated, reserved, and as total the working set that Metal recommends at most."""
         readings = _mps_bytes()
-        readings["total_bytes"] = attempt(lambda: int(torch.mps.recommended_max_memory()))
+        readings["total_bytes"] = _largest_working_set()
         return AcceleratorMemory(
             device,
             readings["allocated_bytes"].value,
@@ -75,8 +81,8 @@ class MpsAccelerator:
     def facts(self, device: str) -> AcceleratorFacts:
         """Name (from torch where it has one) and memory; the driver is part of macOS."""
         readings: dict[str, Reading[Any]] = {
-            "name": attempt(lambda: str(torch.backends.mps.get_name())),
-            "total_bytes": attempt(lambda: int(torch.mps.recommended_max_memory())),
+            "name": _from_metal(lambda: str(torch.backends.mps.get_name())),
+            "total_bytes": _largest_working_set(),
             "driver_version": Reading(None, "the driver is part of macOS"),
             "compute_capability": Reading(None, "Apple devices have no compute capability"),
         }
@@ -86,9 +92,17 @@ class MpsAccelerator:
 
 def _mps_bytes() -> dict[str, Reading[int]]:
     return {
-        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),
-        "reserved_bytes": attempt(lambda: int(torch.mps.driver_allocated_memory())),
+        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),  # PyTorch's own count
+        "reserved_bytes": _from_metal(lambda: int(torch.mps.driver_allocated_memory())),
     }
+
+
+def _largest_working_set() -> Reading[int]:
+    return _from_metal(lambda: int(torch.mps.recommended_max_memory()))
+
+
+def _from_metal(read: Callable[[], T]) -> Reading[T]:
+    return Reading(None, ELSEWHERE) if has_hands_off() else attempt(read)
 
 
 ACCELERATOR: Final = MpsAccelerator

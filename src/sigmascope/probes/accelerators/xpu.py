@@ -4,9 +4,15 @@ from typing import Any, Final
 
 import torch
 
-from sigmascope.probes.accelerators.accelerator import CachingAccelerator, NullAccelerator, device_index
+from sigmascope.probes.accelerators.accelerator import (
+    ELSEWHERE,
+    CachingAccelerator,
+    NullAccelerator,
+    device_index,
+)
 from sigmascope.probes.reading import Reading, attempt, reasons
 from sigmascope.records.run import AcceleratorFacts
+from sigmascope.threads import has_hands_off
 
 
 class XpuAccelerator(CachingAccelerator):
@@ -19,6 +25,8 @@ class XpuAccelerator(CachingAccelerator):
         """Name, memory and driver; nothing before the host has initialised the device."""
         if not self.is_initialized():
             return NullAccelerator("xpu is not initialised in this process").facts(device)
+        if has_hands_off():
+            return NullAccelerator(ELSEWHERE).facts(device)
         found: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
         properties = found.value
         if properties is None:

@@ -29,6 +29,7 @@ class Event:
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu = gpu
         self._at_ns: int | None = None
+        self.stream: int | None = None
 
     def record(self) -> bool:
         """Set it behind all that is queued."""
