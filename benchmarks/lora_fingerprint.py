@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sigmascope.probes.tensors import fingerprints, samples
+from sigmascope.probes.fingerprints import fingerprints, samples
 
 SHAPES = [
     (1280, 1280),

@@ -6,7 +6,7 @@ not if it is so large that holding it would be felt. PyTorch counts what is writ
 to meanwhile has no hash. What NumPy writes to the same memory is not counted.
 
 From a CUDA device the bytes are copied while the host goes on, and hashed once they are there (`Arrivals`): at the end of
-a later call, or of the watch.
+a later call, or of the watch. So is what a recipe tells of weights.
 """
 
 import time
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.probes.accelerators import is_capturing
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt
-from sigmascope.probes.tensors import fingerprint, why_unreadable
+from sigmascope.probes.accelerators import CAPTURED, is_capturing
+from sigmascope.probes.copies import HostCopy, copy_to_host
+from sigmascope.probes.fingerprints import fingerprint
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.tensors import why_unreadable
 from sigmascope.units import MIB, format_size
 
 AT_ONCE_BYTES: Final = 16 * MIB
@@ -39,31 +40,13 @@ FAILED: Final = "the call did not return"
 OUTSIDE: Final = (
     "it is on an accelerator and was made outside a pipeline's call, where there is no moment to wait for it"
 )
-CAPTURED: Final = "a graph was being captured"
 ON_ITS_WAY: Final = "its bytes were still on their way from the accelerator"
-
-HasArrived = Callable[[], bool]
-Copier = Callable[[Tensor], tuple[Tensor, HasArrived]]
-"""Gives a copy on the CPU, and what tells whether it is complete."""
 
 
 def output_hash(tensor: Tensor) -> Reading[str]:
     """Sixteen hexadecimal digits for the bytes of a tensor in row-major order; what is on an accelerator is waited for."""
     reading = fingerprint(tensor)
     return Reading(None if reading.value is None else f"{reading.value.digest:016x}", reading.reason)
-
-
-def copy_to_host(tensor: Tensor) -> tuple[Tensor, HasArrived]:
-    """Copy what is on an accelerator; from a CUDA device without waiting."""
-    if tensor.device.type != "cuda":
-        return tensor.detach().cpu(), lambda: True
-    stream = torch.cuda.current_stream(tensor.device)
-    # Into pinned memory, which PyTorch keeps to use again.
-    copy = tensor.detach().to("cpu", non_blocking=True)
-    tensor.record_stream(stream)  # it may have been made on another, and be freed at once
-    passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    passed.record(stream)
-    return copy, passed.query
 
 
 @dataclass(slots=True, eq=False)
@@ -133,11 +116,11 @@ class HeldOutputs:
 
 
 class Arrivals:
-    """Copies of outputs that are on their way from an accelerator."""
+    """What is on its way from an accelerator, and what to do once it is there."""
 
-    def __init__(self, copy: Copier = copy_to_host) -> None:
+    def __init__(self, copy: Callable[[Tensor], HostCopy] = copy_to_host) -> None:
         self._copy = copy
-        self._waiting: list[tuple[LiveStage, str, Tensor, HasArrived]] = []
+        self._waiting: list[tuple[Callable[[], bool], Callable[[], object]]] = []
 
     def send(self, stage: LiveStage, name: str, tensor: Tensor) -> None:
         """Begin to copy an output, without keeping the output alive."""
@@ -145,34 +128,36 @@ class Arrivals:
             stage.output_hash(name, Reading(None, CAPTURED))
             return
         copied = attempt(lambda: self._copy(tensor))
-        if copied.value is None:
+        copy = copied.value
+        if copy is None:
             stage.output_hash(name, Reading(None, copied.reason))
             return
         stage.output_hash(name, Reading(None, ON_ITS_WAY))
-        self._waiting.append((stage, name, *copied.value))
+        self.expect(copy.has_arrived, lambda: stage.output_hash(name, output_hash(copy.tensor)))
+
+    def expect(self, has_arrived: Callable[[], bool], then: Callable[[], object]) -> None:
+        """Do something once something has arrived, perhaps at once."""
+        self._waiting.append((has_arrived, then))
         self.look()
 
     def look(self) -> None:
-        """Hash those copies that are complete. Waits for nothing."""
+        """Take in what has arrived. Waits for nothing."""
         waiting, self._waiting = self._waiting, []
-        for stage, name, copy, has_arrived in waiting:
-            if _is_true(has_arrived):
-                stage.output_hash(name, output_hash(copy))
-            else:
-                self._waiting.append((stage, name, copy, has_arrived))
+        try:
+            while waiting:
+                has_arrived, then = waiting.pop(0)
+                if has_arrived():
+                    then()
+                else:
+                    self._waiting.append((has_arrived, then))
+        finally:  # what fails takes nothing else with it
+            self._waiting += waiting
 
     def wait(self, seconds: float = _LONGEST_WAIT_SECONDS) -> None:
-        """Wait for copies that are still on their way, but not for long, and forget those that do not come."""
+        """Wait for what is still on its way, but not for long, and forget what does not come."""
         end = time.monotonic() + seconds
         self.look()
         while self._waiting and time.monotonic() < end:
             time.sleep(_LOOK_EVERY)
             self.look()
         self._waiting.clear()
-
-
-def _is_true(has_arrived: HasArrived) -> bool:
-    try:
-        return has_arrived()
-    except PROBE_ERRORS:  # a device that failed meanwhile
-        return False

@@ -546,13 +546,14 @@ class LiveStage:
         scope = self._scope
         known = scope.facts.get(OUTPUT_HASHES)
         scope.facts[OUTPUT_HASHES] = {**(known if isinstance(known, dict) else {}), name: reading.value}
-        scope.unavailable.pop(f"{OUTPUT_HASHES}.{name}", None)
-        if reading.value is None:
-            self.missing(f"{OUTPUT_HASHES}.{name}", reading.reason)
+        self.missing(f"{OUTPUT_HASHES}.{name}", reading.reason, unless=reading.value is not None)
 
-    def missing(self, name: str, reason: str | None) -> None:
-        """Record why something about the stage is not known."""
-        self._scope.unavailable[name] = reason or "unknown"
+    def missing(self, name: str, reason: str | None, *, unless: bool = False) -> None:
+        """Record why something about the stage is not known; or, `unless` that is no longer so, take it back."""
+        if unless:
+            self._scope.unavailable.pop(name, None)
+        else:
+            self._scope.unavailable[name] = reason or "unknown"
 
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.

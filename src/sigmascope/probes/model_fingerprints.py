@@ -1,21 +1,25 @@
 """Which weights a model has, and which an adapter: one short text each, made once and kept for as long as they stay.
 
-A model's fingerprint is the hash of some elements of each of its weights (`probes.tensors.samples`), with their names,
+A model's fingerprint is the hash of some elements of each of its weights (`probes.fingerprints.samples`), with their names,
 shapes and types: a fine-tuning changes nearly all elements of the layers that it trains, a few of which are among them.
 It can miss a change to single elements. A model's fingerprint leaves out adapters, which have their own.
 
 Both are kept as long as nobody replaces a weight, writes to it, or merges an adapter: PyTorch counts what is written to
 a tensor. It does not count writes to `weight.data`, so only another process sees such a change. Reading weights on an
-accelerator waits for it, so take fingerprints after a call.
+accelerator waits for it; what begins with `begin_` does not, and gives what has been read once its bytes are there.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final
 
 import xxhash
 from torch import Tensor, nn
 
+from sigmascope.probes.accelerators import CAPTURED, is_capturing
+from sigmascope.probes.copies import Pending, T
+from sigmascope.probes.fingerprints import Fingerprint, begin_fingerprints, begin_samples, fingerprints
 from sigmascope.probes.models import (
     GROUP_OFFLOADING,
     modules_in,
@@ -26,7 +30,7 @@ from sigmascope.probes.models import (
 )
 from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
-from sigmascope.probes.tensors import fingerprints, samples, why_unreadable
+from sigmascope.probes.tensors import why_unreadable
 
 _ELEMENTS_OF_EACH_WEIGHT: Final = 64
 """Elements of each weight: of weights that lie in a file still unread, as many pages are read."""
@@ -34,7 +38,8 @@ _MERGED: Final = "merged_adapters"
 ON_DISK: Final = "its weights lie on a disk between its calls"
 NO_WEIGHTS: Final = "it has no weights"
 
-_Kept = dict[str, tuple[int, Reading[str]]]
+
+_Kept = dict[str, tuple[int, Pending[Reading[str]]]]
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 """What was read of each model, with the state of its weights then: under "" of itself, else of an adapter."""
 
@@ -48,15 +53,30 @@ def model_fingerprint(model: object) -> Reading[str]:
     Args:
         model: A module, or what wraps one.
     """
+    return begin_model_fingerprint(model).result()
+
+
+def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
+    """The same without waiting for an accelerator, whose weights may change from now on."""
     module = attempt(lambda: unwrap(model)).value
     if module is None:
-        return Reading(None, NO_WEIGHTS)
+        return known(Reading(None, NO_WEIGHTS))
     return _kept(module, "", lambda: _of_model(module))
 
 
 def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
     """The same for all tensors of an adapter that PEFT put on a model, with their ranks and alphas."""
+    return begin_adapter_fingerprint(model, adapter).result()
+
+
+def begin_adapter_fingerprint(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
+    """The same without waiting for an accelerator, whose tensors may change from now on."""
     return _kept(model, adapter, lambda: _of_adapter(model, adapter))
+
+
+def known(reading: Reading[str]) -> Pending[Reading[str]]:
+    """What is known already, as what is still being read."""
+    return Pending(lambda: reading)
 
 
 def combined_fingerprint(tensors: Mapping[str, Tensor], more: object = ()) -> str:
@@ -69,7 +89,25 @@ def combined_fingerprint(tensors: Mapping[str, Tensor], more: object = ()) -> st
     Raises:
         ValueError: One cannot be read; the message says which and why.
     """
-    readings = fingerprints(tensors)
+    return _combined(fingerprints(tensors), more)
+
+
+def begin_combined_fingerprint(tensors: Mapping[str, Tensor], more: object = ()) -> Pending[Reading[str]]:
+    """The same without waiting for an accelerator, or why it cannot be read. Never raises."""
+    begun = attempt(lambda: _begin(begin_fingerprints, tensors))
+    if begun.value is None:
+        return known(Reading(None, begun.reason))
+    return begun.value.then(lambda readings: attempt(lambda: _combined(readings, more)))
+
+
+def _begin(read: Callable[[Mapping[str, Tensor]], Pending[T]], tensors: Mapping[str, Tensor]) -> Pending[T]:
+    """Begin to read tensors, unless that would become part of a graph."""
+    if any(is_capturing(kind) for kind in {tensor.device.type for tensor in tensors.values()} - {"cpu"}):
+        raise LookupError(CAPTURED)
+    return read(tensors)
+
+
+def _combined(readings: Mapping[str, Reading[Fingerprint]], more: object) -> str:
     for name, reading in readings.items():
         if reading.value is None:
             raise ValueError(f"{name}: {reading.reason}")
@@ -77,17 +115,24 @@ def combined_fingerprint(tensors: Mapping[str, Tensor], more: object = ()) -> st
     return xxhash.xxh3_64_hexdigest("".join([*lines, repr(more)]).encode())
 
 
-def _kept(module: nn.Module, which: str, read: Callable[[], str]) -> Reading[str]:
+def _kept(module: nn.Module, which: str, begin: Callable[[], Pending[Reading[str]]]) -> Pending[Reading[str]]:
     state = attempt(lambda: _state_of(module))
     if state.value is None:
-        return Reading(None, state.reason)
-    known = _KEPT.setdefault(module, {})
-    if which not in known or known[which][0] != state.value:
-        reading = attempt(read)
-        if reading.value is None:  # another time they may be there
-            return reading
-        known[which] = state.value, reading
-    return known[which][1]
+        return known(Reading(None, state.reason))
+    kept = _KEPT.setdefault(module, {})
+    if which in kept and kept[which][0] == state.value:
+        return kept[which][1]
+    begun = attempt(begin)
+    if begun.value is None:
+        return known(Reading(None, begun.reason))
+
+    def keep(reading: Reading[str]) -> Reading[str]:
+        if reading.value is None and kept.get(which) == mine:  # another time they may be there
+            del kept[which]
+        return reading
+
+    mine = kept[which] = state.value, begun.value.then(keep)
+    return mine[1]
 
 
 def _state_of(module: nn.Module) -> int:
@@ -116,7 +161,7 @@ def _version(tensor: Tensor) -> int:
         return -1
 
 
-def _of_model(module: nn.Module) -> str:
+def _of_model(module: nn.Module) -> Pending[Reading[str]]:
     if lies_on_disk(module):
         raise LookupError(ON_DISK)
     weights = dict(base_weights(module))
@@ -126,7 +171,10 @@ def _of_model(module: nn.Module) -> str:
     if lacking:
         raise LookupError(f"of {len(lacking)} of {len(weights)} weights: {lacking[0]}")
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in weights.items())
-    return combined_fingerprint(samples(weights, size=_ELEMENTS_OF_EACH_WEIGHT, floating_only=False), shapes)
+    taking = partial(begin_samples, size=_ELEMENTS_OF_EACH_WEIGHT, floating_only=False)
+    return _begin(taking, weights).then(
+        lambda sampled: attempt(lambda: combined_fingerprint(sampled, shapes))
+    )
 
 
 def lies_on_disk(module: nn.Module) -> bool:
@@ -139,7 +187,7 @@ def lies_on_disk(module: nn.Module) -> bool:
     return False
 
 
-def _of_adapter(model: nn.Module, adapter: str) -> str:
+def _of_adapter(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
     tensors: dict[str, Tensor] = {}
     numbers = []
     for path, layer in named_modules_in(model):
@@ -148,7 +196,7 @@ def _of_adapter(model: nn.Module, adapter: str) -> str:
             numbers.append([number_for(layer, name, adapter) for name in ("r", "lora_alpha")])
     if not tensors:
         raise LookupError("none of its tensors is where PEFT keeps them")
-    return combined_fingerprint(tensors, numbers)
+    return begin_combined_fingerprint(tensors, numbers)
 
 
 def _tensors_of(layer: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:

@@ -42,8 +42,8 @@ from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
+from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.probes.tensors import Fingerprint, fingerprints, positions
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.baseline import most_common

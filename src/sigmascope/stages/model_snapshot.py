@@ -24,10 +24,10 @@ from sigmascope.probes.comfyui_patcher import (
     read_patches,
     weights_of,
 )
+from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
-from sigmascope.probes.tensors import Fingerprint, fingerprints, samples
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
 

@@ -18,8 +18,9 @@ from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
 from sigmascope.lora.linalg import blocked_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.probes.tensors import fingerprint, fingerprints, place_of, samples
+from sigmascope.probes.tensors import place_of
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,

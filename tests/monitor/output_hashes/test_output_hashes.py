@@ -1,7 +1,6 @@
 """Outputs are told apart by their bytes, held no longer than the call lasts, and nothing waits for an accelerator."""
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from torch import Tensor
 from sigmascope.monitor import output_hashes
 from sigmascope.monitor.output_hashes import Arrivals, HeldOutputs, output_hash
 from sigmascope.monitor.recorder import LiveStage, Recorder
+from sigmascope.probes.accelerators import CAPTURED
+from sigmascope.probes.copies import HostCopy
 from sigmascope.records.run import OUTPUT_HASHES
 
 
@@ -34,9 +35,9 @@ class Courier:
         self.there = False
         self.sent = 0
 
-    def __call__(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    def __call__(self, tensor: Tensor) -> HostCopy:
         self.sent += 1
-        return tensor.as_subclass(Tensor).clone(), lambda: self.there
+        return HostCopy(tensor.as_subclass(Tensor).clone(), lambda: self.there)
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_nobody_waits_long_for_a_copy_that_does_not_come(stage: LiveStage) -> No
 
 
 def test_a_device_that_fails_leaves_a_reason(stage: LiveStage) -> None:
-    def broken(_: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    def broken(_: Tensor) -> HostCopy:
         raise RuntimeError("device lost")
 
     held = HeldOutputs(in_call=True)
@@ -162,7 +163,7 @@ def test_a_copy_that_fails_on_its_way_is_never_there(stage: LiveStage) -> None:
     def failing() -> bool:
         raise RuntimeError("an illegal memory access was encountered")
 
-    held, arrivals = HeldOutputs(in_call=True), Arrivals(lambda tensor: (tensor, failing))
+    held, arrivals = HeldOutputs(in_call=True), Arrivals(lambda tensor: HostCopy(tensor, failing))
     held.take(stage, "latent", on_device(1.0))
     held.settle(arrivals)
     arrivals.wait(seconds=0.0)
@@ -177,7 +178,7 @@ def test_nothing_is_copied_while_a_graph_is_captured(
     courier, held = Courier(), HeldOutputs(in_call=True)
     held.take(stage, "latent", on_device(1.0))
     held.settle(Arrivals(courier))
-    assert (courier.sent, reason(stage)) == (0, output_hashes.CAPTURED)
+    assert (courier.sent, reason(stage)) == (0, CAPTURED)
 
 
 def test_outside_of_a_call_an_accelerator_is_left_alone(stage: LiveStage) -> None:

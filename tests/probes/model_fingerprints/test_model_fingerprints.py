@@ -10,8 +10,8 @@ from tests.families.changes import offload_to_disk, with_lora, with_tuned_encode
 from tests.families.pipelines import generate, make_pipeline
 from torch import Tensor, nn
 
-from sigmascope.probes import model_fingerprints
-from sigmascope.probes import tensors as tensors_probe
+from sigmascope.probes import fingerprints, model_fingerprints
+from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import adapter_fingerprint, model_fingerprint
 
 
@@ -24,13 +24,13 @@ def small() -> nn.Sequential:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights were read, each time that a model was."""
     seen: list[int] = []
-    original = tensors_probe.samples
+    original = fingerprints.begin_samples
 
-    def samples(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    def begin_samples(tensors: dict[str, Tensor], **options: Any) -> Pending[dict[str, Tensor]]:
         seen.append(len(tensors))
         return original(tensors, **options)
 
-    monkeypatch.setattr(model_fingerprints, "samples", samples)
+    monkeypatch.setattr(model_fingerprints, "begin_samples", begin_samples)
     return seen
 
 

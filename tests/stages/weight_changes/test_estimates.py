@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sigmascope.lora.effect import effect_of
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.tensors import samples
+from sigmascope.probes.fingerprints import samples
 from sigmascope.stages.weight_changes import rounding, sampled_effect, with_unmerged_norm
 
 

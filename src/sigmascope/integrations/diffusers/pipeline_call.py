@@ -7,10 +7,10 @@ schedule is set, and when the scheduler has made a step. When a denoising is ove
 `end_complete_denoising` and `is_final_decode` find out.
 """
 
-import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -25,7 +25,7 @@ from sigmascope.integrations.diffusers.arguments import (
 )
 from sigmascope.integrations.diffusers.denoising import Denoising
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
-from sigmascope.integrations.diffusers.recipe import loras_of, models_of
+from sigmascope.integrations.diffusers.recipe import Content, loras_of, models_of
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
     Observer,
@@ -38,8 +38,9 @@ from sigmascope.integrations.diffusers.watch_session import (
     pipelines_in,
 )
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
-from sigmascope.monitor.output_hashes import FAILED
+from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
 
@@ -173,17 +174,21 @@ class CallObserver(Observer):
         others = read("watch.recipe", lambda: other_arguments(arguments))
         loras = read("watch.recipe", lambda: loras_of(pipeline, why_not))
         models = read("watch.recipe", lambda: models_of(pipeline, why_not))
-        fingerprints = {name: reading.value for name, reading in (models or {}).items()}
-        recipe = {
-            "arguments": others,
-            "models": fingerprints,
-            "loras": loras,
-            "threads": torch.get_num_threads(),
-        }
-        stage.fact(RECIPE, recipe | ({"generator_states": states} if states else {}))
-        for name, reading in (models or {}).items():
-            if reading.value is None:
-                stage.missing(f"{RECIPE}.models.{name}", reading.reason)
+        recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
+        recipe |= {"generator_states": states} if states else {}
+        contents = [*(models or {}).values(), *(lora["content"] for lora in (loras or {}).values())]
+
+        def tell() -> None:
+            readings = {name: _now(content) for name, content in (models or {}).items()}
+            fingerprints = {name: reading.value for name, reading in readings.items()}
+            known = {name: lora | _content(_now(lora["content"])) for name, lora in (loras or {}).items()}
+            stage.fact(RECIPE, {**recipe, "models": fingerprints, "loras": None if loras is None else known})
+            for name, reading in readings.items():
+                stage.missing(f"{RECIPE}.models.{name}", reading.reason, unless=reading.value is not None)
+
+        tell()
+        if not _have_arrived(contents):
+            self.session.arrivals.expect(partial(_have_arrived, contents), lambda: read("watch.recipe", tell))
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
         kept = stored_prompts(prompts, self.session.options.prompts)
@@ -195,6 +200,19 @@ class CallObserver(Observer):
                     for name, prompt in kept.items()
                 },
             )
+
+
+def _have_arrived(contents: Sequence[Content]) -> bool:
+    return all(content.has_arrived() for content in contents)
+
+
+def _now(content: Content) -> Reading[str]:
+    return content.result() if content.has_arrived() else Reading(None, ON_ITS_WAY)
+
+
+def _content(reading: Reading[str]) -> dict[str, str | None]:
+    """The hash of a LoRA's tensors, and where there is none the reason."""
+    return {"content": reading.value} | ({} if reading.reason is None else {"no_content": reading.reason})
 
 
 def _tell_outcome(stack: StageStack, denoising: LiveStage, result: object) -> None:
@@ -258,11 +276,11 @@ class DenoiserObserver(Observer):
         """Hear every denoiser."""
         has_scheduler = any(callable(getattr(part, "step", None)) for _, part in parts.of_role("scheduler"))
         for name, denoiser in denoisers_of(parts):
-            self.hook_calls(denoiser, functools.partial(self._before, name, has_scheduler))
+            self.hook_calls(denoiser, partial(self._before, name, has_scheduler))
         for name in _DENOISER_NAMES:  # another runtime's engine may stand for a denoiser: it is no module
             engine = parts.components.get(name)
             if callable(engine) and not isinstance(engine, nn.Module):
-                before = functools.partial(self._before, name, has_scheduler)
+                before = partial(self._before, name, has_scheduler)
                 self.hook_method(engine, "__call__", before)
         for name, part in parts.components.items():
             if name.startswith(_HELPER_PREFIX) and isinstance(part, nn.Module):

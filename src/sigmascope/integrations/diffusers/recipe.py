@@ -1,7 +1,7 @@
 """What a call was made with beside its arguments: which weights, and which LoRAs from which files.
 
-`models_of` gives each model's fingerprint, `loras_of` each LoRA with its strength and the hash of its tensors; both
-read weights, so they are for after a call. `LoraFiles` remembers what `LoraObserver` heard being loaded: the SHA-256 of
+`models_of` gives each model's fingerprint, `loras_of` each LoRA with its strength and the hash of its tensors; both read
+weights, so they are for after a call, and do not wait for an accelerator. `LoraFiles` remembers what `LoraObserver` heard being loaded: the SHA-256 of
 an adapter's file, as download pages give it.
 """
 
@@ -15,7 +15,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sigmascope.monitor.hooks import ByIdentity
-from sigmascope.probes.model_fingerprints import adapter_fingerprint, combined_fingerprint, model_fingerprint
+from sigmascope.probes.copies import Pending
+from sigmascope.probes.model_fingerprints import (
+    begin_adapter_fingerprint,
+    begin_combined_fingerprint,
+    begin_model_fingerprint,
+    known,
+)
 from sigmascope.probes.models import components_of, modules_in, unwrap
 from sigmascope.probes.peft import adapters_of, number_for, standing_of
 from sigmascope.probes.reading import Reading, attempt
@@ -26,7 +32,11 @@ _MOST_FILE_BYTES: Final = 2**30
 """Hashing so much takes half a second."""
 
 
-def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Reading[str]]:
+Content = Pending[Reading[str]]
+"""A fingerprint that may still be on its way, or why there is none."""
+
+
+def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Content]:
     """The fingerprint of each component with weights, without LoRAs, or why there is none.
 
     Args:
@@ -34,7 +44,7 @@ def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Reading
         why_not: Why weights must not be read; None: they may be.
     """
     return {
-        name: model_fingerprint(module) if why_not is None else Reading(None, why_not)
+        name: begin_model_fingerprint(module) if why_not is None else known(Reading(None, why_not))
         for name, module in models_in(pipeline).items()
     }
 
@@ -116,8 +126,8 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
-        number of `layers`, in how many of them it is `active` or merged, the hash of its `content` (None: with the
-        reason in `no_content`), and of its file the name and SHA-256 where these are known.
+        number of `layers`, in how many of them it is `active` or merged, the hash of its `content`, and of its file the
+        name and SHA-256 where these are known.
     """
     loras: dict[str, dict[str, Any]] = {}
     for name, module in models_in(pipeline).items():
@@ -128,16 +138,11 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
             for adapter in adapters_in(module)["denoiser"]:
                 lora = loras.get(f"{name}.{adapter}")
                 if lora is not None:
-                    lora |= _content(
-                        adapter_fingerprint(module, adapter) if why_not is None else Reading(None, why_not)
-                    )
+                    begun = begin_adapter_fingerprint(module, adapter) if why_not is None else None
+                    lora["content"] = begun or known(Reading(None, why_not))
                     lora |= LORA_FILES.of(module, adapter)
         loras |= _attached(name, module)
     return loras
-
-
-def _content(reading: Reading[str]) -> dict[str, str | None]:
-    return {"content": reading.value} | ({} if reading.reason is None else {"no_content": reading.reason})
 
 
 def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
@@ -154,7 +159,7 @@ def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.
         lora["active"] += is_active or adapter in standing.merged
 
 
-_ATTACHED_CONTENT: "WeakKeyDictionary[Any, Reading[str]]" = WeakKeyDictionary()
+_ATTACHED_CONTENT: "WeakKeyDictionary[Any, Content]" = WeakKeyDictionary()
 """Of each LoRA that is attached: its factors never change."""
 
 
@@ -168,20 +173,20 @@ def _attached(component: str, module: nn.Module) -> dict[str, dict[str, Any]]:
             name += "'"
         content = _ATTACHED_CONTENT.get(lora.handle)
         if content is None:
-            content = _ATTACHED_CONTENT[lora.handle] = attempt(lambda lora=lora: _of_factors(lora.factors))  # type: ignore[misc]
+            content = _ATTACHED_CONTENT[lora.handle] = _of_factors(lora.factors)
         loras[f"{component}.{name}"] = {
             "strength": (lora.scale, lora.scale),
             "layers": lora.layers,
             "active": lora.layers if lora.scale else 0,
-            **_content(content),
+            "content": content,
         }
     return loras
 
 
-def _of_factors(factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> str:
+def _of_factors(factors: Mapping[str, tuple[Tensor, Tensor, float]]) -> Content:
     tensors = {
         f"{name}.{part}": tensor
         for name, (up, down, _) in factors.items()
         for part, tensor in (("up", up), ("down", down))
     }
-    return combined_fingerprint(tensors, [(name, factors[name][2]) for name in sorted(factors)])
+    return begin_combined_fingerprint(tensors, [(name, factors[name][2]) for name in sorted(factors)])

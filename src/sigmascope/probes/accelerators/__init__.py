@@ -5,6 +5,7 @@ raises, waits for a device or initialises it. What PyTorch or the driver does no
 """
 
 from sigmascope.probes.accelerators.accelerator import (
+    CAPTURED,
     Accelerator,
     AcceleratorEvent,
     AllocatorBytes,
@@ -20,6 +21,7 @@ from sigmascope.probes.accelerators.detection import (
 )
 
 __all__ = [
+    "CAPTURED",
     "Accelerator",
     "AcceleratorEvent",
     "AllocatorBytes",

@@ -14,7 +14,7 @@ from sigmascope.threads import has_hands_off
 
 ONLY_NVIDIA: Final = "utilisation is read through NVML, which supports only NVIDIA devices"
 ELSEWHERE: Final = "the device is asked only by the thread that the program works in"
-CAPTURING: Final = "a graph is being captured"
+CAPTURED: Final = "a graph was being captured"
 
 # Fields that are unavailable together.
 MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
@@ -305,7 +305,7 @@ class CachingAccelerator:
         if not self._is_used(device):
             return Reading(None, f"this process does not use {device}")
         if attempt(self._capturing).value:
-            return Reading(None, CAPTURING)
+            return Reading(None, CAPTURED)
         return attempt(lambda: _int_pair(self._backend.mem_get_info(device_index(device))))
 
     def _count(self) -> int | None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.probes import tensors as fingerprints_module
-from sigmascope.probes.tensors import Fingerprint, fingerprint, fingerprints
+from sigmascope.probes import fingerprints as fingerprints_module
+from sigmascope.probes.fingerprints import Fingerprint, fingerprint, fingerprints
 
 DTYPES = [
     torch.float64,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import xxhash
 
-from sigmascope.probes.tensors import PIECE_BYTES, block_sums, digests
+from sigmascope.probes.fingerprints import PIECE_BYTES, block_sums, digests
 
 
 def reference(words: torch.Tensor) -> list[int]:

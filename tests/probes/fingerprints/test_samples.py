@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.probes.tensors import positions, samples
+from sigmascope.probes.fingerprints import positions, samples
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Copies between the host and a CUDA device that neither waits for, and what is made of them once they are there.
+
+`copy_to_host` begins a copy, `Pending` is what will be made of some. A copy into memory that is not pinned would block, so
+both directions go through pinned memory, which PyTorch keeps to use again. On other devices copies wait.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sigmascope.probes.reading import PROBE_ERRORS, attempt
+
+T = TypeVar("T")
+Other = TypeVar("Other")
+
+_LOOK_EVERY = 0.0005
+
+
+class HostCopy:
+    """A copy of a tensor on the CPU.
+
+    Args:
+        tensor: Where it comes to lie.
+        has_arrived: Tells without waiting whether it is complete.
+    """
+
+    __slots__ = ("_has_arrived", "tensor")
+
+    def __init__(self, tensor: Tensor, has_arrived: Callable[[], bool] = lambda: True) -> None:
+        self.tensor = tensor
+        self._has_arrived = has_arrived
+
+    def has_arrived(self) -> bool:
+        """Whether it is complete. Never raises: from a device that failed meanwhile it never comes."""
+        try:
+            return self._has_arrived()
+        except PROBE_ERRORS:
+            return False
+
+
+def copy_to_host(tensor: Tensor) -> HostCopy:
+    """Copy what is on an accelerator; from a CUDA device without waiting."""
+    if tensor.device.type != "cuda":
+        return HostCopy(tensor.detach().cpu())
+    stream = torch.cuda.current_stream(tensor.device)
+    copy = tensor.detach().to("cpu", non_blocking=True)
+    tensor.record_stream(stream)  # it may have been made on another, and be freed at once
+    passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    passed.record(stream)
+    return HostCopy(copy, passed.query)
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to a device; to a CUDA device without waiting."""
+    if device.type != "cuda":
+        return values.to(device)
+    pinned = attempt(values.pin_memory).value  # some systems allow only so much
+    return values.to(device) if pinned is None else pinned.to(device, non_blocking=True)
+
+
+class Pending(Generic[T]):
+    """What is made of copies once they are there, which is done once.
+
+    Args:
+        make: Makes it.
+        copies: That it is made of.
+    """
+
+    __slots__ = ("_copies", "_made", "_make")
+
+    def __init__(self, make: Callable[[], T], copies: Iterable[HostCopy] = ()) -> None:
+        self._make: Callable[[], T] | None = make
+        self._copies = tuple(copies)
+        self._made: T | None = None
+
+    def has_arrived(self) -> bool:
+        """Whether all copies are there. Does not wait, and never raises."""
+        return all(copy.has_arrived() for copy in self._copies)
+
+    def result(self) -> T:
+        """Make it; waits for copies that are still on their way.
+
+        Raises:
+            Exception: What making it raises, which is tried again next time.
+        """
+        while not self.has_arrived():
+            time.sleep(_LOOK_EVERY)
+        if self._make is not None:
+            self._made = self._make()
+            self._make, self._copies = None, ()
+        return cast(T, self._made)
+
+    def then(self, make: Callable[[T], Other]) -> "Pending[Other]":
+        """What is made of it in turn."""
+        return Pending(lambda: make(self.result()), self._copies)
