@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.pretend_device import Kind, PretendedDevice, build_guard, pretend_device, why_none
 from tests.runtime_types import check_annotations
 from torch import Tensor
 
@@ -161,6 +164,34 @@ def backbone(tmp_path: Path) -> Path:
     unet.save_pretrained(tmp_path / "backbone" / "unet")
     vae.save_pretrained(tmp_path / "backbone" / "vae")
     return tmp_path / "backbone"
+
+
+Pretend = Callable[[Kind], AbstractContextManager[PretendedDevice]]
+
+
+@pytest.fixture(scope="session")
+def pretend(request: pytest.FixtureRequest) -> Pretend:
+    """`with pretend("cuda") as device:` runs what is in it on an accelerator that is not there."""
+    reason = why_none()
+    if reason is not None:
+        pytest.skip(reason)
+    cache = request.config.cache
+    assert cache is not None
+    return partial(pretend_device, guard=build_guard(cache.mkdir("pretended_device")))
+
+
+@pytest.fixture
+def pretended_cuda(pretend: Pretend) -> Generator[PretendedDevice, None, None]:
+    """A test that runs on a pretended cuda:0."""
+    with pretend("cuda") as device:
+        yield device
+
+
+@pytest.fixture
+def pretended_mps(pretend: Pretend) -> Generator[PretendedDevice, None, None]:
+    """A test that runs on a pretended mps:0, which has no float64."""
+    with pretend("mps") as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,601 @@
+"""A pretended accelerator: tensors that say cuda:0 or mps:0 while their values lie on the CPU.
+
+In `pretend_device("cuda")` everything runs as a host writes it: `module.to("cuda")`, `torch.zeros(3, device="cuda")`.
+Each operation is carried out on the CPU by PyTorch's own kernels, so that the values are those of the CPU, and
+
+- tensors of two devices in one operation are refused, as CUDA refuses them;
+- on "mps", float64 is refused, as Metal refuses it;
+- what a real device would make the host wait for is noted with the line that asked (`PretendedDevice.waits`): `item()`,
+  `nonzero`, an index by a mask, a copy to the CPU unless it goes to pinned memory without blocking;
+- copies to the device are noted too (`uploads`).
+
+What it cannot carry is in `CANNOT_CARRY`. It needs a C++ compiler, for thirty lines that tell PyTorch of the device.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, Final, Literal, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import sigmascope
+
+Kind: TypeAlias = Literal["cuda", "mps"]
+
+CANNOT_CARRY: Final = {
+    "backward": "the autograd engine asks C++ for the accelerator of this build, and a CPU build has none",
+    "torch.Generator('cuda')": "PyTorch makes generators in C++, by device; pass one of the CPU, as diffusers allows",
+    "torch.compile and CUDA graphs": "they trace below the level at which the device is pretended",
+    "operations that change a tensor's shape in place": "a tensor's shape is kept in C++; such an operation is refused",
+    "fused attention": "its kernels for CUDA are not in a CPU build; attention runs as the plain formula",
+    "the hash kernel of fingerprints on a device": "it reads memory by address",
+    "the order of work on streams": "all work is done at once",
+    "memory": "the allocator's figures are constants",
+    "what Metal lacks besides float64": "its list changes with each version of PyTorch",
+}
+"""Each with its reason."""
+
+_ROOT: Final = str(Path(sigmascope.__file__).parent)
+_GUARD: Final = Path(__file__).parent / "pretended_device" / "guard.cpp"
+_TYPES: Final = {"cuda": 1, "mps": 13}  # of c10::DeviceType
+_PASSED_OVER: Final = (
+    *("/site-packages/torch/", "/site-packages/beartype/", "/site-packages/jaxtyping/"),
+    *(
+        "<",
+        __file__,
+        f"{sysconfig.get_path('stdlib')}/c",
+        f"{sysconfig.get_path('stdlib')}/f",
+        "/threading.py",
+    ),
+)
+"""Frames of these ask on behalf of whom called them."""
+_MIB: Final = 1 << 20
+
+_READS: Final = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
+    | {"unique_consecutive", "repeat_interleave"}
+)
+"""Operations whose result, or its size, the host must know."""
+_TO_HOST: Final = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "is_pinned", "_fused_sdp_choice"})
+"""Operations that give no tensor of the device."""
+_INDEXING: Final = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+_COPIES: Final = frozenset({"_to_copy", "copy_", "copy"})
+_JOINS: Final = frozenset({"cat", "stack"})
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a real device would have made the host wait for, or a copy to it.
+
+    Attributes:
+        operation: As PyTorch calls it, such as `_local_scalar_dense` for `item()`.
+        place: File, line and function that asked.
+        is_ours: Whether that is Sigmascope, not the host or a library.
+        thread: The thread's name.
+    """
+
+    operation: str
+    place: str
+    is_ours: bool
+    thread: str
+
+
+@dataclass(eq=False)
+class PretendedDevice:
+    """One device that does not exist.
+
+    Attributes:
+        kind: "cuda" or "mps".
+        waits: For what the host would have waited, in order.
+        uploads: Copies to the device.
+        asked_by: Names of the threads that called the device's own functions: its events, its memory.
+    """
+
+    kind: Kind
+    waits: list[Wait] = field(default_factory=list)
+    uploads: list[Wait] = field(default_factory=list)
+    asked_by: set[str] = field(default_factory=set)
+    _pinned: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.kind, 0)
+
+    @property
+    def our_waits(self) -> list[Wait]:
+        """Those that Sigmascope asked for."""
+        return [wait for wait in self.waits if wait.is_ours]
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out one operation on the CPU, as the device would answer it."""
+        name = function.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        own = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
+        wanted = kwargs.get("device")
+        there = torch.device(wanted).type if wanted is not None else None
+        if any(
+            tensor.device.type == self.kind for tensor in tensors if not isinstance(tensor, PretendedTensor)
+        ):
+            raise NotImplementedError(f"{function}: a tensor came to the device by a way that is not carried")
+        if own or there == self.kind:
+            self._refuse_mixed(name, function, args, tensors)
+            self._note(name, args, kwargs, own, there)
+        answer = self._answer_of_pinned(name, tensors, kwargs)
+        if answer is not None:
+            return answer
+        if own and name == "_fused_sdp_choice":
+            return 0  # the plain formula
+        is_pinned = bool(kwargs.get("pin_memory")) and (there or "cpu") == "cpu"
+        own_kwargs = {key: value for key, value in kwargs.items() if not (key == "pin_memory" and value)}
+        if there == self.kind:
+            own_kwargs["device"] = torch.device("cpu")
+        made = function(*tree_map(_values, args), **tree_map(_values, own_kwargs))
+        if is_pinned or self._lands_pinned(name, own, there, kwargs):
+            self._pinned[made.untyped_storage().data_ptr()] = made
+        stays = there == self.kind or (bool(own) and there is None and name not in _TO_HOST)
+        return self._as_answer(function, made, tensors, stays=stays)
+
+    def _refuse_mixed(self, name: str, function: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+        if name in _COPIES:
+            return
+        if name in _INDEXING and isinstance(args[0], PretendedTensor):  # its indices may lie on the CPU
+            tensors = [args[0], *(leaf for leaf in args[2:3] if isinstance(leaf, Tensor))]
+        devices = {str(tensor.device) for tensor in tensors if tensor.dim() > 0 or name in _JOINS}
+        own = {str(tensor.device) for tensor in tensors if isinstance(tensor, PretendedTensor)}
+        if len(devices | own) > 1:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{' and '.join(sorted(devices | own))}! ({function})"
+            )
+
+    def _note(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: Sequence[Tensor],
+        there: str | None,
+    ) -> None:
+        if name in _READS:
+            if own:
+                self.wait(name)
+        elif name in _INDEXING:
+            indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.wait(f"{name} by a mask")
+            if any(index.device.type == "cpu" and index.dim() for index in indices):
+                self.upload(f"{name}: an index on the CPU")
+        elif name == "_to_copy":
+            if own and there == "cpu":
+                if not (kwargs.get("non_blocking") and self.kind == "cuda"):
+                    self.wait("copy to the CPU")
+            elif not own:
+                self.upload("copy to the device")
+        elif name == "copy_":
+            target, source = args[0], args[1]
+            if not isinstance(target, PretendedTensor):
+                is_free = bool((args[2] if len(args) > 2 else False) or kwargs.get("non_blocking"))
+                if not (is_free and self._is_pinned(target)):
+                    self.wait("copy to the CPU")
+            elif not isinstance(source, PretendedTensor) and source.dim():
+                self.upload("copy to the device")
+
+    def wait(self, operation: str) -> None:
+        """Note that the host would wait here."""
+        self.waits.append(Wait(operation, *_who_asks(), threading.current_thread().name))
+
+    def upload(self, operation: str) -> None:
+        """Note a copy to the device."""
+        self.uploads.append(Wait(operation, *_who_asks(), threading.current_thread().name))
+
+    def _lands_pinned(
+        self, name: str, own: Sequence[Tensor], there: str | None, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether PyTorch pins the memory of the copy that it makes."""
+        to_cpu = name == "_to_copy" and bool(own) and there == "cpu"
+        return to_cpu and bool(kwargs.get("non_blocking")) and self.kind == "cuda"
+
+    def _answer_of_pinned(self, name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> Any:
+        if name == "is_pinned":
+            return self._is_pinned(tensors[0])
+        if name in ("_pin_memory", "pin_memory"):
+            made = tensors[0].clone()
+            self._pinned[made.untyped_storage().data_ptr()] = made
+            return made
+        return None
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._pinned
+
+    def _as_answer(self, function: Any, made: Any, tensors: list[Tensor], *, stays: bool) -> Any:
+        """Give arguments that were changed in place themselves, and what is new as tensors of the device."""
+        if function._schema.is_mutable:
+            changed = {id(_values(tensor)): tensor for tensor in tensors}
+            for tensor in tensors:
+                if isinstance(tensor, PretendedTensor) and tensor.shape != tensor.held.shape:
+                    raise NotImplementedError(f"{function} changes a shape in place: see CANNOT_CARRY")
+        else:
+            changed = {}
+
+        def answer(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in changed:
+                return changed[id(leaf)]
+            return self.put(leaf) if stays and leaf.device.type == "cpu" else leaf
+
+        return tree_map(answer, made)
+
+    def put(self, values: Tensor) -> Tensor:
+        """A tensor of the device with these values."""
+        if self.kind == "mps" and values.dtype in (torch.float64, torch.complex128):
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+                "Please use float32 instead."
+            )
+        return PretendedTensor(values, self)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Take part in this thread: operations that name the device come here."""
+        with _Mode(self):
+            yield
+
+    def asked(self, function: Callable[..., Any], *, waits: str = "") -> Callable[..., Any]:
+        """One of the device's own functions, which notes who calls it."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.asked_by.add(threading.current_thread().name)
+            if waits:
+                self.wait(waits)
+            return function(*args, **kwargs)
+
+        return call
+
+
+class PretendedTensor(Tensor):
+    """A tensor that says it lies on the device.
+
+    Attributes:
+        held: Its values, on the CPU.
+        pretended: Its device.
+    """
+
+    held: Tensor
+    pretended: PretendedDevice
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Tensor, pretended: PretendedDevice) -> "PretendedTensor":
+        made: PretendedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
+            device=pretended.device,
+        )
+        made.held, made.pretended = values, pretended
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PretendedTensor))
+        return own.pretended.run(func, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: Tensor) -> None:
+        _set_data(self, tensor)
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+            )
+        return self.detach().cpu().numpy()
+
+    def record_stream(self, stream: object) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copy = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PretendedTensor({self.pretended.kind}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _set_data(tensor: Tensor, new: Tensor) -> None:
+    """`tensor.data = new`, from one device to another too."""
+    if isinstance(new, PretendedTensor) == isinstance(tensor, PretendedTensor):
+        _OWN_DATA.__set__(tensor, new)
+        if isinstance(new, PretendedTensor):
+            vars(tensor)["held"] = new.held
+        return
+    other = torch.nn.Parameter(new.detach(), tensor.requires_grad)
+    kinds: Any = (type(tensor), type(other))
+    other.__class__, tensor.__class__ = kinds
+    kept = {name: held for name, held in vars(tensor).items() if name not in _OF_A_PRETENDED}
+    tensor.__dict__ = {**kept, **vars(other)}
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+_OWN_DATA: Final[Any] = Tensor.data
+_OF_A_PRETENDED: Final = ("held", "pretended", "_is_param")
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, pretended: PretendedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pretended = pretended
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported at the first operation, in a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._pretended.run(func, args, kwargs or {})
+
+
+def _values(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, PretendedTensor) else leaf
+
+
+def _who_asks() -> tuple[str, bool]:
+    """The innermost line that is neither PyTorch's nor the standard library's, and whether it is Sigmascope's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_ROOT):
+            return f"{file[len(_ROOT) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}", True
+        if not any(part in file for part in _PASSED_OVER):
+            return f"{file.split('site-packages/')[-1]}:{frame.f_lineno} {frame.f_code.co_name}", False
+        frame = frame.f_back
+    return "unknown", False
+
+
+@contextmanager
+def pretend_device(kind: Kind, guard: Path) -> Iterator[PretendedDevice]:
+    """Pretend that PyTorch was built for a device, and that there is one. Afterwards nothing of it is left.
+
+    Args:
+        kind: "cuda" or "mps".
+        guard: What `build_guard` built.
+    """
+    library = ctypes.CDLL(str(guard))
+    if library.is_installed(_TYPES[kind]):
+        raise RuntimeError(f"there is a real {kind}, or one is pretended already")
+    device = PretendedDevice(kind)
+    import torch._dynamo  # noqa: F401 - it keeps what it finds in torch.cuda when it is imported
+
+    library.install(_TYPES[kind])
+    patch = pytest.MonkeyPatch()
+    try:
+        _Fakes(device, patch).put_on()
+        with device.here():
+            yield device
+    finally:
+        patch.undo()
+        library.remove_guard(_TYPES[kind])
+
+
+class _Fakes:
+    """What PyTorch answers in Python about a device."""
+
+    def __init__(self, device: PretendedDevice, patch: pytest.MonkeyPatch) -> None:
+        self._device = device
+        self._patch = patch
+
+    def put_on(self) -> None:
+        device, run = self._device, threading.Thread.run
+
+        def run_with_device(thread: threading.Thread) -> None:
+            with device.here():
+                run(thread)
+
+        self._patch.setattr(threading.Thread, "run", run_with_device)
+        data = property(_OWN_DATA.__get__, _set_data)
+        self._patch.setattr(torch.nn.Parameter, "data", data, raising=False)
+        accelerator = {
+            "is_available": lambda: True,
+            "current_accelerator": lambda *_args, **_kwargs: torch.device(device.kind),
+            "device_count": lambda: 1,
+            "synchronize": device.asked(_nothing, waits="synchronize"),
+        }
+        for name, fake in accelerator.items():
+            self._patch.setattr(torch.accelerator, name, fake)
+        if device.kind == "cuda":
+            self._cuda()
+        else:
+            self._mps()
+
+    def _cuda(self) -> None:
+        asked = self._device.asked
+        event = functools.partial(_Event, self._device)
+        figures = {
+            f"{name}_bytes": {"all": {"current": current, "peak": current}}
+            for name, current in (("allocated", 64 * _MIB), ("reserved", 128 * _MIB))
+        }
+        properties = SimpleNamespace(name="pretended", total_memory=8192 * _MIB, major=9, minor=0, uuid="00")
+        answers: dict[str, Callable[..., Any]] = {
+            "_lazy_init": _nothing,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": _nothing,
+            "_exchange_device": lambda _index: 0,
+            "_maybe_exchange_device": lambda _index: 0,
+            "is_bf16_supported": lambda *_args, **_kwargs: True,
+            "get_device_name": lambda *_args: "pretended",
+            "get_device_capability": lambda *_args: (9, 0),
+            "get_device_properties": lambda *_args: properties,
+            "get_allocator_backend": lambda: "native",
+            "get_rng_state": lambda *_args: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
+            "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+            "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+            "empty_cache": _nothing,
+            "ipc_collect": _nothing,
+            "memory_stats_as_nested_dict": asked(lambda *_args: figures),
+            "memory_allocated": asked(lambda *_args: 64 * _MIB),
+            "memory_reserved": asked(lambda *_args: 128 * _MIB),
+            "max_memory_allocated": asked(lambda *_args: 64 * _MIB),
+            "max_memory_reserved": asked(lambda *_args: 128 * _MIB),
+            "reset_peak_memory_stats": asked(_nothing),
+            "mem_get_info": asked(lambda *_args: (8000 * _MIB, 8192 * _MIB)),
+            "is_current_stream_capturing": lambda: False,
+            "current_stream": lambda *_args: _Stream(),
+            "default_stream": lambda *_args: _Stream(),
+            "synchronize": asked(_nothing, waits="synchronize"),
+            "Event": event,
+            "_device_count_nvml": lambda: 1,
+        }
+        for name, answer in answers.items():
+            self._patch.setattr(torch.cuda, name, answer, raising=False)
+        self._patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _index: True, raising=False)
+
+    def _mps(self) -> None:
+        asked = self._device.asked
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def plain_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(query, PretendedTensor):
+                return attention(query, key, value, *args, **kwargs)
+            made: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, *args, **kwargs
+            )[0]
+            return made
+
+        self._patch.setattr(torch.nn.functional, "scaled_dot_product_attention", plain_attention)
+        self._patch.setattr(torch.backends.mps, "is_available", lambda: True)
+        self._patch.setattr(torch.backends.mps, "is_built", lambda: True)
+        answers: dict[str, Callable[..., Any]] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_allocated_memory": asked(lambda: 64 * _MIB),
+            "driver_allocated_memory": asked(lambda: 128 * _MIB),
+            "recommended_max_memory": asked(lambda: 8192 * _MIB),
+            "get_rng_state": torch.get_rng_state,
+            "set_rng_state": torch.set_rng_state,
+            "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+            "empty_cache": _nothing,
+            "synchronize": asked(_nothing, waits="synchronize"),
+        }
+        for name, answer in answers.items():
+            self._patch.setattr(torch.mps, name, answer, raising=False)
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    pass
+
+
+class _Stream:
+    """The only one."""
+
+    stream_id = device_index = device_type = cuda_stream = 0
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+class _Event:
+    """A mark that the device, whose work is done at once, has always passed."""
+
+    def __init__(self, device: PretendedDevice, enable_timing: bool = False, **_other: object) -> None:
+        self._device = device
+        self._at = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._device.asked_by.add(threading.current_thread().name)
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        self._device.asked_by.add(threading.current_thread().name)
+        return True
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return (end._at - self._at) * 1e3
+
+    def synchronize(self) -> None:
+        self._device.wait("Event.synchronize")
+
+
+def why_none() -> str | None:
+    """The reason if no device can be pretended here."""
+    if torch.version.cuda or torch.version.hip or torch.backends.mps.is_built():
+        return "a device is pretended on a CPU build of PyTorch only"
+    if _compiler() is None:
+        return "no C++ compiler (g++, c++ or clang++), with which the pretended device is built"
+    return None
+
+
+def build_guard(folder: Path) -> Path:
+    """Build the library that tells PyTorch of the device, unless the folder has it.
+
+    Args:
+        folder: Other processes may build into it at the same time.
+    """
+    source = _GUARD.read_bytes()
+    digest = hashlib.sha256(source + torch.__version__.encode()).hexdigest()[:16]
+    library = folder / f"guard-{digest}.so"
+    if not library.exists():
+        torch_folder = Path(torch.__file__).parent
+        made = folder / f"{library.name}.{os.getpid()}"
+        include, link = f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"
+        command = [_compiler() or "c++", "-std=c++20", "-shared", "-fPIC", include, link, str(_GUARD)]
+        subprocess.run([*command, "-o", str(made), "-lc10", "-ltorch_python"], check=True, timeout=120)
+        made.replace(library)
+    return library
+
+
+def _compiler() -> str | None:
+    return next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
+
+
+def same(tensors: Iterable[Tensor], expected: Iterable[Tensor], *, within: float = 0.0) -> bool:
+    """Whether tensors of any device hold the same values, or the same but for a share of the largest."""
+    for tensor, other in zip(tensors, expected, strict=True):
+        a, b = _values(tensor.detach()).double(), _values(other.detach()).double()
+        if a.shape != b.shape or float((a - b).abs().max()) > within * float(b.abs().max()):
+            return False
+    return True
