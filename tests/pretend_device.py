@@ -76,6 +76,11 @@ _READS: Final = frozenset(
 _TO_HOST: Final = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "is_pinned", "_fused_sdp_choice"})
 """Operations that give no tensor of the device."""
 _INDEXING: Final = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+_WIDE: Final = (torch.float64, torch.complex128)
+_NO_FLOAT64: Final = (
+    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+    "Please use float32 instead."
+)
 _COPIES: Final = frozenset({"_to_copy", "copy_", "copy"})
 _JOINS: Final = frozenset({"cat", "stack"})
 
@@ -135,6 +140,7 @@ class PretendedDevice:
         ):
             raise NotImplementedError(f"{function}: a tensor came to the device by a way that is not carried")
         if own or there == self.kind:
+            self._refuse_float64(name, args, kwargs)
             self._refuse_mixed(name, function, args, tensors)
             self._note(name, args, kwargs, own, there)
         answer = self._answer_of_pinned(name, tensors, kwargs)
@@ -151,6 +157,13 @@ class PretendedDevice:
             self._pinned[made.untyped_storage().data_ptr()] = made
         stays = there == self.kind or (bool(own) and there is None and name not in _TO_HOST)
         return self._as_answer(function, made, tensors, stays=stays)
+
+    def _refuse_float64(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Metal converts on the device, also on the way to the CPU."""
+        made = kwargs.get("dtype") if name == "_to_copy" else args[0].dtype if name == "copy_" else None
+        source = args[1] if name == "copy_" else args[0] if args else None
+        if self.kind == "mps" and made in _WIDE and isinstance(source, PretendedTensor):
+            raise TypeError(_NO_FLOAT64)
 
     def _refuse_mixed(self, name: str, function: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
         if name in _COPIES:
@@ -245,11 +258,8 @@ class PretendedDevice:
 
     def put(self, values: Tensor) -> Tensor:
         """A tensor of the device with these values."""
-        if self.kind == "mps" and values.dtype in (torch.float64, torch.complex128):
-            raise TypeError(
-                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
-                "Please use float32 instead."
-            )
+        if self.kind == "mps" and values.dtype in _WIDE:
+            raise TypeError(_NO_FLOAT64)
         return PretendedTensor(values, self)
 
     @contextmanager
@@ -405,10 +415,14 @@ def pretend_device(kind: Kind, guard: Path) -> Iterator[PretendedDevice]:
     if library.is_installed(_TYPES[kind]):
         raise RuntimeError(f"there is a real {kind}, or one is pretended already")
     device = PretendedDevice(kind)
+    # Here, for `check_annotations` comes first.
     import torch._dynamo  # noqa: F401 - it keeps what it finds in torch.cuda when it is imported
+
+    from sigmascope.monitor.scope import accelerator_of_this_process
 
     library.install(_TYPES[kind])
     patch = pytest.MonkeyPatch()
+    accelerator_of_this_process.cache_clear()
     try:
         _Fakes(device, patch).put_on()
         with device.here():
@@ -416,6 +430,7 @@ def pretend_device(kind: Kind, guard: Path) -> Iterator[PretendedDevice]:
     finally:
         patch.undo()
         library.remove_guard(_TYPES[kind])
+        accelerator_of_this_process.cache_clear()
 
 
 class _Fakes:

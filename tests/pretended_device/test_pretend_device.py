@@ -12,6 +12,8 @@ from tests.pretend_device import PretendedDevice, why_none
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from sigmascope.monitor.scope import accelerator_of_this_process
+
 
 def test_a_module_moves_there_and_back(pretended_cuda: PretendedDevice) -> None:
     layer = nn.Linear(4, 3)
@@ -130,6 +132,8 @@ def test_what_waits_on_our_behalf_is_ours(pretended_cuda: PretendedDevice) -> No
         lambda x: x.double(),
         lambda x: x.to(torch.float64),
         lambda x: x.sum(dtype=torch.float64),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: torch.zeros(2, dtype=torch.float64).copy_(x),
         lambda _x: torch.zeros(2, dtype=torch.float64, device="mps"),
         lambda _x: torch.zeros(2, dtype=torch.float64).to("mps"),
     ],
@@ -184,10 +188,12 @@ def test_nothing_of_it_is_left(pretend: Pretend, kind: str) -> None:
     with pretend(kind) as device:  # type: ignore[arg-type]
         assert torch.zeros(1, device=kind).device == device.device
         assert torch.accelerator.current_accelerator() == torch.device(kind)
+        assert accelerator_of_this_process().kind == kind
     after = state_of_the_process()
     assert {name for name in before if before[name] is not after.get(name)} == set()
     assert torch.accelerator.current_accelerator() is None
     assert not torch.cuda.is_available()
+    assert accelerator_of_this_process().kind == "cpu"
     assert refusals() == said
     layer = nn.Linear(2, 2)
     layer(torch.ones(1, 2)).sum().backward()  # the engine knows of no device

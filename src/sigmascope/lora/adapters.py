@@ -25,7 +25,14 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double, max_rank
+from sigmascope.lora.linalg import (
+    as_float64,
+    at_least_float32,
+    frobenius_norm,
+    gram_in_double,
+    in_dtype,
+    max_rank,
+)
 from sigmascope.units import format_size
 
 __all__ = [
@@ -257,7 +264,7 @@ class Adapter(ABC):
 
     def part(self, name: str, compute: torch.dtype) -> Tensor:
         """One stored tensor in the dtype to calculate in."""
-        return self.parts[name].detach().to(compute)
+        return in_dtype(self.parts[name].detach(), compute)
 
     def _own_facts(self) -> AdapterFacts:
         return self.facts({name: tuple(part.shape) for name, part in self.parts.items()})

@@ -34,7 +34,7 @@ from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.linalg import at_least_float32, same_matrix
+from sigmascope.lora.linalg import at_least_float32, same_matrix, where_float64_is
 from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of, modules_in
 from sigmascope.units import counted, first_few
@@ -452,8 +452,9 @@ def merge_into_model(
 ) -> "MergedLora":
     """Add a LoRA to the model's weights, in place: parameters stay the same objects.
 
-    Each sum is formed on the weight's device in `compute_dtype` (float64 for a float64 weight) and rounded once to
-    the weight's dtype. A weight that several layers share changes once. If anything fails, the model stays unchanged.
+    Each sum is formed in `compute_dtype` (float64 for a float64 weight), on the weight's device if that has this dtype,
+    and rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the
+    model stays unchanged.
 
     Args:
         model: As for `attach_lora`.
@@ -617,9 +618,10 @@ class ChangedWeight:
         """
         weight, factors = target.weight.detach(), target.factors
         compute = at_least_float32(compute_dtype, weight.dtype)
-        up, down = (factor.to(weight.device, compute) for factor in (factors.up, factors.down))
+        place = where_float64_is(weight) if compute == torch.float64 else weight
+        up, down = (factor.to(place.device, compute) for factor in (factors.up, factors.down))
         on_cpu = weight.device.type == "cpu"
-        values = weight.contiguous().view(len(up), -1)
+        values = place.contiguous().view(len(up), -1)
         original = copy.view(values.shape)
         checksum, kept = xxh3_128(), 0
         try:

@@ -21,7 +21,7 @@ from sigmascope.lora.alignment import AlignedLoras, align_all
 from sigmascope.lora.effect import shared_spaces
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.linalg import frobenius_norm, matrix_shape, root_sum_square, same_matrix
+from sigmascope.lora.linalg import as_float64, frobenius_norm, matrix_shape, root_sum_square, same_matrix
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
@@ -372,7 +372,7 @@ def compare_deltas(
     if not same_matrix(delta_a.shape, delta_b.shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
     first, second = delta_a.flatten(), delta_b.flatten()
-    inner = float(torch.dot(first.to(torch.float64), second.to(torch.float64)))
+    inner = float(torch.dot(as_float64(first), as_float64(second)))
     return ModuleDifference(name, "both", a, b, inner=inner, difference_norm=frobenius_norm(first - second))
 
 

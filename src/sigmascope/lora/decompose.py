@@ -189,7 +189,7 @@ def _decompose_weighted(
     _require_storable(delta, up)
     wide_up = up.to(work.dtype)
     weighed_up = metric.weigh_up(wide_up) / unit
-    little_is_left = total - float(values.double().square().sum()) < _MIN_ERROR_SHARE_IN_FLOAT32 * total
+    little_is_left = total - float(as_float64(values).square().sum()) < _MIN_ERROR_SHARE_IN_FLOAT32 * total
     factors = (_project_in_double if little_is_left else project)(work, weighed_up)
     down = metric.unweigh_down(factors.least_squares.to(work.dtype)).to(dtype)
     _require_storable(delta, down)

@@ -52,7 +52,6 @@ from sigmascope.lora.patches import (
     strength_of,
     weight_shape_of,
 )
-from sigmascope.probes.accelerators import has_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
 
@@ -302,7 +301,7 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(blocked_norm(weight if has_float64(weight.device) else weight.cpu()), "the weight")
+    return finite(blocked_norm(weight), "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:
@@ -320,9 +319,8 @@ def difference(before: Tensor, after: Tensor) -> float:
     first, second = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
     squares = []
     for start in range(0, prod(after.shape), _CHUNK_ELEMENTS):
-        chunk = second[start : start + _CHUNK_ELEMENTS].to(torch.float64) - first[
-            start : start + _CHUNK_ELEMENTS
-        ].to(torch.float64)
+        some = slice(start, start + _CHUNK_ELEMENTS)
+        chunk = as_float64(second[some]) - as_float64(first[some])
         squares.append(torch.dot(chunk, chunk))
     return finite(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, matrix_shape
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, in_dtype, matrix_shape
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
@@ -150,10 +150,9 @@ class LoraFactors:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LoraFactors":
-        """The same factors on another device or in another dtype."""
-        return replace(
-            self, up=self.up.to(device=device, dtype=dtype), down=self.down.to(device=device, dtype=dtype)
-        )
+        """The same factors on another device or in another dtype; float64 as `in_dtype` makes it."""
+        up, down = (factor if dtype is None else in_dtype(factor, dtype) for factor in (self.up, self.down))
+        return replace(self, up=up.to(device), down=down.to(device))
 
     @staticmethod
     def concatenate(parts: "Sequence[LoraFactors]", weights: Sequence[float] | None = None) -> "LoraFactors":

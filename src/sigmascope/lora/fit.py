@@ -29,6 +29,7 @@ from sigmascope.lora.alignment import align_all
 from sigmascope.lora.apply import Layer, LoraBranch, Strength, hooked_targets
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files
+from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics_collection import copied, first_tensor, frozen
 from sigmascope.lora.writer import writer_of_aligned
@@ -313,7 +314,7 @@ def _called(model: nn.Module, call: RecordedCall) -> Tensor:
 def _mean_square(pairs: Any) -> float:
     total = count = 0.0
     for output, wanted in pairs:
-        total += float((output.double() - wanted.double()).square().sum())
+        total += float((as_float64(output) - as_float64(wanted)).square().sum())
         count += output.numel()
     return total / count
 

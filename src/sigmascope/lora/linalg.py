@@ -62,8 +62,8 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
     Returns:
         The norm; NaN or Inf when the tensor holds any.
     """
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    flat = tensor.detach().reshape(-1)
+    flat = where_float64_is(tensor.detach()).reshape(-1)
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), _WIDENED_ELEMENTS):
         wide = flat[start : start + _WIDENED_ELEMENTS].to(torch.float64)
         total += torch.dot(wide, wide)
@@ -79,7 +79,7 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
     """
     if tensor.dtype not in _UP_TO_FLOAT32:
         return frobenius_norm(tensor)
-    flat = tensor.detach().reshape(-1)
+    flat = where_float64_is(tensor.detach()).reshape(-1)
     energies = [
         blocked_energy(flat[start : start + _CACHED_ELEMENTS].to(torch.float32))
         for start in range(0, flat.numel(), _CACHED_ELEMENTS)
@@ -88,7 +88,7 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
 
 
 def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
-    """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them.
+    """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them (`where_float64_is`).
 
     Sums over such short runs are off by about 10⁻⁸, and by at most 10⁻⁶ whatever the values; a single float32 sum over
     millions is off by 10⁻³. Values whose squares leave float32's range are summed in float64.
@@ -99,6 +99,7 @@ def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     Returns:
         A float64 scalar; NaN or Inf when the tensor holds any.
     """
+    tensor = where_float64_is(tensor)
     whole = tensor.numel() - tensor.numel() % _FLOAT32_RUN
     runs = torch.linalg.vector_norm(tensor[:whole].view(-1, _FLOAT32_RUN), dim=1)
     rest = tensor[whole:].to(torch.float64)
@@ -123,10 +124,22 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype != _PACKED
 
 
+def where_float64_is(tensor: Tensor) -> Tensor:
+    """The tensor itself, or its copy on the CPU if the device has no float64, like Apple's.
+
+    Such a device cannot convert on the way to the CPU either: `tensor.to("cpu", torch.float64)` fails there.
+    """
+    return tensor if has_float64(tensor.device) else tensor.cpu()
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; float64 where the device has it, else on the CPU."""
+    return (where_float64_is(tensor) if dtype == torch.float64 else tensor).to(dtype)
+
+
 def as_float64(tensor: Tensor) -> Tensor:
-    """A detached float64 copy; on the CPU if the device has no float64, like Apple's."""
-    source = tensor.detach()
-    return (source if has_float64(source.device) else source.cpu()).to(torch.float64)
+    """A detached tensor in float64; on the CPU if the device has no float64."""
+    return in_dtype(tensor.detach(), torch.float64)
 
 
 def gram_in_double(columns: Tensor) -> Tensor:
@@ -486,7 +499,7 @@ class KrylovBasis:
     def captured(self, rank: int) -> float:
         """Σ of the `rank` largest squared singular values of A restricted to the basis."""
         values, _ = self._ritz()
-        return float(values[:rank].double().sum())
+        return float(as_float64(values[:rank]).sum())
 
     def best(self, rank: int) -> tuple[Tensor, Tensor]:
         """The `rank` vectors (n, r) of the basis with the largest images, orthonormal, and the images (m, r)."""
@@ -543,7 +556,7 @@ class Spectrum:
     weight_shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        values = self.values.detach().to(device="cpu", dtype=torch.float64)
+        values = as_float64(self.values).cpu()
         object.__setattr__(self, "values", values)
         if not (bool(torch.isfinite(values).all()) and math.isfinite(self.total_energy)):
             raise NonFiniteError("a singular value or the energy of a change is NaN or Inf.")
@@ -563,7 +576,7 @@ class Spectrum:
             weight_shape: Of the layer.
         """
         shape = tuple(weight_shape)
-        wide = values.detach().to(device="cpu", dtype=torch.float64)
+        wide = as_float64(values).cpu()
         energy = float(wide.square().sum())
         missing = min(max_rank(shape) - len(wide), 1)  # one zero says that the rest is zero
         return cls(torch.cat([wide, wide.new_zeros(max(missing, 0))]), energy, shape)
@@ -647,7 +660,7 @@ def effective_rank(values: Float[Tensor, " k"]) -> float:
     Args:
         values: (k,), falling, all that are not zero.
     """
-    positive = values[values > 0.0].to(torch.float64)
+    positive = as_float64(values[values > 0.0])
     if len(positive) == 0:
         return 0.0
     shares = positive / positive.sum()

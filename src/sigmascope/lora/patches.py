@@ -278,7 +278,7 @@ _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
 def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
     if name not in patch.tensors:
         raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change lacks its {name}.")
-    return patch.tensors[name].detach().to(weight.device, torch.float64)
+    return as_float64(patch.tensors[name]).to(weight.device)
 
 
 def oft_change(

@@ -107,7 +107,7 @@ class Moments:
             if int(failed):  # rounding made a matrix of low rank negative by more than the ridge
                 values, vectors = symmetric_eigen(matrix)
                 lower = torch.linalg.qr((vectors * values.clamp_min(floor).sqrt()).mT)[1].mT
-            return MomentRoot(lower.to(dtype), None, lower.new_empty(0))
+            return MomentRoot(lower.to(device, dtype), None, lower.new_empty(0))
         assert self.low_rank is not None
         diagonal = (as_float64(self.diagonal.to(device)).clamp_min(0.0) + floor).sqrt()
         # diag(d)·(1 + W·Wᵀ)·diag(d) with W = Q·s·Vᵀ, and √(1 + W·Wᵀ) = 1 + Q·(√(1 + s²) − 1)·Qᵀ
@@ -116,7 +116,7 @@ class Moments:
         kept = energies > 1e-12 * energies[0].clamp_min(torch.finfo(torch.float64).tiny)
         directions = scaled @ (turn[:, kept] * energies[kept].rsqrt())
         excess = (1.0 + energies[kept]).sqrt() - 1.0
-        return MomentRoot(directions.to(dtype), diagonal.to(dtype), excess.to(dtype))
+        return MomentRoot(*(part.to(device, dtype) for part in (directions, diagonal, excess)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +239,7 @@ class MomentSum:
     @property
     def trace(self) -> float:
         """Of the sum."""
-        return float((self._sum.diagonal() if self._diagonal is None else self._diagonal).double().sum())
+        return float(as_float64(self._sum.diagonal() if self._diagonal is None else self._diagonal).sum())
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -41,8 +41,14 @@ from sigmascope.lora.families import ModelLayout, Row, UnetBlocks
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.formats import FactorKeys, alphas_mislead, format_named, peft_header
 from sigmascope.lora.layer_names import blocks_of_model
-from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, matrix_shape, max_rank
-from sigmascope.probes.accelerators import has_float64
+from sigmascope.lora.linalg import (
+    as_float64,
+    at_least_float32,
+    is_convolution,
+    is_real,
+    matrix_shape,
+    max_rank,
+)
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """The layout if none is given."""
@@ -487,7 +493,7 @@ def _no_modules() -> LoraFormatError:
 
 
 def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
-    scaled = factor.to(torch.float64).mul(scale).to(factor.dtype)
+    scaled = as_float64(factor).mul(scale).to(factor.dtype)
     require_finite(module, scaled)
     return scaled
 
@@ -589,13 +595,12 @@ def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> Lo
             becomes float32: a scale of 1/2 rounds nothing, one of 5/8 may.
     """
     rank = float(factors.rank)
+    stored = factors if dtype is None else factors.to(dtype=dtype)
     if factors.scale == 1.0:
-        return replace(factors if dtype is None else factors.to(dtype=dtype), alpha=rank)
-    wide = factors.up.detach().to(torch.float64 if has_float64(factors.up.device) else torch.float32)
-    product = wide * factors.scale
-    if dtype is not None:
-        return replace(factors, up=product.to(dtype), down=factors.down.to(dtype), alpha=rank)
-    return replace(factors, up=_without_loss(product, factors.up.dtype), alpha=rank)
+        return replace(stored, alpha=rank)
+    product = as_float64(factors.up) * factors.scale
+    up = _without_loss(product, factors.up.dtype) if dtype is None else product.to(dtype)
+    return replace(stored, up=up.to(stored.up.device), alpha=rank)
 
 
 def _without_loss(product: Tensor, dtype: torch.dtype) -> Tensor:

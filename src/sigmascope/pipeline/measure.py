@@ -632,7 +632,7 @@ def image_of(output: object) -> Tensor | None:
 
 def _as_tensor(held: object) -> Tensor | None:
     if isinstance(held, Tensor):
-        return held.detach().to("cpu", torch.float64) / (_BYTE if held.dtype == torch.uint8 else 1.0)
+        return held.detach().cpu().to(torch.float64) / (_BYTE if held.dtype == torch.uint8 else 1.0)
     if isinstance(held, np.ndarray):
         return _as_tensor(torch.from_numpy(np.ascontiguousarray(held)))
     if isinstance(held, Sequence) and not isinstance(held, str):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
-from sigmascope.lora.linalg import blocked_norm, root_sum_square
+from sigmascope.lora.linalg import as_float64, blocked_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
@@ -413,14 +413,14 @@ def _inner_product(merged: Tensor, factors: WeightedFactors) -> float:
     """<M, w·up·down>; the products in float32, which is eight digits of each."""
     matrix = merged.detach().flatten(1).to(torch.float32)
     up, down = (factor.to(matrix.device, torch.float32) for factor in (factors.up, factors.down))
-    return factors.weight * float(torch.sum((up.T @ matrix) * down, dtype=torch.float64))
+    return factors.weight * float(as_float64((up.T @ matrix) * down).sum())
 
 
 def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
     """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
     if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
         return None
-    before, after = (sample.to(torch.float64) for sample in samples)
+    before, after = map(as_float64, samples)
     share = sqrt(elements / before.numel())
     delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
     if not (isfinite(delta) and isfinite(whole)):
