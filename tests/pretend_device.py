@@ -7,7 +7,7 @@ Each operation is carried out on the CPU by PyTorch's own kernels, so that the v
 - on "mps", float64 is refused, as Metal refuses it;
 - what a real device would make the host wait for is noted with the line that asked (`PretendedDevice.waits`): `item()`,
   `nonzero`, an index by a mask, a copy to the CPU unless it goes to pinned memory without blocking;
-- copies to the device are noted too (`uploads`).
+- copies to the device from memory that is not pinned are noted too (`uploads`): the host waits for them as well.
 
 What it cannot carry is in `CANNOT_CARRY`. It needs a C++ compiler, for thirty lines that tell PyTorch of the device.
 """
@@ -109,7 +109,7 @@ class PretendedDevice:
     Attributes:
         kind: "cuda" or "mps".
         waits: For what the host would have waited, in order.
-        uploads: Copies to the device.
+        uploads: Copies to the device from memory that is not pinned.
         asked_by: Names of the threads that called the device's own functions: its events, its memory.
     """
 
@@ -199,7 +199,7 @@ class PretendedDevice:
             if own and there == "cpu":
                 if not (kwargs.get("non_blocking") and self.kind == "cuda"):
                     self.wait("copy to the CPU")
-            elif not own:
+            elif not own and not (kwargs.get("non_blocking") and self._is_pinned(args[0])):
                 self.upload("copy to the device")
         elif name == "copy_":
             target, source = args[0], args[1]
