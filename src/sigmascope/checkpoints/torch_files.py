@@ -171,6 +171,12 @@ class PickleCheckpoint(Checkpoint):
 
 
 def _load(path: Path) -> object:
+    """What the file holds, without running code of it.
+
+    The pickle is first gone through with stand-ins, which note what it asks for and refuse what would be unsafe
+    (`_rehearse`). Then PyTorch reads it with `weights_only`; inert containers that were asked for are allowed meanwhile
+    (`_plain_containers`). What that refuses is told by its name (`_refused`).
+    """
     is_zip = _is_sound_zip(path)
     asked: dict[str, None] = {}
     _rehearse(path, is_zip, asked)

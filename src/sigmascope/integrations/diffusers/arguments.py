@@ -101,7 +101,7 @@ def _whole_number(value: object) -> int | None:
 
 
 def _guidance(arguments: Mapping[str, Any]) -> float | None:
-    """The scale that asks_for_guidance: that of true classifier-free guidance where it is on beside a distilled one."""
+    """The scale that asks for guidance: that of true classifier-free guidance where it is on beside a distilled one."""
     for name in _GUIDANCE:
         scale = arguments.get(name)
         if (

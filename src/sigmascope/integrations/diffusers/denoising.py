@@ -27,6 +27,9 @@ NO_SCHEDULER = (
 class Denoising:
     """Counts the denoiser's calls into steps, which it puts on a stage.
 
+    A step ends where the scheduler has made its own (`scheduler_stepped`). Without a scheduler it ends at the denoiser's
+    next call that is for another timestep (`called`, `_is_another`), and the last one with the denoising (`finish`).
+
     Attributes:
         calls: How often each component was called.
         most_calls_a_step: How often one was called for one step.
