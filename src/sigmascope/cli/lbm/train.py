@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ def train(options: TrainOptions) -> None:
         with stdout_for_results():
             planned = dry_run(settings, resume=options.resume)
         if _is_main_process():
-            print_dry_run(planned, as_json=options.as_json)
+            print_dry_run(planned, settings, as_json=options.as_json)
         return
     if options.device is not None:
         resolve_device(options.device)  # training's own error would name the YAML's key
@@ -138,7 +138,7 @@ def _settings(options: TrainOptions) -> "TrainSettings":
     return settings.model_copy(update=changed)
 
 
-def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
+def print_dry_run(planned: "DryRun", settings: "TrainSettings", *, as_json: bool) -> None:
     """Show what would be trained, the data and the memory, as a table or as JSON."""
     if as_json:
         paths = {name: _text(getattr(planned, name)) for name in ("base", "folder", "resumes")}
@@ -147,7 +147,7 @@ def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
         print_json(facts)
         return
     console = Console(highlight=False)
-    for name, text in _five_facts(planned).items():
+    for name, text in _five_facts(planned, settings).items():
         console.print(Text(f"{name:<8}{text}"), soft_wrap=True)
     console.print(_dry_run_table(planned))
     for name, text in _dry_run_details(planned).items():
@@ -158,7 +158,7 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _five_facts(planned: "DryRun") -> dict[str, str]:
+def _five_facts(planned: "DryRun", settings: "TrainSettings") -> dict[str, str]:
     """What decides whether to start: what is trained, on what, how long, in how much, and where it goes."""
     layers = sum(row.modules for row in planned.rows)
     trained = sum(row.trained_modules for row in planned.rows)
@@ -175,15 +175,34 @@ def _five_facts(planned: "DryRun") -> dict[str, str]:
     time = f"unknown ({planned.seconds_reason})"
     if planned.seconds_left is not None:
         time = f"about {_clock(planned.seconds_left)} for the steps to come"
+    plan = f"{steps} in {_epochs(planned, all_at_once)}: {each} = {counted(all_at_once, 'pair')} a step"
+    if planned.reached:
+        plan = _nothing_left(planned.done_steps, planned.reached, settings)
     begins = "begins anew" if planned.resumes is None else f"resumes from {planned.resumes.name}"
     return {
         "Trains": f"{planned.trains} on {base}: {planned.trained_parameters:,} values ({share:.2%}) in "
         f"{trained} of {layers} layers",
         "Data": f"{pairs} in {counted(len(planned.shards), 'shard')}, {first}",
-        "Steps": f"{steps} in {_epochs(planned, all_at_once)}: {each} = {counted(all_at_once, 'pair')} a step",
+        "Steps": plan,
         "Needs": f"about {planned.memory.total / _MIB:,.1f} MiB of memory a process; time {time}",
         "Writes": f"to {planned.folder}, {begins}",
     }
+
+
+def _nothing_left(done: int, reached: Sequence[str], settings: "TrainSettings") -> str:
+    """That a finished training is not trained further, and how it would be."""
+    from sigmascope.lbm.training.session import follows_length
+
+    limits = " and ".join(f"{name} ({getattr(settings, name)})" for name in reached)
+    raised = f"Raise {' and '.join(reached)} to train on."
+    if follows_length(settings):
+        raised = (
+            f"{raised[:-1]}, with --no_resume: lr_scheduler {settings.lr_scheduler} ends at the last step."
+        )
+    return (
+        f"Nothing is left to train: {_steps(done)} {'was' if done == 1 else 'were'} trained before, "
+        f"and {limits} {'is' if len(reached) == 1 else 'are'} reached. {raised}"
+    )
 
 
 def _epochs(planned: "DryRun", step_samples: int) -> str:
@@ -321,7 +340,13 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
         say(f"Stopped by {report.stopped_by} after step {report.step}: {where}")
         say("Next: the same command goes on from there.")
         return
-    say(f"Trained {_steps(report.step)} in {_clock(report.run.seconds)}{_gained(report)}")
+    if report.reached:
+        say(_nothing_left(report.step, report.reached, settings))
+    else:
+        before = report.resumed_from or 0
+        in_all = f" ({report.step} in all)" if before else ""
+        seconds = _clock(report.run.seconds)
+        say(f"Trained {_steps(report.step - before)}{in_all} in {seconds}{_gained(report)}")
     for file in report.files:
         say(f"Wrote {file}")
 
@@ -339,6 +364,7 @@ def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[
         "checkpoint": None if report.checkpoint is None else str(report.checkpoint),
         "files": [str(file) for file in report.files],
         "set_aside": None if report.set_aside is None else str(report.set_aside),
+        "reached": list(report.reached),
         "skipped_samples": report.skipped.count,
         "findings": [asdict(finding) for finding in report.run.findings],
         "run_path": str(settings.save_ckpt_path / "run.json"),

@@ -96,6 +96,7 @@ class Session:
         stepper: Makes the steps.
         average: Moving average of the trained weights, if asked for.
         identity: Settings that determine the result.
+        sizes: Samples of an epoch by size; None where they were not counted.
         total_steps: Number of steps of the whole run; None if it is not known.
         step: Optimizer steps done.
         epoch: That the next batch belongs to.
@@ -113,6 +114,7 @@ class Session:
     stepper: Stepper
     average: "MovingAverage | None"
     identity: Mapping[str, Any]
+    sizes: Mapping[Size, int] | None
     total_steps: int | None
     step: int = 0
     epoch: int = 0
@@ -135,7 +137,8 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         model.denoiser.train()
         if settings.gradient_checkpointing:
             model.denoiser.enable_gradient_checkpointing()
-        length = planned_steps(settings, sizes_if_needed(settings, data), team.size)
+        sizes = sizes_if_needed(settings, data)
+        length = planned_steps(settings, sizes, team.size)
         parameters = [parameter for _, parameter in trainable.parameters()]
         optimizer = make_optimizer(
             settings.optimizer, parameters, settings.learning_rate, settings.optimizer_kwargs
@@ -158,6 +161,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         stepper=Stepper(accelerator, prepared, schedule, settings.max_grad_norm, team),
         average=average,
         identity=identity,
+        sizes=sizes,
         total_steps=length,
     )
 
@@ -286,8 +290,7 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
         shadows = [shard_like(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
-    if epoch_limit(session.settings) is not None and not _has_same_batches(state.identity, session.identity):
-        session.total_steps = session.settings.max_steps  # the epochs before had other numbers of steps
+    session.total_steps = planned_steps(session.settings, session.sizes, session.team.size, state.identity)
     index, position = session.accelerator.process_index, state.processes[0]["position"]
     session.position = None if position is None else DataPosition.from_dict(position)
     if index < len(state.processes):
@@ -365,20 +368,57 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def planned_steps(settings: TrainSettings, sizes: Mapping[Size, int] | None, processes: int) -> int | None:
+def planned_steps(
+    settings: TrainSettings,
+    sizes: Mapping[Size, int] | None,
+    processes: int,
+    before: Mapping[str, Any] | None = None,
+) -> int | None:
     """Optimizer steps of the whole run, or None where they cannot be known beforehand.
 
     Args:
         settings: Of the run.
         sizes: Samples of an epoch by size; None where nobody has counted them.
         processes: That train together.
+        before: The `resume_identity` of the checkpoint that is resumed.
     """
+    steps = _steps_of_epochs(settings, sizes, processes, before)
+    if steps is None:
+        return settings.max_steps
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def reached_limits(
+    settings: TrainSettings,
+    sizes: Mapping[Size, int] | None,
+    processes: int,
+    before: Mapping[str, Any],
+    step: int,
+) -> tuple[str, ...]:
+    """The settings that let a checkpoint of that step be trained no further; the others are as of `planned_steps`."""
+    limits = {
+        "max_steps": settings.max_steps,
+        "max_epochs": _steps_of_epochs(settings, sizes, processes, before),
+    }
+    return tuple(name for name, steps in limits.items() if steps is not None and step >= steps)
+
+
+def _steps_of_epochs(
+    settings: TrainSettings,
+    sizes: Mapping[Size, int] | None,
+    processes: int,
+    before: Mapping[str, Any] | None,
+) -> int | None:
+    """Steps until `max_epochs`; None where they are unknown, or it does not count."""
     epochs = epoch_limit(settings)
     if epochs is None or sizes is None:
-        return settings.max_steps
-    batches = count_batches(sizes, processes * settings.batch_size)
-    steps = epochs * -(-batches // settings.gradient_accumulation_steps)
-    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+        return None
+    accumulated = settings.gradient_accumulation_steps
+    # Samples of one size take as many steps however a step's samples are cut into batches; of several sizes, the
+    # steps before the checkpoint were others.
+    if before is not None and before["gradient_accumulation_steps"] != accumulated and len(sizes) > 1:
+        return None
+    return epochs * -(-count_batches(sizes, processes * settings.batch_size) // accumulated)
 
 
 def sizes_if_needed(settings: TrainSettings, data: TrainingData) -> Mapping[Size, int] | None:

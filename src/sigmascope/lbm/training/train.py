@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,6 +79,7 @@ from sigmascope.lbm.training.session import (
     make_session,
     open_data,
     planned_steps,
+    reached_limits,
     require_same_settings,
     restore,
     resume_identity,
@@ -115,6 +116,7 @@ class TrainReport:
         skipped: Samples that could not be used.
         run: The record, saved beside the checkpoints as `run.json`.
         set_aside: Where the checkpoints of an earlier training were moved if this one had to start anew.
+        reached: The settings that left nothing to train, of `max_steps` and `max_epochs`; empty where steps were made.
     """
 
     step: int
@@ -127,6 +129,7 @@ class TrainReport:
     skipped: SkippedSamples
     run: Run
     set_aside: Path | None
+    reached: Sequence[str]
 
 
 def train(
@@ -265,14 +268,15 @@ def _train(
         stop=stop,
         teller=MetricsLogger(session, listeners),
     )
-    resumed = None
+    resumed: int | None = None
+    before: Mapping[str, Any] = {}
     with session.team.together():
         newest = folder.newest() if aside is None else None
         if newest is not None:
             checkpoint, state = newest
             require_same_settings(state.identity, session.identity, checkpoint)
             restore(session, state, checkpoint)
-            loop.checkpoint, resumed = checkpoint, state.step
+            loop.checkpoint, resumed, before = checkpoint, state.step, state.identity
             if session.accelerator.is_main_process:
                 folder.remove_older(checkpoint)  # which a killed run had no time for
     # Processes on another machine may not see the same checkpoints.
@@ -288,6 +292,11 @@ def _train(
         start_trackers(session.accelerator, session.settings, session.step)
     reason = loop.run()
     files = [] if reason else write_result(session, folder.path)
+    reached: Sequence[str] = ()
+    if reason is None and session.step == resumed:
+        # Where nobody has counted the steps of the epochs, only these can have ended it.
+        limits = reached_limits(session.settings, session.sizes, session.team.size, before, session.step)
+        reached = limits or ("max_epochs",)
     return TrainReport(
         step=session.step,
         resumed_from=resumed,
@@ -299,6 +308,7 @@ def _train(
         skipped=session.data.skipped,
         run=watch.run(),
         set_aside=aside,
+        reached=reached,
     )
 
 
@@ -528,6 +538,8 @@ class DryRun:
         seconds_reason: Why that is unknown.
         folder: Where everything is written.
         resumes: The checkpoint that training would resume.
+        done_steps: Steps that it has.
+        reached: The settings that leave nothing to train after it, of `max_steps` and `max_epochs`.
     """
 
     base: Path
@@ -548,6 +560,8 @@ class DryRun:
     seconds_reason: str | None
     folder: Path
     resumes: Path | None
+    done_steps: int
+    reached: Sequence[str]
 
 
 def _check_packages(settings: TrainSettings) -> None:
@@ -618,11 +632,14 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
             path, f"cannot be written to: {there} is read-only.", hint="Choose another save_ckpt_path."
         )
     resumes, done = None, 0
+    reached: Sequence[str] = ()
     if resume and (newest := newest_readable(path, read_facts)) is not None:
         resumes, facts = newest
         now = resume_identity(settings, data.shards, processes, steps)
         require_same_settings(facts["identity"], now, resumes)
-        done = facts["step"]
+        done, before = facts["step"], facts["identity"]
+        steps = planned_steps(settings, sizes, processes, before)
+        reached = reached_limits(settings, sizes, processes, before, done)
     pace = None if resumes is None else _median_step_seconds(path)
     left = None if steps is None or pace is None else max(0, steps - done) * pace
     return DryRun(
@@ -646,6 +663,8 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
         seconds_reason=None if left is not None else _why_unknown(pace),
         folder=path,
         resumes=resumes,
+        done_steps=done,
+        reached=reached,
     )
 
 

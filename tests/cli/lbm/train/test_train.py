@@ -89,6 +89,58 @@ def test_the_next_call_resumes_and_shows_each_step(trained: SmallRun) -> None:
     assert f"Wrote {trained.out / 'lora.safetensors'}" in again.stdout
 
 
+@pytest.mark.parametrize(
+    ("keys", "limits", "next_step"),
+    [
+        ({"max_steps": 1}, "max_steps (1) is reached", "Raise max_steps to train on."),
+        ({"max_epochs": 2}, "max_epochs (2) is reached", "Raise max_epochs to train on."),
+        (
+            {"max_epochs": 2, "max_steps": 2},
+            "max_steps (2) and max_epochs (2) are reached",
+            "Raise max_steps and max_epochs to train on.",
+        ),
+    ],
+    ids=str,
+)
+def test_where_nothing_is_left_to_train_dry_run_and_run_say_the_same(
+    small_run: SmallRun, keys: dict[str, int], limits: str, next_step: str
+) -> None:
+    """10 pairs in steps of 10: two steps are two epochs."""
+    at_once = {"batch_size": 5, "gradient_accumulation_steps": 2}
+    assert invoke(small_run, max_epochs=2, **at_once).exit_code == 0
+    said = f"Nothing is left to train: 2 steps were trained before, and {limits}. {next_step}"
+    planned = invoke(small_run, "--dry_run", **at_once, **keys).stdout.splitlines()
+    ran = invoke(small_run, **at_once, **keys).stdout.splitlines()
+    assert (planned[2], ran) == (f"Steps   {said}", [said, f"Wrote {small_run.out / 'lora.safetensors'}"])
+
+
+def test_a_rate_that_falls_to_the_last_step_goes_no_further(small_run: SmallRun) -> None:
+    falling = {"lr_scheduler": "linear", "max_steps": 1}
+    assert invoke(small_run, **falling).exit_code == 0
+    steps = invoke(small_run, "--dry_run", **falling).stdout.splitlines()[2]
+    assert steps.endswith(
+        "Raise max_steps to train on, with --no_resume: lr_scheduler linear ends at the last step."
+    )
+
+
+def test_a_session_counts_its_own_steps(trained: SmallRun) -> None:
+    assert "Trained 2 steps (3 in all) in 0:0" in invoke(trained, "--max_steps", "3").stdout
+
+
+def test_progress_shows_the_total_when_another_accumulation_resumes(small_run: SmallRun) -> None:
+    """10 pairs of one size, 4 in a step: 3 steps an epoch, however a step is cut into batches."""
+    assert invoke(small_run, "--max_steps", "1", batch_size=4).exit_code == 0
+    state = small_run.out / "checkpoint-000001" / "state.json"
+    facts = json.loads(state.read_text())
+    facts["identity"] |= {"batch_size": 2, "processes": 2}
+    state.write_text(json.dumps(facts))
+    accumulated = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    planned = invoke(small_run, "--dry_run", **accumulated)
+    assert planned.stdout.splitlines()[2].startswith("Steps   3 in 1 epoch")
+    shown = invoke(small_run, **accumulated).stderr
+    assert [step for step in range(9) if f"step {step}/3  loss" in shown] == [2, 3]
+
+
 @pytest.mark.parametrize("name", ["train", "dry_run"])
 def test_what_libraries_print_is_not_among_the_json(
     small_run: SmallRun, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
