@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,87 @@ def test_a_download_that_broke_off_between_shards_is_to_be_continued(cache: Path
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"00002-of-00002.*hf download some/model"):
         open_checkpoint("some/model")
+
+
+PIPELINE = json.dumps({"_class_name": "SomePipeline", "unet": ["diffusers", "U"], "vae": ["diffusers", "A"]})
+
+
+def without_a_blob(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").resolve().unlink()
+
+
+def without_a_component_s_blob(snapshot: Path) -> None:
+    (snapshot / "model_index.json").write_text(PIPELINE)
+    (snapshot / "unet/model.safetensors").resolve().unlink()
+
+
+def without_a_component_s_shard(snapshot: Path) -> None:
+    (snapshot / "model_index.json").write_text(PIPELINE)
+    (snapshot / "unet/model.safetensors").unlink()
+    index = snapshot / "unet/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "model-00001-of-00002.safetensors"}}))
+
+
+def without_the_components_weights(snapshot: Path) -> None:
+    (snapshot / "model_index.json").write_text(PIPELINE)
+    for component in ("unet", "vae"):
+        (snapshot / component / "model.safetensors").unlink()
+
+
+def without_an_index(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "other.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "break_off",
+    [
+        without_a_blob,
+        without_a_component_s_blob,
+        without_a_component_s_shard,
+        without_the_components_weights,
+        without_an_index,
+    ],
+)
+def test_every_download_that_broke_off_says_the_command_that_goes_on(
+    break_off: Callable[[Path], None], cache: Path
+) -> None:
+    components = "unet/model.safetensors", "vae/model.safetensors"
+    break_off(cached(cache, "some/model", "model.safetensors", "other.safetensors", *components))
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint("some/model")
+    assert str(refused.value.hint).endswith("ownload the rest: hf download some/model")
+    assert "Did you mean model.safetensors" not in str(refused.value)
+
+
+def test_a_revision_stands_behind_an_at_sign(cache: Path) -> None:
+    """As `huggingface_hub` keeps them: a file for each branch or tag, with the commit that it means."""
+    snapshot = cached(cache, "some/model", "model.safetensors")
+    (snapshot.parents[1] / "refs/v1").write_text("9" * 40)
+    old = snapshot.with_name("9" * 40)
+    old.mkdir()
+    save_file({"weight": torch.tensor([7.0])}, old / "model.safetensors")
+    assert local_model("some/model@main") == snapshot
+    assert local_model("some/model@v1") == local_model(f"some/model@{'9' * 40}") == old
+    with open_checkpoint("some/model@v1") as checkpoint:
+        assert checkpoint.tensor("weight").tolist() == [7]
+    assert hub_name(old) == f"some/model@{'9' * 40}"
+    with pytest.raises(CheckpointError, match=r"no such model in the revision refs/pr/3\.") as refused:
+        local_model("some/model@refs/pr/3")
+    assert refused.value.hint == "Check the path, or download it: hf download some/model --revision refs/pr/3"
+
+
+def test_beside_a_folder_of_the_owner_s_name_both_are_told(cache: Path) -> None:
+    Path("some").mkdir()
+    save_file({"weight": torch.zeros(1)}, "some/base.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint("some/model")
+    assert refused.value.message == (
+        "some/model: does not exist, and the hub's local cache has no such model."
+    )
+    assert refused.value.hint == (
+        "Checkpoints there: base.safetensors. Or download it: hf download some/model"
+    )
 
 
 @pytest.mark.parametrize(

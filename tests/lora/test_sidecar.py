@@ -1,6 +1,7 @@
 """The side-car of a LoRA names both models such that they are found again, and grants nothing more."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,12 @@ def test_no_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_of_the_hub_s_cache_is_named_as_there(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub/models--some--tiny-model/snapshots/0123abcd"
     snapshot.mkdir(parents=True)
-    assert written(tmp_path / "lora.safetensors", snapshot, snapshot)["base_model"] == "some/tiny-model"
+    lora, refs = tmp_path / "lora.safetensors", snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123abcd")
+    assert written(lora, snapshot, snapshot)["base_model"] == "some/tiny-model"
+    (refs / "main").write_text("4567cdef")
+    assert written(lora, snapshot, snapshot)["base_model"] == "some/tiny-model@0123abcd"
 
 
 @pytest.mark.parametrize(
@@ -118,11 +124,37 @@ def test_what_a_side_car_names_is_a_text_whatever_it_looks_like(tmp_path: Path) 
         assert models_of(says(tmp_path, f"tuned_model: {name}"), base=model)[1] == model.resolve()
 
 
-def test_a_side_car_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, r"is a named pipe \(FIFO\)"),
+        (os.mkdir, "is a folder"),
+        (lambda path: path.symlink_to("nowhere"), "is a link to something that is not there"),
+        (lambda path: path.symlink_to("/dev/null"), "is a device"),
+        (lambda path: None, "is not there"),
+    ],
+    ids=["fifo", "folder", "broken link", "device", "nothing"],
+)
+def test_a_side_car_that_is_no_file_is_called_what_it_is_and_not_waited_for(
+    make: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
     lora = place(tmp_path / "lora.safetensors")
-    os.mkfifo(sidecar_path(lora))
-    with pytest.raises(ConfigError, match="is not there"):
+    make(sidecar_path(lora))
+    with pytest.raises(ConfigError, match=f"lora_config.yaml {said}: .*Give --base_model_path and"):
         models_of(lora)
+
+
+def test_of_a_link_the_side_car_of_the_file_that_it_leads_to_counts_unless_it_has_its_own(
+    tmp_path: Path,
+) -> None:
+    base, other = place(tmp_path / "models/base.safetensors"), place(tmp_path / "other.safetensors")
+    written(tmp_path / "loras/lora.safetensors", base, base)
+    link = tmp_path / "links/anna.safetensors"
+    link.parent.mkdir()
+    link.symlink_to("../loras/lora.safetensors")
+    assert models_of(link) == (base.resolve(), base.resolve())
+    written(link, other, other)
+    assert models_of(link) == (other.resolve(), other.resolve())
 
 
 def test_given_models_need_no_side_car(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Final, Literal
 
 import torch
 from torch import Tensor
@@ -417,6 +417,15 @@ _MAX_QUOTE_LENGTH = 120  # characters
 CHUNK_BYTES = 8 * 2**20
 
 
+_FILE_KINDS: Final = (
+    (stat.S_ISDIR, "is a folder"),
+    (stat.S_ISFIFO, "is a named pipe (FIFO)"),
+    (stat.S_ISSOCK, "is a socket"),
+    (stat.S_ISCHR, "is a device"),
+    (stat.S_ISBLK, "is a device"),
+)
+
+
 def is_existing(path: str | os.PathLike[str]) -> bool:
     """Whether something is at `path`, links followed.
 
@@ -455,6 +464,18 @@ def is_regular_file(path: str | os.PathLike[str]) -> bool:
     """
     mode = _mode(Path(path))
     return mode is not None and stat.S_ISREG(mode)
+
+
+def what_stands_at(path: Path) -> str:
+    """What is at `path` where a regular file was looked for, in words that follow its name.
+
+    Raises:
+        CheckpointError: As of `is_existing`.
+    """
+    mode = _mode(path)
+    if mode is not None:
+        return next((words for is_kind, words in _FILE_KINDS if is_kind(mode)), "is something else")
+    return "is a link to something that is not there" if path.is_symlink() else "is not there"
 
 
 def is_same_file(first: Path, second: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub (`org/model`), found in its local cache.
+"""Models by their name on the Hugging Face hub (`org/model`, `org/model@revision`), found in its local cache.
 
 A name looks like a relative path, so what is there under that path comes first.
 """
@@ -15,15 +15,15 @@ from sigmascope.errors import CheckpointError
 from sigmascope.installation import install_packages
 
 WEIGHT_SUFFIXES: Final = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
-_A_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-_IN_THE_CACHE: Final = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+_A_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
+_IN_THE_CACHE: Final = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([^/\\]+)[/\\]?$")
 
 
 def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, download: bool = False) -> Path:
     """The path of a model: as given, or the snapshot of a hub's name in the local cache.
 
     Args:
-        model: A path, or `org/model`.
+        model: A path, or `org/model`, with `@` and a branch, tag or commit behind it if it is not `main`.
         files: Patterns of the files to download of it; all by default.
         download: Download what the cache lacks. Otherwise the error says how to.
 
@@ -46,10 +46,11 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
             "is not a file or folder, and to look for it in the hub's cache needs huggingface_hub, which is not installed.",
             hint=f"Check the path, or install it with: {install_packages('huggingface_hub')}",
         ) from error
-    command = f"Check the path, or download it: {' '.join(('hf download', name, *files))}"
+    command = f"Check the path, or download it: {download_command(name, files)}"
+    repository, revision = split_revision(name)
     try:
         wanted = {"allow_patterns": list(files) or None} if download else {"local_files_only": True}
-        snapshot = Path(snapshot_download(name, **wanted))
+        snapshot = Path(snapshot_download(repository, revision=revision, **wanted))
     except (OSError, HFValidationError) as error:
         if download:
             message = f"is not a file or folder, and cannot be downloaded ({str(error).splitlines()[0]})."
@@ -59,7 +60,7 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
         if partial is None and is_folder(path.parent):  # a slip in a path more likely than a name
             return path
         if partial is None:
-            message = "is not a file or folder, and the hub's local cache has no such model."
+            message = f"is not a file or folder, and {not_cached(name)}"
             raise CheckpointError(path, message, hint=command) from error
         snapshot = Path(partial)
     if not any(file.suffix in WEIGHT_SUFFIXES and file.exists() for file in snapshot.rglob("*")):
@@ -68,14 +69,45 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether it has the form `org/model`; a file's name of weights or a description has not."""
+    """Whether it has the form `org/model` or `org/model@revision`; a file's name of weights has not."""
     return _A_NAME.fullmatch(text) is not None and not text.lower().endswith((*WEIGHT_SUFFIXES, ".json"))
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`org/model` and the revision behind it, if there is one."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def download_command(name: str, files: Sequence[str] = ()) -> str:
+    """The command that downloads a model, or some files of it."""
+    repository, revision = split_revision(name)
+    at_revision = ("--revision", revision) if revision else ()
+    return " ".join(("hf download", repository, *files, *at_revision))
+
+
+def not_cached(name: str) -> str:
+    """That the cache has no model of this name, as the end of a sentence."""
+    revision = split_revision(name)[1]
+    return f"the hub's local cache has no such model{f' in the revision {revision}' if revision else ''}."
+
+
+def rest_command(path: Path) -> str | None:
+    """The command that downloads the rest of the model whose snapshot holds a path; None for any other path."""
+    names = (hub_name(folder) for folder in (path, *path.parents))
+    return next((download_command(name) for name in names if name), None)
+
+
 def hub_name(path: Path) -> str | None:
-    """The name of the model whose snapshot the folder is; None for any other path."""
+    """The name of the model whose snapshot the folder is, with its commit unless that is `main`'s; else None."""
     match = _IN_THE_CACHE.search(str(path))
-    return f"{match[1]}/{match[2]}" if match else None
+    if match is None:
+        return None
+    try:
+        main = (path.parents[1] / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        main = ""
+    return f"{match[1]}/{match[2]}" + ("" if main == match[3] else f"@{match[3]}")
 
 
 def model_name(path: Path) -> str:

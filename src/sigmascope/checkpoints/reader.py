@@ -41,9 +41,17 @@ from sigmascope.checkpoints.checkpoint import (
     reading,
     shortened,
     sniff,
+    what_stands_at,
 )
 from sigmascope.checkpoints.gguf import GgufCheckpoint
-from sigmascope.checkpoints.hub import WEIGHT_SUFFIXES, hub_name, local_model
+from sigmascope.checkpoints.hub import (
+    WEIGHT_SUFFIXES,
+    download_command,
+    is_hub_name,
+    local_model,
+    not_cached,
+    rest_command,
+)
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES, PickleCheckpoint
 from sigmascope.errors import CheckpointError
@@ -61,7 +69,6 @@ _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
 
 
 _MAX_SHARD_INDEX_BYTES = 100_000_000
-_INCOMPLETE_HINT = "Download the folder again, all of it."
 MODEL_INDEX: Final = "model_index.json"
 _MAX_MODEL_INDEX_BYTES = 10_000_000
 
@@ -114,7 +121,9 @@ def _open_file(file: Path) -> Checkpoint:
     if not is_existing(file):
         raise _missing(file)
     if not is_regular_file(file):
-        raise CheckpointError(file, "is not a regular file.", hint="Name a file of weights.")
+        raise CheckpointError(
+            file, f"{what_stands_at(file)}, not a regular file.", hint="Name a file of weights."
+        )
     if file.name.endswith(".json"):
         return ShardedCheckpoint(file)
     suffix = file.suffix.lower()
@@ -124,10 +133,24 @@ def _open_file(file: Path) -> Checkpoint:
 
 
 def _missing(file: Path) -> CheckpointError:
+    hint = what_is_there(file) or "Check the path."
+    if file.is_symlink():
+        message = f"{what_stands_at(file)}."
+        rest = rest_command(file.absolute())
+        return CheckpointError(file, message, hint=f"Download the rest: {rest}" if rest else hint)
     if not is_folder(file.parent):
         message = f"does not exist: there is not a folder {file.parent}."
         return CheckpointError(file, message, hint="Check the path.")
-    return CheckpointError(file, "does not exist.", hint=what_is_there(file) or "Check the path.")
+    name = file.as_posix()
+    if not is_hub_name(name):
+        return CheckpointError(file, "does not exist.", hint=hint)
+    message = f"does not exist, and {not_cached(name)}"
+    return CheckpointError(file, message, hint=f"{hint} Or download it: {download_command(name)}")
+
+
+def _incomplete_hint(path: Path) -> str:
+    rest = rest_command(path.absolute())
+    return f"Download the rest: {rest}" if rest else "Download the folder again, all of it."
 
 
 def what_is_there(missing: Path) -> str:
@@ -137,7 +160,7 @@ def what_is_there(missing: Path) -> str:
         missing: The path.
     """
     try:
-        siblings = names_in(missing.parent)
+        siblings = [name for name in names_in(missing.parent) if name != missing.name]
     except CheckpointError:  # no folder, or one that may be entered but not listed
         return ""
     near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
@@ -259,7 +282,9 @@ def _several_files(folder: Path, candidates: Sequence[str]) -> CheckpointError:
 def _subfolder_hint(folder: Path) -> str:
     inside = [name for name in names_in(folder) if _has_safetensors(folder / name)]
     if inside:
-        return f"Its folders {', '.join(inside[:8])} have some: name one of them."
+        rest = rest_command(folder.absolute())
+        missing = f" Or download the rest: {rest}" if rest else ""
+        return f"Its folders {', '.join(inside[:8])} have some: name one of them.{missing}"
     return "Name a .safetensors file, an index, or a .ckpt."
 
 
@@ -305,7 +330,7 @@ def _shard_places(
             skipped[key] = shard.skipped[key]
         else:
             message = f"lists {shortened(key)} in {name}, which does not have it."
-            raise CheckpointError(path, message, hint=_INCOMPLETE_HINT)
+            raise CheckpointError(path, message, hint=_incomplete_hint(path))
     for name, shard in shards.items():
         skipped |= {key: f"is in {name} but not in the index" for key in shard if key not in places}
     return places, skipped
@@ -315,14 +340,16 @@ def _read_index(path: Path, most_bytes: int) -> dict[str, Any]:
     with reading(path):
         size = path.stat().st_size
         if size > most_bytes:
-            raise CheckpointError(path, f"is too large for an index ({size} bytes).", hint=_INCOMPLETE_HINT)
+            raise CheckpointError(
+                path, f"is too large for an index ({size} bytes).", hint=_incomplete_hint(path)
+            )
         content = path.read_bytes()
     try:
         index = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE_HINT) from error
+        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_incomplete_hint(path)) from error
     if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object that lists weights.", hint=_INCOMPLETE_HINT)
+        raise CheckpointError(path, "is not a JSON object that lists weights.", hint=_incomplete_hint(path))
     return index
 
 
@@ -354,10 +381,7 @@ def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
         is_there = False
     if not is_there:
         message = f"names the shard {shortened(name)}, which is not there."
-        model = hub_name(index.parent)
-        raise CheckpointError(
-            index, message, hint=f"Download the rest: hf download {model}" if model else _INCOMPLETE_HINT
-        )
+        raise CheckpointError(index, message, hint=_incomplete_hint(index))
     return SafetensorsCheckpoint(shard)
 
 
@@ -416,7 +440,7 @@ def _open_pipeline(folder: Path, variant: str | None) -> PipelineCheckpoint:
     files = {name: file for name, file in main_files.items() if file is not None}
     if not files:
         raise CheckpointError(
-            folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE_HINT
+            folder, "has a model_index.json and no weights in its folders.", hint=_incomplete_hint(folder)
         )
     if variant is not None and variant not in variants:
         raise no_such_variant(folder, variant, sorted(variants))

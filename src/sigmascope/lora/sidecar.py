@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from sigmascope.checkpoints.checkpoint import is_existing, is_regular_file
+from sigmascope.checkpoints.checkpoint import is_existing, is_folder, is_regular_file, what_stands_at
 from sigmascope.checkpoints.hub import hub_name, is_hub_name, local_model
-from sigmascope.checkpoints.reader import what_is_there
+from sigmascope.checkpoints.reader import only_file, what_is_there
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.file import as_text
@@ -27,6 +27,23 @@ _NOTHING: Final = ("", "null", "~")
 def sidecar_path(lora: Path) -> Path:
     """`<name>_config.yaml` beside `<name>.safetensors`."""
     return lora.with_name(f"{lora.stem}_config.yaml")
+
+
+def find_sidecar(lora: Path) -> Path:
+    """The side-car beside a LoRA, or, where a link has none beside it, beside the file that it leads to."""
+    beside = sidecar_path(lora)
+    target = sidecar_path(Path(os.path.realpath(lora)))
+    return target if is_existing(target) and not os.path.lexists(beside) else beside
+
+
+def lora_file(lora: Path) -> Path:
+    """A LoRA's file: as given, or of a name on the hub the only file of weights in its snapshot.
+
+    Raises:
+        CheckpointError: The cache has no such model, or it has no weights or several files of them.
+    """
+    found = local_model(lora)
+    return only_file(found) if found != lora and is_folder(found) else found
 
 
 def sidecar_text(sidecar: Path, base: Path, tuned: Path, facts: Mapping[str, Any]) -> str:
@@ -82,7 +99,7 @@ def models_of(lora: Path, base: Path | None = None, tuned: Path | None = None) -
         return base, tuned
     if not is_existing(lora):
         raise CheckpointError(lora, "does not exist.", hint=what_is_there(lora) or "Check the path.")
-    sidecar = sidecar_path(lora)
+    sidecar = find_sidecar(lora)
     given: dict[ModelKey, Path | None] = {"base_model": base, "tuned_model": tuned}
     named = _read(sidecar, " and ".join(_flag(key) for key, path in given.items() if path is None))
     first, second = (path or _model(sidecar, key, named) for key, path in given.items())
@@ -95,8 +112,9 @@ def _flag(key: ModelKey) -> str:
 
 def _read(sidecar: Path, flags: str) -> Mapping[str, Any]:
     if not is_regular_file(sidecar):
+        what = what_stands_at(sidecar)
         raise ConfigError(
-            f"{sidecar} is not there, which would name the models that the LoRA was made from.",
+            f"{sidecar} {what}: a file of that name would say which models the LoRA was made from.",
             hint=f"Give {flags}.",
         )
     try:

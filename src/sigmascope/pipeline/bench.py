@@ -7,7 +7,6 @@ and steps. `DiffusersSubject` is a diffusers pipeline, whose parts `PipelineStag
 
 import inspect
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import nn
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.run_figures import BenchSummary, summarise
+from sigmascope.checkpoints.hub import is_hub_name, rest_command, split_revision
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.files import reason_of
 from sigmascope.monitor.guard import Guard
@@ -55,7 +55,6 @@ _CALLBACK: Final = "callback_on_step_end"
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt")
 _MISSING: Final = object()
 """Stands for a method that an object has from its class alone."""
-_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,7 +607,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
     """Load a diffusers pipeline and put it on a device.
 
     Args:
-        source: A folder that diffusers wrote, or a name on the Hugging Face hub.
+        source: A folder that diffusers wrote, or a name on the Hugging Face hub, with or without `@revision`.
         dtype: Of the weights.
         device: Where it runs.
         offload: Which of diffusers' kinds of offloading keeps weights in RAM until they are needed.
@@ -624,18 +623,22 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
 
     _check_source(source)
     # Later versions warn about the old name; earlier ones ignore the new one.
-    argument = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
+    arguments: dict[str, Any] = {
+        "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype": dtype
+    }
+    name = source
+    if not Path(source).is_dir():
+        name, arguments["revision"] = split_revision(source)
     try:
         with _bars_for_terminals_alone():
-            pipeline = DiffusionPipeline.from_pretrained(source, **{argument: dtype}, **_left_out(source))
+            pipeline = DiffusionPipeline.from_pretrained(name, **arguments, **_left_out(source))
     except (OSError, ValueError, ImportError, AttributeError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0].partition(" (")[0].rstrip(".:") if lines else type(error).__name__
-        hint = (
-            "Load it with diffusers alone to see more."
-            if Path(source).is_dir()
-            else "Check the name, the network, and that you may read it; or download it and name the folder."
-        )
+        hint = "Check the name, the network, and that you may read it; or download it and name the folder."
+        if Path(source).is_dir():
+            rest = rest_command(Path(source).absolute())
+            hint = f"Download the rest: {rest}" if rest else "Load it with diffusers alone to see more."
         raise CheckpointError(source, f"cannot be loaded as a pipeline ({reason}).", hint=hint) from error
     pipeline.set_progress_bar_config(disable=True)
     if offload == "model":
@@ -655,7 +658,7 @@ def _check_source(source: str) -> None:
         reason = "is not a pipeline folder."
     else:
         hint = "Name a folder, owner/name, or pocket."
-        reason = None if _HUB_NAME.fullmatch(source) else "is neither a folder nor a name on the hub."
+        reason = None if is_hub_name(source) else "is neither a folder nor a name on the hub."
     if reason is not None:
         raise CheckpointError(source, reason, hint=hint)
 

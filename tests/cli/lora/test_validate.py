@@ -306,3 +306,24 @@ def test_models_are_found_by_their_names_on_the_hub(
     missing = call("--base_model_path", "some/other", "--tuned_model_path", "some/tuned", alone(files))
     assert missing.code == 1
     assert "hf download some/other" in " ".join(missing.err.split())
+
+
+def test_a_lora_is_found_by_its_name_on_the_hub_with_its_side_car(
+    files: "ModelPair", call: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    snapshot = tmp_path / "hub/models--me--lora/snapshots/0a1b2c"
+    for folder in (snapshot, snapshot.parents[1] / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot.parents[1] / "refs/main").write_text("0a1b2c")
+    lora = alone(files).rename(snapshot / "lora.safetensors")
+    named = f"base_model: {files.base}\ntuned_model: {files.tuned}\n"
+    (snapshot / "lora_config.yaml").write_text(named)
+    outcome = call("me/lora", "--json")
+    found = json.loads(outcome.out)
+    assert (outcome.code, found["lora"], found["base"]) == (0, str(lora), str(files.base))
+    assert found["layer_names"] == "lora_layer_names.txt"
+    assert sorted(path.name for path in snapshot.iterdir()) == ["lora.safetensors", "lora_config.yaml"]
+    assert "hf download me/other" in " ".join(call("me/other").err.split())

@@ -49,8 +49,9 @@ def test_a_name_on_the_hub_is_loaded_from_the_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("diffusers.pipelines.pipeline_utils.HF_HUB_OFFLINE", True, raising=False)
-    pipeline = load_pipeline("owner/name", dtype=torch.float32, device=CPU)
-    assert type(pipeline).__name__ == "StableDiffusionPipeline"
+    for name in ("owner/name", "owner/name@main", f"owner/name@{'0' * 40}"):
+        pipeline = load_pipeline(name, dtype=torch.float32, device=CPU)
+        assert type(pipeline).__name__ == "StableDiffusionPipeline"
 
 
 @pytest.mark.parametrize("source", ["nowhere", "a/b/c", "/no/such/folder", "./nowhere", "../nowhere"])

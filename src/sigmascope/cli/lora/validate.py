@@ -104,7 +104,9 @@ def validate(
     *,
     lora: Annotated[
         Path | None,
-        typer.Argument(metavar="LORA", help="The LoRA to validate, in any format.", show_default=False),
+        typer.Argument(
+            metavar="LORA", help="The LoRA to validate, in any format, or its hub name.", show_default=False
+        ),
     ] = None,
     base_model_path: Annotated[
         Path | None,
@@ -152,14 +154,14 @@ def validate(
     The YAML that lora extract writes beside a LoRA names both models, so that
     the LoRA alone is enough.
     """
-    from sigmascope.lora.sidecar import models_of, sidecar_path
+    from sigmascope.lora.sidecar import find_sidecar, models_of
     from sigmascope.lora.validate import validate_lora
 
     made = _the_lora(lora, lora_path)
     base, tuned = models_of(made, base_model_path, tuned_model_path)
     named = [f"base {base}"] * (base_model_path is None) + [f"tuned {tuned}"] * (tuned_model_path is None)
     if named:
-        say(f"As {sidecar_path(made).name} says: {', '.join(named)}", err=True)
+        say(f"As {find_sidecar(made).name} says: {', '.join(named)}", err=True)
     inputs = (base, tuned, made)
     names_path = _names_path(layer_names, made, inputs)
     uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
@@ -208,10 +210,12 @@ def _the_lora(argument: Path | None, option: Path | None) -> Path:
             f"lora validate got {given}.", hint="For example: sigmascope lora validate my_lora.safetensors"
         )
     from sigmascope.checkpoints.checkpoint import is_folder
+    from sigmascope.lora.sidecar import lora_file
 
-    if is_folder(lora):
+    file = lora_file(lora)
+    if is_folder(file):
         raise ConfigError(f"The LoRA {lora} is a folder.", hint="Name the LoRA's file in it.")
-    return lora
+    return file
 
 
 def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
@@ -221,8 +225,10 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
         ConfigError: The list would replace an input or is not named `.txt`.
     """
     from sigmascope.checkpoints.checkpoint import is_same_file
+    from sigmascope.checkpoints.hub import rest_command
 
-    path = asked or lora.parent / "lora_layer_names.txt"
+    # The hub's cache is not ours to write to.
+    path = asked or Path("" if rest_command(lora.absolute()) else lora.parent, "lora_layer_names.txt")
     if path.suffix != ".txt":
         raise ConfigError(f"--layer_names {path} is not a .txt file.", hint="Give a name that ends in .txt.")
     for file in inputs:
