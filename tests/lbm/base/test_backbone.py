@@ -181,7 +181,7 @@ def test_what_may_be_downloaded_is_so_in_one_variant(
 
     asked: dict[str, list[str]] = {}
 
-    def fetch(repository: str, allow_patterns: list[str]) -> str:
+    def fetch(repository: str, allow_patterns: list[str], revision: str | None) -> str:
         asked[repository] = allow_patterns
         return str(sdxl_folder)
 

@@ -1,18 +1,26 @@
 """The base that a training makes for itself, where its YAML names none: as LBM's trainings do.
 
-It is made once, as `sigmascope lbm create-base` makes it, and lies in the run's folder with its YAML. Later sessions and
-`lora extract` find it there.
+It is made once, as `sigmascope lbm create-base` makes it, and lies in the run's folder with its YAML and the checksums of
+the backbone's files. Later sessions and `lora extract` find it there. A backbone whose files have changed is refused.
 """
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from sigmascope.checkpoints import atomic_path
 from sigmascope.checkpoints.checkpoint import is_existing
-from sigmascope.errors import ConfigError
-from sigmascope.lbm.base import check_backbone, create_base
+from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.lbm.base import check_backbone, create_base, open_backbone
 from sigmascope.lbm.config import load_config
+from sigmascope.lbm.training.checkpoints import file_facts
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.progress import Progress, no_progress
+
+_ANOTHER = "Choose another save_ckpt_path, or remove that base."
 
 
 def make_own_base(settings: TrainSettings, progress: Progress = no_progress) -> None:
@@ -23,13 +31,17 @@ def make_own_base(settings: TrainSettings, progress: Progress = no_progress) -> 
         progress: Told after each tensor.
 
     Raises:
-        SigmascopeError: As of `create_base`; or the base that is there came from another backbone.
+        SigmascopeError: As of `create_base`; or the base that is there came from another backbone, or from other
+            content of its files.
     """
     if not settings.makes_base or _is_there(settings):
         return
     path = settings.base_model_path
     with atomic_path(path.with_suffix(".yaml")) as described:
         described.write_text(settings.lbm.to_yaml(), encoding="utf-8")
+    # Before the base is made: files that change meanwhile are then noticed, not missed.
+    with atomic_path(_facts_path(path)) as facts:
+        facts.write_text(json.dumps(_backbone_facts(settings), indent=1), encoding="utf-8")
     create_base(settings.lbm, path, dtype=torch.bfloat16, both=False, progress=progress)
 
 
@@ -55,6 +67,48 @@ def _is_there(settings: TrainSettings) -> bool:
         if made_from != settings.backbone_signature:
             raise ConfigError(
                 f"{path} was made from {made_from}, and backbone_signature is {settings.backbone_signature}.",
-                hint="Choose another save_ckpt_path, or remove that base.",
+                hint=_ANOTHER,
             )
+    if changed := _changed_file(settings):
+        raise ConfigError(
+            f"{path} was made from {settings.backbone_signature}, and {changed} has changed since.",
+            hint=_ANOTHER,
+        )
     return True
+
+
+def _facts_path(base: Path) -> Path:
+    return base.with_name(f"{base.stem}_backbone.json")
+
+
+def _backbone_files(settings: TrainSettings) -> tuple[Path, ...]:
+    with open_backbone(settings.backbone_signature, settings.lbm) as source:
+        return tuple(source.files)
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    return {"bytes": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns}
+
+
+def _backbone_facts(settings: TrainSettings) -> list[dict[str, Any]]:
+    return [{**_stamp(file), **file_facts(file)} for file in _backbone_files(settings)]
+
+
+def _changed_file(settings: TrainSettings) -> Path | None:
+    """The first of the backbone's files whose content is another than when the base was made.
+
+    None where it is the same, or where that is unknown: the backbone is no longer here, or nobody kept its checksums.
+    """
+    try:
+        kept: list[Mapping[str, Any]] = json.loads(_facts_path(settings.base_model_path).read_text("utf-8"))
+        files = _backbone_files(settings)
+        if len(files) != len(kept):
+            return files[0].parent
+        for file, facts in zip(files, kept, strict=True):
+            if any(facts[key] != value for key, value in _stamp(file).items()) and any(
+                facts[key] != value for key, value in file_facts(file).items()
+            ):
+                return file
+    except (OSError, ValueError, LookupError, TypeError, SigmascopeError):
+        return None
+    return None

@@ -1,6 +1,8 @@
 """A YAML with the keys of LBM's own trainings, on data with the members that they read, trains as it is."""
 
 import io
+import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.lbm.sdxl_forms import DENOISER, VAE
 
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.base import create_base
+from sigmascope.lbm.training.own_base import make_own_base
 from sigmascope.lbm.training.settings import load_train_settings
 from sigmascope.lbm.training.train import dry_run, train
 
@@ -144,3 +147,26 @@ def test_a_base_of_another_backbone_is_not_taken_for_this_one(surface: Path) -> 
     Path("checkpoints/base.yaml").write_text("backbone_signature: some/other\n")
     with pytest.raises(ConfigError, match="was made from some/other"):
         dry_run(load_train_settings(surface, allow_pipe=True))
+
+
+def test_a_base_is_not_kept_when_the_files_of_its_backbone_have_changed(
+    surface: Path, sdxl_folder: Path
+) -> None:
+    """In place, at the same size, in the middle of a file."""
+    backbone = shutil.copytree(sdxl_folder, Path("backbone"))
+    surface.write_text(surface.read_text().replace("some/tiny-sdxl", "./backbone"))
+    settings = load_train_settings(surface, allow_pipe=True)
+    make_own_base(settings)
+    unet = backbone / "unet/diffusion_pytorch_model.safetensors"
+    os.utime(unet)
+    assert dry_run(settings).backbone is None
+    content = bytearray(unet.read_bytes())
+    content[len(content) // 2] ^= 1
+    unet.write_bytes(content)
+    for start in (dry_run, train):
+        with pytest.raises(
+            ConfigError, match=rf"base\.safetensors was made from \./backbone, and {unet} has changed"
+        ):
+            start(settings)
+    shutil.rmtree(backbone)
+    assert dry_run(settings).backbone is None
