@@ -159,7 +159,8 @@ def serve(
 class _Connection(H11Protocol):
     """uvicorn's connection that closes when a request's headers do not end, or the peer takes no more of an answer.
 
-    uvicorn's own end of a connection waits until the peer has taken all, however long that is.
+    uvicorn's own end of a connection waits until the peer has taken all, however long that is. Where as many are open
+    as may be, a new one takes the place of the one that has asked for nothing the longest.
     """
 
     def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
@@ -168,9 +169,19 @@ class _Connection(H11Protocol):
         self._patience: asyncio.TimerHandle | None = None
         self._look_again: asyncio.TimerHandle | None = None
         self._left_bytes, self._taken_at = 0, 0.0
+        self._idle_since = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, and nothing of an answer is left to send."""
+        cycle: RequestResponseCycle | None = self.cycle
+        has_asked = cycle is not None and not cycle.response_complete
+        return not has_asked and self.transport.get_write_buffer_size() == 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        self._make_room()
         if len(self.connections) > 2 * self._limits.connections:  # those that ask are told, up to here
             transport.abort()
             return
@@ -180,6 +191,8 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if not self.is_idle:  # a part of a request does not make it younger
+            self._idle_since = self.loop.time()
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,6 +209,14 @@ class _Connection(H11Protocol):
         super().shutdown()
         # What is still being sent then, uvicorn would cancel, with a traceback for each.
         self.loop.call_later(LAST_SECONDS, self.transport.abort)
+
+    def _make_room(self) -> None:
+        """Drop idle connections while there are as many as uvicorn refuses requests at."""
+        others = cast("set[_Connection]", self.connections - {self})
+        idle = sorted((peer for peer in others if peer.is_idle), key=lambda peer: peer._idle_since)
+        for peer in idle[: max(0, len(self.connections) - self._limits.connections + 1)]:
+            peer.transport.abort()
+            self.connections.discard(peer)
 
     def _look(self) -> None:
         left_bytes, now = self.transport.get_write_buffer_size(), self.loop.time()

@@ -200,17 +200,36 @@ def test_uploads_that_never_end_hold_no_more_than_there_is_room_for(start: Start
 
 def test_connections_are_bounded(start: Start) -> None:
     server = start(connections=4)
+    path = add(server, noise(1500, 1000))
     with ExitStack() as peers:
-        for _ in range(4):
-            peers.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        for _ in range(3):
+            assert peers.enter_context(server.never_read(path)).recv(4) == b"HTTP"
         assert server.ask("GET", "/api/about")[0] == 503
         idle = [
             peers.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
             for _ in range(8)
         ]
         assert until(lambda: server.connections <= 8)
-        assert idle[-1].recv(1) == b""
+        assert idle[0].recv(1) == b""
     assert until(lambda: server.ask("GET", "/api/about")[0] == 200)
+
+
+def test_idle_connections_lock_nobody_out(start: Start) -> None:
+    """Those that ask for nothing, or send a request without an end, make room for those that ask; the oldest first."""
+    server = start()
+    with ExitStack() as peers:
+        idle = [
+            peers.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            for _ in range(300)
+        ]
+        for peer in idle[-20:]:
+            peer.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        begin = time.monotonic()
+        assert [server.ask("GET", "/api/about")[0] for _ in range(40)] == [200] * 40
+        assert time.monotonic() - begin < 5
+        assert idle[0].recv(1) == b""
+        idle[-1].sendall(b"127.0.0.1\r\n\r\n")
+        assert idle[-1].recv(12) == b"HTTP/1.1 200"
 
 
 ADDRESSES = [
