@@ -1,14 +1,17 @@
 """What fails in PyTorch and diffusers is told in our own words, with their numbers and none of their text."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from tests.families import make_pipeline
 from tests.monitor.fragments import FRAGMENTS, QuotingError, host_calling
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import CLIPTextModel
 
 from sigmascope.monitor import Recorder
 from sigmascope.probes.reading import keeping_words
@@ -120,6 +123,93 @@ def test_diffusers_own_message_quotes_no_prompt(call: dict[str, Any], parts: tup
     assert told is not None, message
     assert [part for part in parts if part not in told] == []
     assert not {*SECRET.split()} & {*told.split()}
+
+
+def returns(value: object) -> dict[str, Any]:
+    return {"callback_on_step_end": lambda pipeline, step, timestep, tensors: value}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (returns(None), "there is None in place of a dict: a callback_on_step_end must return one"),
+        (returns(5), "there is something else in place of a dict: a callback_on_step_end must return one"),
+        ({"callback_on_step_end": lambda pipeline: {}}, "a function that takes 1 arguments got 4"),
+        ({"callback_on_step_end_tensor_inputs": [SECRET]},
+         "callback_on_step_end_tensor_inputs names a tensor that this pipeline does not hand out"),
+    ],
+    ids=["None", "a number", "one argument", "tensors"],
+)  # fmt: skip
+def test_a_callback_that_is_not_as_diffusers_wants_it(call: dict[str, Any], told: str) -> None:
+    pipeline = make_pipeline("sd15")
+    message = message_of(lambda: pipeline("a", num_inference_steps=1, height=32, width=32, **call))
+    assert (cause_in_words(message), cause_in_words(told)) == (told, told)
+
+
+NOWHERE = "there is no such file or folder, and it is not a name on the hub"
+NOT_HERE = "the model is no folder here and not in the hub's local cache, and the hub was not reached"
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument")  # diffusers passes it
+@pytest.mark.parametrize(
+    ("name", "missing", "told"),
+    [
+        ("/kestrel/vorpal", None, (NOWHERE,) * 4),
+        ("kestrel/vorpal", None, (NOT_HERE, "the model has no config.json", NOT_HERE)),
+        (".", "model_index.json", ("the folder has no model_index.json, so it is not a pipeline",)),
+        (".", "unet/config.json", ("the model has no config.json",)),
+        (".", "unet/diffusion_pytorch_model.safetensors", ("the model has no file of weights",)),
+        (".", "text_encoder/model.safetensors", ("the model has no file of weights",)),
+    ],
+)
+def test_a_model_that_is_not_there(
+    name: str,
+    missing: str | None,
+    told: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """diffusers and transformers say it in ten ways, with the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    if missing is not None:
+        make_pipeline("sd15").save_pretrained(tmp_path)
+        (tmp_path / missing).unlink()
+    loaders = (
+        DiffusionPipeline.from_pretrained,
+        UNet2DConditionModel.from_pretrained,
+        CLIPTextModel.from_pretrained,
+        lambda name, **_: StableDiffusionPipeline.from_single_file(f"{name}.safetensors"),
+    )
+    for load, expected in zip(loaders, told, strict=False):
+        message = message_of(lambda load=load: load(name, local_files_only=True))  # type: ignore[misc]
+        assert cause_in_words(message) == expected, message
+        assert cause_in_words(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [  # of other versions, and of a hub that answers
+        # https://github.com/TencentARC/PhotoMaker/issues/118
+        ("PhotoMakerStableDiffusionXLPipeline.__call__() got an unexpected keyword argument 'callback_on_step_end'",
+         "a function got an argument that it does not take"),
+        # https://github.com/Yujun-Shi/DragDiffusion/issues/66
+        ("Error no file named pytorch_model.bin, tf_model.h5, model.ckpt.index or flax_model.msgpack found in directory "
+         "local_pretrained_models/stable-diffusion-v1-5.", "the model has no file of weights"),
+        # https://github.com/JyChen9811/FaithDiff/issues/17
+        ("Error no file named diffusion_pytorch_model.fp16.bin found in directory DiffusionSR_weights/FaithDiff/"
+         "sdxl-vae-fp16-fix", "the model has no file of weights"),
+        # https://github.com/huggingface/diffusers/issues/9314
+        ("runwayml/stable-diffusion-v1-5 does not appear to have a file named config.json.", "the model has no config.json"),
+        ("kestrel/vorpal is not a local folder and is not a valid model identifier listed on "
+         "'https://huggingface.co/models'", "there is no such folder, and no such public model on the hub"),
+        ("Cannot access gated repo for url https://huggingface.co/kestrel", "the model on the hub needs permission"),
+        ("You are trying to load the model files of the `variant=vorpal`, but no such modeling files are available.",
+         "the model has no files of this variant"),
+    ],
+)  # fmt: skip
+def test_what_else_is_missing(message: str, told: str) -> None:
+    assert cause_in_words(message) == cause_in_words(told) == told
 
 
 def test_an_adapter_that_is_not_there() -> None:

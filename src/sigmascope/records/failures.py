@@ -107,7 +107,35 @@ _FAILURES: Final = (
     (r"illegal memory access", "the GPU read memory that is not its own"),
     (r"Torch not compiled with CUDA enabled", "this build of PyTorch is without CUDA"),
     (r"No CUDA GPUs are available|Found no NVIDIA driver", "there is no GPU that CUDA can use"),
+    # Python, of the functions that a pipeline calls
+    (r"'NoneType' object has no attribute 'pop'",
+     "there is None in place of a dict: a callback_on_step_end must return one"),
+    (r"'\w{1,80}' object has no attribute 'pop'",
+     "there is something else in place of a dict: a callback_on_step_end must return one"),
+    (r"takes (?:from [0-9]+ to )?<n> positional arguments? but <n> (?:positional arguments? .{0,80})?(?:was|were) given",
+     "a function that takes {0} arguments got {1}"),
+    (r"missing <n> required (?:positional|keyword-only) arguments?", "a function was called without {0} of its arguments"),
+    (r"got an unexpected keyword argument", "a function got an argument that it does not take"),
+    # Files of models, as diffusers, transformers and huggingface_hub miss them; their messages quote paths
+    (r"[nN]o file named model_index\.json", "the folder has no model_index.json, so it is not a pipeline"),
+    (r"[nN]o file named config\.json|not appear to have a file named config\.json", "the model has no config.json"),
+    (r"[nN]o file named (?:diffusion_pytorch_model|pytorch_model|model)\.|not appear to have a file named "
+     r"(?:diffusion_pytorch_model|pytorch_model|model)\.", "the model has no file of weights"),
+    (r"[nN]o file named .{1,300} found in directory|not appear to have a file named", "the model lacks a file"),
+    (r"neither a valid local path nor a valid repo id|Repo id must (?:be|use)"
+     r"|not the path to a directory containing|Please set it to a valid URL",
+     "there is no such file or folder, and it is not a name on the hub"),
+    (r"not a local folder and is not a valid model identifier|Repository Not Found for url",
+     "there is no such folder, and no such public model on the hub"),
+    (r"Cannot access gated repo|Access to model .{1,200} is restricted", "the model on the hub needs permission"),
+    (r"[cC]annot find an appropriate cached snapshot|[cC]annot find the requested files in the (?:disk|local) cache"
+     r"|[cC]ouldn't connect to '[^']{1,200}' to load",
+     "the model is no folder here and not in the hub's local cache, and the hub was not reached"),
+    (r"variant=.{1,40}, but no such modeling files are available", "the model has no files of this variant"),
+    (r"offline mode, you must specify a `weight_name`", "there is no such file, and offline no weight_name to look for"),
     # diffusers; what it says of prompts quotes them
+    (r"`callback_on_step_end_tensor_inputs` has to be in",
+     "callback_on_step_end_tensor_inputs names a tensor that this pipeline does not hand out"),
     (r"`height` and `width` have to be divisible by <n> but are <n> and <n>",
      "height {1} and width {2} must be multiples of {0}"),
     (r"list of generators of length <n>, but requested an effective batch size of <n>",
