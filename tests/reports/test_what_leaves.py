@@ -1,6 +1,7 @@
 """What of a record leaves to be read elsewhere, at each privacy, on every surface."""
 
 import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,37 @@ def test_none_leaves_no_row_for_a_prompt_and_no_hash() -> None:
     for text in surfaces.values():
         assert not [trace for trace in ("abab", "cdcd", "sha256", "<prompt>", "&lt;prompt") if trace in text]
     assert "sha256 abab" in sigmascope.to_markdown(run)
+
+
+@pytest.mark.parametrize("privacy", ["hash", "none"])
+def test_a_prompt_is_in_no_value_key_or_name_and_is_told_alike_everywhere(privacy: Any) -> None:
+    words = "zebracorn over a marsh"
+    facts = {
+        "prompt": words,
+        "text_content": f"{words}, at dawn",
+        "prompts": [words, f"a {words}"],
+        "call": {"negative_prompt": {"first": f"no {words}"}},
+        "seconds_of": {words: 1.0, f"a {words}": 2.0},
+        words: 3,
+    }
+    run = run_of(Stage(f"draw {words}", 0.0, 1.0, error=f"ValueError: {words}", facts=facts), name=words)
+    texts = {surface.name: html.unescape(surface.render([run], privacy)) for surface in all_surfaces()}
+    assert [name for name, text in texts.items() if "zebracorn" in text] == []
+    (arguments,) = [
+        event["args"] for event in json.loads(texts["trace"])["traceEvents"] if event.get("cat") == "stage"
+    ]
+    placeholders = {
+        text: f"<prompt sha256:{prompt_sha256(text)}>" if privacy == "hash" else "<prompt>"
+        for text in (words, f"{words}, at dawn", f"a {words}")
+    }
+    first, second, third = placeholders.values()
+    assert arguments["prompt"] == first
+    assert arguments["text_content"] == second
+    assert arguments["prompts"] == f"{first}, {third}"
+    told = texts["html"].replace("\\u003c", "<").replace("\\u003e", ">")
+    assert f'"prompt":"{first}","text_content":"{second}","prompts":["{first}","{third}"]' in told.replace(
+        " :", ":"
+    )
 
 
 @pytest.mark.parametrize("privacy", ["full", "hash", "none"])

@@ -12,7 +12,8 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import quote
@@ -95,6 +96,8 @@ _RECIPE, _ARGUMENTS = "recipe", "arguments"
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRIVACY = "privacy"
+OWN_NAME: Final = re.compile(r"[A-Za-z0-9_.:$-]*")
+"""Keys and stages of ours read so; a prompt of one word may, too, and is no reason to change them."""
 _TEXT, _HASH, _TEXT_HASH = "text", "sha256", "text_sha256"
 
 # What exceptions say in the stages of a run, for `without_words`.
@@ -220,7 +223,8 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     if kept.keeps_text:
         return lambda text: text
     longest_first = sorted({text for text in named_prompts(prompts).values() if text}, key=len, reverse=True)
-    replacements = [_replacement(text, _placeholder(text, kept)) for text in longest_first]
+    whole = frozenset(spelling for text in longest_first for spelling in _spellings(text))
+    replacements = [_replacement(text, _placeholder(text, kept), whole) for text in longest_first]
 
     def redact(text: str) -> str:
         for replacement in replacements:
@@ -230,8 +234,13 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     return redact
 
 
-def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
-    spellings = dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1], ascii(prompt)[1:-1]))
+def _spellings(prompt: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1], ascii(prompt)[1:-1])))
+
+
+def _replacement(prompt: str, placeholder: str, whole: Collection[str]) -> Callable[[str], str]:
+    """What takes one prompt out; a text may also end with another of the `whole` ones, which begins as this does."""
+    spellings = _spellings(prompt)
     if len(prompt) < _WHOLE_WORDS_BELOW and not _HAS_UNSPACED.search(prompt):
         words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, spellings))})(?!\w)")
         return lambda text: words.sub(placeholder, text)
@@ -241,7 +250,8 @@ def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
             text = text.replace(spelling, placeholder)
             # A text that was cut, or of which the first line was kept, may end within the prompt.
             begin = text.rfind(spelling[:_WHOLE_WORDS_BELOW])
-            if begin >= 0 and spelling.startswith(text[begin:].rstrip("…")):
+            end = text[begin:].rstrip("…")
+            if begin >= 0 and end not in whole and spelling.startswith(end):
                 text = f"{text[:begin]}{placeholder}…"
         return text
 
@@ -347,7 +357,8 @@ def _without_errors(value: Any) -> Any:
 def cleaner(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
     """A function that takes the prompts of a run out of whole texts among plain values, and the folders out of paths.
 
-    Folders go at every privacy, prompts as `privacy` says, wherever they are repeated.
+    Folders go at every privacy, prompts as `privacy` says, wherever they are repeated. Keys that read like a name of
+    ours stay, whatever a prompt says.
 
     Raises:
         ConfigError: There is no such privacy.
@@ -363,10 +374,19 @@ def cleaner(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
         if isinstance(value, str):
             return short_paths(redact(value))
         if isinstance(value, Mapping):
-            return {key: clean(item) for key, item in value.items()}
+            keys = _distinct(key if OWN_NAME.fullmatch(str(key)) else clean(key) for key in value)
+            return dict(zip(keys, map(clean, value.values()), strict=True))
         return [clean(item) for item in value] if isinstance(value, list) else value
 
     return clean
+
+
+def _distinct(keys: Iterable[Any]) -> Iterator[Any]:
+    """The keys, those that came out alike numbered: `<prompt>`, `<prompt> (2)`."""
+    counts: Counter[Any] = Counter()
+    for key in keys:
+        counts[key] += 1
+        yield key if counts[key] == 1 else f"{key} ({counts[key]})"
 
 
 def _all_facts(run: Run) -> Iterator[Mapping[str, Any]]:

@@ -155,10 +155,10 @@ def _with_severities(cleaned: Any, plain: Any) -> Any:
     """The cleaned values with the severities as they were: a prompt may be such a word, and nothing else may be there."""
     if isinstance(plain, Mapping):
         return {
-            key: value
+            shown: value
             if key == "severity" and value in get_args(Severity)
-            else _with_severities(cleaned[key], value)
-            for key, value in plain.items()
+            else _with_severities(cleaned[shown], value)
+            for shown, (key, value) in zip(cleaned, plain.items(), strict=True)
         }
     if isinstance(plain, list):
         return [_with_severities(*pair) for pair in zip(cleaned, plain, strict=True)]

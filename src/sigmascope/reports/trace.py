@@ -27,7 +27,7 @@ from sigmascope.records.performance import (
     readable_curves,
     readable_utilization,
 )
-from sigmascope.records.prompts import PromptPrivacy, cleaner, without_texts
+from sigmascope.records.prompts import OWN_NAME, PromptPrivacy, cleaner, without_texts
 from sigmascope.records.recorded import Recorded
 from sigmascope.records.run import (
     Finding,
@@ -57,6 +57,9 @@ SYSTEM_COUNTER = "System memory used (MiB)"
 _COUNTERS: Final = {PROCESS: PROCESS_COUNTER, SYSTEM: SYSTEM_COUNTER}
 SOME_DEVICE = "accelerator"
 """Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
+
+_NAMED_BY_HOSTS: Final = ("stage", "error")
+"""Kinds of events that are called by the name of a stage."""
 
 Point = tuple[str, float | None, int | None]
 """The name of a counter, seconds since the stage began, and bytes."""
@@ -100,7 +103,11 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
         clean = cleaner(run, prompts)
         run_events = _run_events(without_texts(run, prompts), number, (begun - first) * 1000)
         # The rest of an event is ours, whatever a prompt says. A text that is cut is no longer recognised.
-        events += (_readable({**event, "args": _cut(clean(event["args"]))}) for event in run_events)
+        for event in run_events:
+            name = event["name"]
+            is_ours = event.get("cat") not in _NAMED_BY_HOSTS or OWN_NAME.fullmatch(name)
+            shown = {"name": name if is_ours else clean(name), "args": _cut(clean(event["args"]))}
+            events.append(_readable({**event, **shown}))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",

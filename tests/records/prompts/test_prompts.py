@@ -73,6 +73,14 @@ def test_a_text_that_was_cut_within_the_prompt_keeps_nothing_of_it(end: str) -> 
     assert redactor(prompt, "none")("a heron flew") == "a heron flew"
 
 
+def test_a_prompt_that_another_one_begins_with_is_told_as_itself() -> None:
+    longer = f"{PROMPT}, at night"
+    redact = redactor([PROMPT, longer], "hash")
+    assert redact(PROMPT) == f"<prompt sha256:{prompt_sha256(PROMPT)}>"
+    assert redact(f"of {longer}") == f"of <prompt sha256:{prompt_sha256(longer)}>"
+    assert redact(longer[:-3]) == f"<prompt sha256:{prompt_sha256(longer)}>…"
+
+
 def test_full_leaves_other_texts_alone() -> None:
     assert redactor(PROMPT, "full")(PROMPT) == PROMPT
 
