@@ -16,7 +16,7 @@ from sigmascope.checkpoints.safetensors import (
     read_header,
     save_safetensors,
 )
-from sigmascope.checkpoints.torch_files import StreamingTorchWriter, TensorSpec, save_torch
+from sigmascope.checkpoints.torch_writer import StreamingTorchWriter, TensorSpec, save_torch
 from sigmascope.files import atomic_path
 
 __all__ = [

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sigmascope.checkpoints.torch_files import StreamingTorchWriter
+from sigmascope.checkpoints.torch_writer import StreamingTorchWriter
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.lbm.base import all_or_none, choose_base_files, config_target, create_base
 from sigmascope.lbm.config import LbmConfig, load_config
