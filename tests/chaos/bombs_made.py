@@ -473,8 +473,8 @@ def read_samples(path: Path) -> int:
 def read_picture(path: Path) -> tuple[int, int]:
     """A picture as `lbm infer` opens it, then as a sample of a shard."""
     from sigmascope.errors import FileError
-    from sigmascope.lbm.data import decode_picture
     from sigmascope.lbm.images import load_image
+    from sigmascope.lbm.samples import decode_picture
 
     with contextlib.suppress(FileError):
         load_image(path)

@@ -35,9 +35,10 @@ from sigmascope.checkpoints import Checkpoint, checkpoint_fingerprint, open_chec
 from sigmascope.cli import root
 from sigmascope.errors import SigmascopeError
 from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.data import DataOptions, TrainingData, decode_picture
+from sigmascope.lbm.data import DataOptions, TrainingData
 from sigmascope.lbm.images import find_images, load_image
 from sigmascope.lbm.model import load_lbm
+from sigmascope.lbm.samples import decode_picture
 from sigmascope.lbm.shards import read_shard
 from sigmascope.lbm.training.settings import load_train_settings
 from sigmascope.lora.apply import attach_lora, merge_into_model

@@ -17,9 +17,10 @@ from webdataset import TarWriter
 
 from sigmascope.errors import ConfigError, DataError, FileError, WriteError
 from sigmascope.files import atomic_path, reading_hint, reason_of, writing_hint
-from sigmascope.lbm.data import decode_picture, prefetch, same_shape
+from sigmascope.lbm.data import prefetch
 from sigmascope.lbm.images import PICTURES
 from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, render_pair
+from sigmascope.lbm.samples import decode_picture, same_shape
 from sigmascope.progress import Progress, no_progress
 
 EncodedSample = tuple[str, Mapping[str, bytes]]

@@ -14,9 +14,10 @@ from PIL import Image
 from tests.lbm.shard_files import encoded, noise, pair, plain, write_tar
 
 from sigmascope.errors import ConfigError, DataError, FileError
-from sigmascope.lbm import data as lbm_data
+from sigmascope.lbm import samples as lbm_samples
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.data import Batch, DataOptions, DataPosition, TrainingData, decode_picture
+from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData
+from sigmascope.lbm.samples import Batch, decode_picture
 
 SAMPLES = 23
 BROKEN = (4, 11)
@@ -174,7 +175,7 @@ def test_what_lies_before_the_position_is_not_decoded(shards: Path, monkeypatch:
         decoded.append(raw)
         return decode_picture(raw)
 
-    monkeypatch.setattr(lbm_data, "decode_picture", counting)
+    monkeypatch.setattr(lbm_samples, "decode_picture", counting)
     rest = list(stream.batches(0, whole[2][1]))
     good = sum(len(batch) for batch, _ in rest)
     assert 2 * good <= len(decoded) <= 2 * (good + len(BROKEN))

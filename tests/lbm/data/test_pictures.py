@@ -6,7 +6,7 @@ from PIL import Image
 from tests.lbm.shard_files import encoded, noise
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.data import CropBox, apply_crop, choose_crop, decode_mask, decode_picture, same_shape
+from sigmascope.lbm.samples import CropBox, apply_crop, choose_crop, decode_mask, decode_picture, same_shape
 
 BICUBIC = Image.Resampling.BICUBIC
 

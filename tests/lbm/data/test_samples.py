@@ -7,7 +7,7 @@ from tests.lbm.shard_files import encoded, noise
 
 from sigmascope.errors import DataError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.data import Sample, SampleDecoder
+from sigmascope.lbm.samples import Sample, SampleDecoder
 from sigmascope.lbm.shards import RawSample
 
 

@@ -13,7 +13,8 @@ from PIL import Image
 from tests.lbm.data.test_data import tiny
 from tests.lbm.shard_files import encoded, noise, pair, plain, write_tar
 
-from sigmascope.lbm.data import DataOptions, TrainingData, decode_picture, picture_size
+from sigmascope.lbm.data import DataOptions, TrainingData
+from sigmascope.lbm.samples import decode_picture, picture_size
 
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 

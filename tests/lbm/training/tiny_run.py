@@ -7,8 +7,8 @@ from tests.lbm.conftest import TINY
 from torch import nn
 
 from sigmascope.lbm.config import parse_config
-from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel, build_lbm
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.settings import TrainSettings, parse_train_settings
 
 RUN: dict[str, Any] = {"train_shards": "a.tar", "base_model_path": "base.ckpt", "save_ckpt_path": "out"}

@@ -33,9 +33,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.installation import install_packages
-from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import resolve_device
 from sigmascope.lbm.model import LbmModel, is_finite, listed
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.distributed import (
     EngineOptimizer,
     Processes,

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sigmascope.errors import ConfigError, OtherProcessError, SigmascopeError
-from sigmascope.lbm.data import Batch
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.settings import TrainSettings
 
 Position = TypeVar("Position")

@@ -17,9 +17,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sigmascope.lbm.bridge import sample_bridge
-from sigmascope.lbm.data import Batch, DataOptions, TrainingData
+from sigmascope.lbm.data import DataOptions, TrainingData
 from sigmascope.lbm.images import contact_sheet, psnr, save_image, tensor_to_image
 from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.accelerate import StepResult
 from sigmascope.lbm.training.checkpoints import untouched_random_state
 from sigmascope.lbm.training.objective import encoded, vae_alone

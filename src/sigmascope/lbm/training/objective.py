@@ -35,8 +35,8 @@ from sigmascope.installation import install_packages
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, predict_target
 from sigmascope.lbm.config import LbmConfig, MaskReduction
 from sigmascope.lbm.config import PixelLoss as PixelLossKind
-from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel, LbmVae, join_conditioning
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.settings import TrainSettings
 
 Latents = Float[Tensor, "batch channels height width"]

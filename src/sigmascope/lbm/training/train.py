@@ -34,10 +34,11 @@ from sigmascope.errors import (
     WriteError,
 )
 from sigmascope.files import DISK_FULL, reason_of, writing_hint
-from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples, TrainingData
+from sigmascope.lbm.data import DataPosition, SkippedSamples, TrainingData
 from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
 from sigmascope.lbm.images import Size
 from sigmascope.lbm.model import LbmModel, build_lbm, check_fits, load_lbm
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.shards import PIPE, expand_shards
 from sigmascope.lbm.training.accelerate import (
     accelerated,

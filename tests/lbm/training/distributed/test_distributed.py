@@ -9,7 +9,7 @@ from tests.lbm.training.meeting import meet
 from tests.lbm.training.tiny_run import batch_of
 
 from sigmascope.errors import DataError, OtherProcessError, SigmascopeError, WriteError
-from sigmascope.lbm.data import Batch
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.distributed import Processes, StepBatches, step_batches
 
 

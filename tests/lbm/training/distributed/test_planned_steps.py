@@ -18,7 +18,7 @@ from tests.lbm.training.tiny_run import tiny_settings
 from tests.lbm.training.two_processes import run_team
 
 from sigmascope.errors import DataError
-from sigmascope.lbm.data import Batch
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.distributed import Processes, StepBatches, step_batches
 from sigmascope.lbm.training.session import make_schedule, open_data, planned_steps, sizes_if_needed
 from sigmascope.lbm.training.settings import TrainSettings

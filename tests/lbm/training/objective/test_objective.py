@@ -12,8 +12,8 @@ from tests.lbm.training.tiny_run import batch_of, new_model, randomised, tiny_se
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.samples import Batch
 from sigmascope.lbm.training.lora_layers import inject_lora
 from sigmascope.lbm.training.objective import Objective, draw_bridge, generators_for
 from sigmascope.lbm.training.settings import TrainSettings
