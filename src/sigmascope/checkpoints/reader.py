@@ -119,7 +119,7 @@ def _open(path: Path, variant: str | None) -> Checkpoint:
 
 def _open_file(file: Path) -> Checkpoint:
     if not is_existing(file):
-        raise _missing(file)
+        raise no_such_file(file)
     if not is_regular_file(file):
         raise CheckpointError(
             file, f"{what_stands_at(file)}, not a regular file.", hint="Name a file of weights."
@@ -132,7 +132,8 @@ def _open_file(file: Path) -> Checkpoint:
     return _open_pickle(file) if suffix in PICKLE_SUFFIXES else SafetensorsCheckpoint(file)
 
 
-def _missing(file: Path) -> CheckpointError:
+def no_such_file(file: Path) -> CheckpointError:
+    """The error for a file that is not there, with what may have been meant and how to download it."""
     hint = what_is_there(file) or "Check the path."
     if file.is_symlink():
         message = f"{what_stands_at(file)}."

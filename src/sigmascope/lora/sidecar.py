@@ -13,7 +13,7 @@ import yaml
 
 from sigmascope.checkpoints.checkpoint import is_existing, is_folder, is_regular_file, what_stands_at
 from sigmascope.checkpoints.hub import hub_name, is_hub_name, local_model
-from sigmascope.checkpoints.reader import only_file, what_is_there
+from sigmascope.checkpoints.reader import no_such_file, only_file
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.files import require_writable, short_path
 from sigmascope.lora.file import as_text
@@ -98,7 +98,7 @@ def models_of(lora: Path, base: Path | None = None, tuned: Path | None = None) -
     if base is not None and tuned is not None:
         return base, tuned
     if not is_existing(lora):
-        raise CheckpointError(lora, "does not exist.", hint=what_is_there(lora) or "Check the path.")
+        raise no_such_file(lora)
     sidecar = find_sidecar(lora)
     given: dict[ModelKey, Path | None] = {"base_model": base, "tuned_model": tuned}
     named = _read(sidecar, " and ".join(_flag(key) for key, path in given.items() if path is None))

@@ -327,3 +327,7 @@ def test_a_lora_is_found_by_its_name_on_the_hub_with_its_side_car(
     assert found["layer_names"] == "lora_layer_names.txt"
     assert sorted(path.name for path in snapshot.iterdir()) == ["lora.safetensors", "lora_config.yaml"]
     assert "hf download me/other" in " ".join(call("me/other").err.split())
+    Path("me").mkdir()
+    said = " ".join(call("me/other").err.split())
+    assert "does not exist, and the hub's local cache has no such model." in said
+    assert "hf download me/other" in said
