@@ -95,6 +95,7 @@ def check_message(text: str, file: Path) -> None:
         Path.cwd().name,
         *LAYERS,
         "--[a-z]",
+        "_path names it",
         r"\.safetensors\b",
         "lora_unet",
         "The run ",

@@ -13,7 +13,8 @@ import torch
 
 from sigmascope.checkpoints import atomic_path
 from sigmascope.checkpoints.checkpoint import is_existing
-from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.checkpoints.reader import no_such_file
+from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 from sigmascope.lbm.base import check_backbone, create_base, open_backbone
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.training.checkpoints import file_facts
@@ -32,8 +33,10 @@ def make_own_base(settings: TrainSettings, progress: Progress = no_progress) -> 
 
     Raises:
         SigmascopeError: As of `create_base`; or the base that is there came from another backbone, or from other
-            content of its files.
+            content of its files; or the one that the YAML names does not exist.
     """
+    if not settings.makes_base:
+        _require_named(settings)
     if not settings.makes_base or _is_there(settings):
         return
     path = settings.base_model_path
@@ -51,10 +54,21 @@ def check_own_base(settings: TrainSettings) -> bool:
     Raises:
         SigmascopeError: As of `make_own_base`, where making it is not needed to see it.
     """
+    if not settings.makes_base:
+        _require_named(settings)
     if not settings.makes_base or _is_there(settings):
         return False
     check_backbone(settings.lbm)
     return True
+
+
+def _require_named(settings: TrainSettings) -> None:
+    path = settings.base_model_path
+    if not is_existing(path):
+        missing = no_such_file(path)
+        raise CheckpointError(
+            path, f"base_model_path names it, but it {missing.message.partition(': ')[2]}", hint=missing.hint
+        )
 
 
 def _is_there(settings: TrainSettings) -> bool:

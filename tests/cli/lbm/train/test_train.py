@@ -222,6 +222,12 @@ def test_what_cannot_be_trained_is_said_before_it_begins(
     assert message in str(error)
 
 
+@pytest.mark.parametrize("arguments", [["--dry_run"], []])
+def test_a_base_that_is_not_there_is_named_with_its_key(small_run: SmallRun, arguments: list[str]) -> None:
+    error = invoke(small_run, *arguments, base_model_path="1e-5").exception
+    assert str(error).startswith("1e-5: base_model_path names it, but it does not exist")
+
+
 def test_a_device_is_named_by_the_flag_or_by_the_key_that_gave_it(small_run: SmallRun) -> None:
     by_flag = invoke(small_run, "--device", "toaster", device="cpu").exception
     by_key = invoke(small_run, device="toaster").exception
