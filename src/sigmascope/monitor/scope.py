@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -61,6 +61,7 @@ NOT_MARKED = (
     "events are missing at its beginning or end, for example because the accelerator was not in use yet"
 )
 TWO_STREAMS = "it began and ended on two streams of the accelerator, which do not wait for each other"
+BACKWARDS = "the accelerator's clock says that it ended before it began"
 NOT_IN_USE = "the accelerator was not in use when the stage began"
 GENERATION: Final = "generation"
 WHOLE: Final = frozenset({*STAGES, GENERATION})
@@ -406,10 +407,9 @@ def _none_where_unknown(column: Sequence[int]) -> tuple[int | None, ...]:
 
 def _why_untimed(timings: "StepTimings", gpu_seconds: tuple[float | None, ...]) -> str:
     """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
-    unfinished, across = timings.unfinished, timings.across_streams
-    unmarked = max(0, gpu_seconds.count(None) - unfinished - across)
-    reasons = ((unfinished, NOT_FINISHED), (across, TWO_STREAMS), (unmarked, NOT_MARKED))
-    return "; ".join(f"{counted(count, 'step')}: {reason}" for count, reason in reasons if count)
+    reasons = {NOT_FINISHED: timings.unfinished, **timings.untold}
+    reasons[NOT_MARKED] = max(0, gpu_seconds.count(None) - sum(reasons.values()))
+    return "; ".join(f"{counted(count, 'step')}: {reason}" for reason, count in reasons.items() if count)
 
 
 class Instruments:
@@ -641,15 +641,16 @@ class StepTimings:
 
     Attributes:
         seconds: By the steps' numbers.
-        across_streams: How many stay None since their edges are on two streams, which pass them in any order.
+        untold: By the reason, how many stay None though both edges are known: two streams pass theirs in any order, and
+            some devices' clocks go backwards (ROCm/rocm-systems pull request 9375).
     """
 
-    __slots__ = ("_pending", "_pool", "across_streams", "seconds")
+    __slots__ = ("_pending", "_pool", "seconds", "untold")
 
     def __init__(self, pool: EventPool) -> None:
         self._pool = pool
         self.seconds: list[float | None] = []
-        self.across_streams = 0
+        self.untold: Counter[str] = Counter()
         # By the thread that recorded their ends.
         self._pending: dict[int, deque[tuple[int, Mark, Mark]]] = {}
 
@@ -666,7 +667,7 @@ class StepTimings:
             if start.stream == end.stream:
                 self._pending.setdefault(end.thread_id, deque()).append((row, start, end))
             else:
-                self.across_streams += 1
+                self.untold[TWO_STREAMS] += 1
                 self._give_back(start, end)
         self.seconds.extend([None] * (row + 1 - len(self.seconds)))
         if self.unfinished >= _RESOLVE_FROM:
@@ -685,7 +686,11 @@ class StepTimings:
         for thread_id, pending in tuple(self._pending.items()):
             while pending and may_ask_of(thread_id) and pending[0][2].event.query():
                 row, start, end = pending.popleft()
-                self.seconds[row] = start.event.elapsed_seconds(end.event)
+                seconds = start.event.elapsed_seconds(end.event)
+                if seconds is None or seconds >= 0.0:
+                    self.seconds[row] = seconds
+                else:
+                    self.untold[BACKWARDS] += 1
                 self._give_back(start, end)
 
     def _give_back(self, *marks: Mark) -> None:
@@ -746,6 +751,6 @@ def stage_gpu_seconds(timings: StepTimings | None) -> tuple[float | None, str | 
         return None, None
     if timings.unfinished:
         return None, NOT_FINISHED
-    if timings.across_streams:
-        return None, TWO_STREAMS
+    if timings.untold:
+        return None, next(iter(timings.untold))
     return timings.seconds[0], NOT_IN_USE if timings.seconds[0] is None else None

@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.scope import TWO_STREAMS
+from sigmascope.monitor.scope import BACKWARDS, TWO_STREAMS
 from sigmascope.probes import AcceleratorEvent, NullAccelerator
 
 if TYPE_CHECKING:
@@ -177,3 +177,15 @@ def test_edges_on_two_streams_tell_no_time(
     assert "device_seconds" not in stage.facts
     assert stage.unavailable["device_seconds"] == TWO_STREAMS
     assert accelerator.events_made == 5  # those of the second step came back at once
+
+
+def test_a_clock_that_goes_backwards_tells_no_time(timed: Recorder, accelerator: "FakeAccelerator") -> None:
+    accelerator.queued_seconds = 1.0
+    with timed.stage("denoising"):
+        launch(accelerator, timed, 0.5, -0.002)
+        accelerator.queued_seconds = 0.9
+    accelerator.done_seconds = 10.0
+    stage = timed.run().stages[0]
+    assert stage.steps.gpu_seconds == (0.5, None)
+    assert stage.steps.unavailable["gpu_seconds"] == f"1 step: {BACKWARDS}"
+    assert stage.unavailable["device_seconds"] == BACKWARDS
