@@ -110,29 +110,31 @@ class Finder:
     def wait(self, module: str, act: Callable[[], object]) -> Callable[[], None]:
         """Call `act` once, after the module's import; what is returned ends the waiting."""
         with self._lock:
-            self._waiting.setdefault(module, []).append(act)
-            self._be_first()
+            try:
+                self._waiting.setdefault(module, []).append(act)
+                self._be_first()
+            except BaseException:  # nobody would end the waiting
+                self._forget(module, act)
+                raise
         return functools.partial(self._forget, module, act)
 
     def time_imports(self) -> None:
         """Note from now on what the calling thread's imports take, until a stage is opened."""
         with self._lock:
-            self.times = ImportTimes()
+            times = ImportTimes()
             self._be_first()
+            self.times = times
 
     def time_no_more(self) -> None:
         """Stop noting. What was noted stays."""
         with self._lock:
             self.times = None
-            self._leave_unless_needed()
+            if not self._waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
     def _be_first(self) -> None:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-
-    def _leave_unless_needed(self) -> None:
-        if not self._waiting and self.times is None and self in sys.meta_path:
-            sys.meta_path.remove(self)
 
     def _timing(self, name: str) -> ImportTimes | None:
         """What times this import; None: nothing does, or somebody only asks for the spec, without an import."""
@@ -180,7 +182,9 @@ class Finder:
                 self._waiting[module] = waiting
             else:
                 self._waiting.pop(module, None)
-            self._leave_unless_needed()
+            # Not by a method of its own, which could fail: the finder would stay for good.
+            if not self._waiting and self.times is None and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
 
 def _is_import() -> bool:

@@ -93,3 +93,23 @@ def test_other_modules_are_left_to_others(waiting: tuple[Finder, list[str]]) -> 
 def test_a_module_that_nobody_finds_is_not_found(waiting: tuple[Finder, list[str]]) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("module_to_wait_for")
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_what_fails_while_it_begins_to_wait_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    finder, wanted = Finder(), []
+    end = finder.wait("a_module_that_is_waited_for", lambda: None)
+
+    def broken(*_: object) -> None:
+        raise failure("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Finder, "_be_first", broken)
+        for begin in (lambda: finder.wait("another_module", lambda: wanted.append(1)), finder.time_imports):
+            with pytest.raises(failure):
+                begin()
+    end()
+    assert finder not in sys.meta_path
+    assert finder._waiting == {}
