@@ -48,7 +48,8 @@ SIGNIFICANT_PERCENT: Final = 50.0
 class Case:
     """One generation.
 
-    Prompts are facts of its first stage: `stages[0].facts["prompts"]`, by name, and absent if privacy is "none".
+    Prompts are facts of its first stage: `stages[0].facts["prompts"]`, by the argument's name (`prompt`, `negative_prompt`, …)
+    as {"sha256", "text"}, without the text if privacy is "hash"; absent if it is "none".
 
     Attributes:
         stages: Its stages, outermost first, those inside others included.

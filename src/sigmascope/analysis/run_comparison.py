@@ -80,7 +80,8 @@ class FigureComparison:
     def has_changed(self) -> bool:
         """Whether `compare` shows the figure: it differs by more than noise, as far as so few runs can tell.
 
-        `compare_values` gives the interval. `check` decides in `_judge`.
+        From three runs a side there is a 95 % interval of the ratio (`compare_values`): 1 is outside of it, and the change
+        above 1 %. Of fewer runs, seconds differ by more than 10 %, other figures by 1 %. `check` decides in `_judge`.
         """
         if self.ratio is None:
             return self.baseline != self.new

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -150,7 +151,8 @@ class UnfinishedSums:
 
     Args:
         target: The file of statistics to make.
-        settings: Model, inputs and seeds of the run. The sums of a run with other settings are not used.
+        settings: Model, inputs and seeds of the run. The sums of a run with other settings are not used. The file has
+            their hash alone, as prompts may be among them.
 
     Attributes:
         inputs: How many inputs are summed up; the next run starts there.
@@ -159,7 +161,8 @@ class UnfinishedSums:
     def __init__(self, target: Path, settings: Mapping[str, object]) -> None:
         self.path = target.with_name(f".{target.name}.part")
         self.inputs = 0
-        self._settings = json.dumps({"scheme": _SUMS_VERSION, **settings}, sort_keys=True, default=str)
+        told = json.dumps({"scheme": _SUMS_VERSION, **settings}, sort_keys=True, default=str)
+        self._settings = sha256(told.encode()).hexdigest()
         self._watched: _Watched | None = None
         self._written = time.monotonic()
 

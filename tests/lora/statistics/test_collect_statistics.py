@@ -1,5 +1,6 @@
 """What goes through a model's layers, summed up while a host calls it."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -546,6 +547,10 @@ def test_names_are_those_of_the_model_without_peft() -> None:
     assert (list(found), found.unmet) == (["proj"], ())
 
 
+SETTINGS = hashlib.sha256(b'{"scheme": 2}').hexdigest()
+"""Of a run without any of its own."""
+
+
 class TestUnfinishedSums:
     """A run that was killed goes on after the inputs whose sums were written."""
 
@@ -582,6 +587,15 @@ class TestUnfinishedSums:
 
         run = sampling if sampled else calls
         return collect_statistics(model, run, full_up_to=full_up_to, rank=2, probes=2, unfinished=unfinished)
+
+    def test_what_a_killed_run_leaves_holds_no_prompt(self, tmp_path: Path) -> None:
+        settings = {"prompts": ["a portrait of Ada Lovelace"], "seed": 1}
+        with pytest.raises(Killed):
+            self.of(UnfinishedSums(tmp_path / "a", settings), sampled=False, killed_at=3)
+        (left,) = tmp_path.iterdir()
+        assert b"Ada" not in left.read_bytes()
+        self.of(UnfinishedSums(tmp_path / "a", settings), sampled=False)
+        assert begun[-1] == 2  # and it is known as the same run
 
     @pytest.mark.parametrize("sampled", [True, False])
     @pytest.mark.parametrize("full_up_to", [1024, 1])
@@ -626,7 +640,7 @@ class TestUnfinishedSums:
         self.of(UnfinishedSums(tmp_path / "a", {"seed": 2}), sampled=False)
         assert begun[-1] == 5
 
-    @pytest.mark.parametrize("facts", [None, {}, {"facts": json.dumps({"settings": '{"scheme": 2}'})}])
+    @pytest.mark.parametrize("facts", [None, {}, {"facts": json.dumps({"settings": SETTINGS})}])
     def test_a_damaged_file_begins_the_run_anew(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, facts: dict[str, str] | None
     ) -> None:
