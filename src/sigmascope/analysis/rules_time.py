@@ -234,7 +234,7 @@ def callback_takes_long(case: Case) -> Iterator[Seen]:
     callback = case.call.callback
     for stage in case.named("denoising") if callback is not None else ():
         spent = seconds_between_steps(stage)
-        if spent < max(
+        if stage.seconds <= 0 or spent < max(
             _LEAST_CALLBACK_SHARE * stage.seconds, _LEAST_CALLBACK_SECONDS_A_STEP * len(stage.steps)
         ):
             continue

@@ -110,7 +110,7 @@ def _time_bars(run: Run) -> Iterator[RenderableType]:
     table.add_column("", no_wrap=True)
     table.add_column("", overflow="fold")
     for row in rows:
-        share = min(row.seconds / run.seconds, 1.0)
+        share = min(row.seconds / run.seconds, 1.0) if run.seconds > 0 else 0.0
         table.add_row(
             Text(row.label),
             seconds(row.seconds),

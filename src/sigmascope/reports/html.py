@@ -284,6 +284,8 @@ def _ticks(whole: float) -> Iterator[dict[str, Any]]:
 
 def _curves(run: Run) -> Iterator[dict[str, Any]]:
     """Memory over time, of the process and of each device, each on a scale of its own that begins at 0."""
+    if run.seconds <= 0:
+        return
     points: dict[str, list[tuple[float, int]]] = {}
     for stage in run.stages:
         for where, curve in readable_curves(stage).items():
