@@ -1,6 +1,7 @@
 import math
 from functools import cache
 from math import sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,3 +181,39 @@ def test_values_that_fall_fast_are_taken_out_level_by_level_until_nothing_is_lef
 
 def test_no_rows_have_a_basis_of_none() -> None:
     assert orthonormal_rows(torch.zeros(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_fast"),
+    [
+        ("gfx900", False),
+        ("gfx906:sramecc+:xnack-", False),
+        ("gfx908:sramecc+:xnack-", True),
+        ("gfx90a:sramecc+:xnack-", True),
+        ("gfx90c", False),
+        ("gfx942:sramecc+:xnack-", True),
+        ("gfx1032", False),
+        ("gfx1100", True),
+        ("gfx1201", True),
+    ],
+)
+def test_amds_devices_with_matrix_cores_for_bfloat16_use_it(
+    architecture: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of AMD's table: https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html."""
+    number = architecture.removeprefix("gfx").partition(":")[0]
+    capability = int(number[:-2]), int(number[-2])  # as HIP gives it: 9.0 of gfx90a, 10.3 of gfx1032
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert krylov.fast_dtype(torch.device("cuda")) == (torch.bfloat16 if is_fast else None)
+
+
+@pytest.mark.parametrize(("capability", "is_fast"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_nvidias_devices_use_bfloat16_from_ampere_on(
+    capability: tuple[int, int], is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert krylov.fast_dtype(torch.device("cuda")) == (torch.bfloat16 if is_fast else None)

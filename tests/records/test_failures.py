@@ -91,6 +91,8 @@ def test_pytorch_s_own_message(fail: Callable[[], object], parts: tuple[str, ...
          "the input is float32, the weights are float16"),
         ("`num_inference_steps`: 1000000000000000000000000000000 cannot be larger than `self.config.train_timesteps`: 1000",
          "1000000000000000000000000000000 steps are more than the 1000 that the model was trained with"),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+         "out of memory, or no kernel for this input"),
         ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB of which 512.00 MiB "
          "is free.", "out of memory, 2.5 GB asked for, 512 MB free"),
     ],

@@ -518,9 +518,15 @@ class KrylovBasis:
         return self._found[1:]
 
 
+_AMD_MATRIX_CORES: Final = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""AMD's architectures that multiply matrices of bfloat16 in hardware: CDNA, and RDNA from its third generation."""
+
+
 def fast_dtype(device: torch.device) -> torch.dtype | None:
     """bfloat16 if the device multiplies it much faster than float32, otherwise None."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip:  # the capability is the number of the architecture there
+        fast = torch.cuda.get_device_properties(device).gcnArchName.startswith(_AMD_MATRIX_CORES)
+    elif device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)

@@ -28,6 +28,7 @@ from sigmascope.files import short_path, without_home
 from sigmascope.records.failures import (
     CAUSED,
     MEANWHILE,
+    NO_ROOM_TO_WORK,
     OUT_OF_MEMORY,
     Raised,
     cause_in_words,
@@ -262,9 +263,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
     (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
-    from one of these. NaN, wrong shapes and interruptions do not count.
+    from one of these. So are a library's other errors that come of too little memory (`NO_ROOM_TO_WORK`), whatever
+    else may bring them about: what takes less memory helps then, too. NaN, wrong shapes and interruptions do not
+    count.
     """
-    return isinstance(error, Exception) and any(_says_so(link) for link in _chain(error, explicit=True))
+    return isinstance(error, Exception) and any(
+        _says_so(link) or _has_no_room(link) for link in _chain(error, explicit=True)
+    )
 
 
 def _says_so(error: BaseException) -> bool:
@@ -273,6 +278,10 @@ def _says_so(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(_text_of(error)) is not None
+
+
+def _has_no_room(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and NO_ROOM_TO_WORK.search(_text_of(error)) is not None
 
 
 def _text_of(error: BaseException, otherwise: str = "") -> str:

@@ -22,11 +22,21 @@ OUT_OF_MEMORY: Final = re.compile(
     r"|can(?:'|no)t allocate memory"
     r"|not enough memory"
     r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
-    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
+    r"|ALLOC(?:ATION)?_FAILED"  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, cuFFT, cuRAND, hipBLAS
+    r"|StatusAllocFailed|rocblas_status_memory_error"  # MIOpen, rocBLAS
     r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
     r"|bad allocation|bad_alloc",
     re.IGNORECASE,
 )
+NO_ROOM_TO_WORK: Final = re.compile(
+    r"CUDNN_STATUS_(?:NOT_SUPPORTED|NOT_INITIALIZED|INTERNAL_ERROR)"
+    r"|unable to find an engine to execute"  # PyTorch, when each of cuDNN's algorithms has failed
+    r"|_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR),? when calling `cu\w+Create\("
+)
+"""Libraries that found no memory for their handle, kernels or workspace, and name another error.
+
+They say the same of tensors that are too large or not contiguous, and where they are not installed properly.
+"""
 _SIZE: Final = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]i?B|bytes)"
 _SIZES: Final = {
     "asked for": re.compile(rf"tried to allocate {_SIZE}", re.IGNORECASE),
@@ -102,6 +112,7 @@ _FAILURES: Final = (
      "a weight of the file has shape {0}, that of the model {1}"),
     (r"Missing key\(s\) in state_dict", "the file lacks weights of the model"),
     (r"Unexpected key\(s\) in state_dict", "the file has weights that the model lacks"),
+    (NO_ROOM_TO_WORK.pattern, "out of memory, or no kernel for this input"),
     (r"no kernel image is available for execution", "this build of PyTorch has no kernels for this GPU"),
     (r"device-side assert triggered", "an index was out of range on the GPU"),
     (r"illegal memory access", "the GPU read memory that is not its own"),

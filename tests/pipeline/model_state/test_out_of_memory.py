@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from tests.out_of_memory import OUT_OF_MEMORY
 
 from sigmascope.pipeline.model_state import let_go
 from sigmascope.probes.reading import is_out_of_memory
@@ -32,6 +33,7 @@ def _raised(error: BaseException) -> BaseException:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("UR backend failed. UR backend returns:39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
+        *OUT_OF_MEMORY,
     ],
     ids=lambda error: str(error)[:24],
 )
@@ -45,6 +47,14 @@ def test_these_say_that_memory_ran_out(error: BaseException) -> None:
         RuntimeError("Given groups=1, weight of size [8, 3, 3, 3], expected input to have 3 channels"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("index is out of memory bounds"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, opa, opb, m)`"
+        ),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb)`"
+        ),
+        ValueError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
         ValueError("out of memory"),
         FloatingPointError("NaN in the latent"),
         OSError(errno.ENOSPC, "No space left on device"),
