@@ -11,6 +11,7 @@ whole sampling are added up first if all of them together are small.
 """
 
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -471,7 +472,31 @@ class _Felt(torch.autograd.Function):
         return gradients[0], None, None
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+class Arguments(NamedTuple):
+    """What a call of the model was given, and the autocast that it was made under.
+
+    Gradients of a device pass through a thread of autograd's own, and maybe after the host has left its autocast: what
+    is computed again there enters it again.
+    """
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    autocast: dict[str, tuple[torch.dtype, bool]]
+
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: set[str]) -> "Arguments":
+        """Copies of what is given now, and what autocast does on these kinds of devices."""
+        autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)
+        }
+        return cls(copied(args), copied(kwargs), autocast)
+
+    @contextmanager
+    def host_autocast(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, (dtype, enabled) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
 
 
 class _Watched:
@@ -503,7 +528,7 @@ class _Watched:
         """Take back each call's own output, when the host's call is over."""
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._given.append((copied(args), copied(kwargs)))  # before the model can change them in place
+            self._given.append(self._arguments(args, kwargs))  # before the model can change them in place
 
         def after(_module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
             self._take_back_alone(self._given.pop())
@@ -514,11 +539,13 @@ class _Watched:
     @contextmanager
     def linked_calls(self) -> Iterator[None]:
         """Let gradients pass through each call, which keeps nothing for them but its arguments."""
-        linked: list[Arguments] = []
+        linked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        def before(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             linked.append((args, kwargs))
-            self._given.append((copied(args), copied(kwargs)))
+            self._given.append(self._arguments(args, kwargs))
             return copied(args), copied(kwargs)
 
         def after(_module: nn.Module, _args: object, _kwargs: object, output: object) -> object:
@@ -583,10 +610,17 @@ class _Watched:
         model = self._model
         devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
         # Dropout of a model in training must not move the host's random numbers.
-        fork = torch.random.fork_rng(devices=list(devices))
-        with fork, torch.inference_mode(False), torch.enable_grad(), frozen(model), ExitStack() as hooks:
+        hooks = ExitStack()
+        with (
+            torch.random.fork_rng(devices=list(devices)),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            arguments.host_autocast(),
+            frozen(model),
+            hooks,
+        ):
             leaves: list[Tensor] = []
-            args, kwargs = (_tracked(copied(part), leaves) for part in arguments)
+            args, kwargs = (_tracked(copied(part), leaves) for part in arguments[:2])
             for layer in self.layers:
                 layer.listen()
                 hooks.callback(layer.remove)
@@ -610,6 +644,10 @@ class _Watched:
         self.calls += 1
         self._progress(self.calls, max(self.calls, self._expected or 0), "call")
         return [leaf.grad for leaf in leaves]
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        kinds = {"cpu", *(weight.device.type for weight in itertools.islice(self._model.parameters(), 1))}
+        return Arguments.of_call(args, kwargs, kinds - {"meta"})
 
     def _projections(self, output: Tensor) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self._seed + 7919 * self.calls)

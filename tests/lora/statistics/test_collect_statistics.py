@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -423,6 +424,46 @@ def test_autocast_of_the_host_rounds_no_sum() -> None:
     found = collect_statistics(model, run, full_up_to=4, rank=2)
     in_float32 = gradients(chain(inputs()), chain.first.weight, model.seen[0].float())
     assert found["model.first"].inputs.trace == pytest.approx(float(in_float32.square().sum()), rel=0.02)
+
+
+class Half(nn.Module):
+    """Runs under autocast alone: what comes in is bfloat16, and its weights are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Chain()
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x.bfloat16())
+        self.dtypes.append(output.dtype)
+        return output
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    """As autograd runs what comes back from an accelerator, under nothing that the caller has entered."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["left", "in another thread"])
+def test_gradients_pass_under_the_autocast_of_the_call_even_if_it_is_left(elsewhere: bool) -> None:
+    model = Half()
+
+    def run() -> Iterator[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = model(inputs())
+            if elsewhere:
+                backward = made.backward
+                made.backward = lambda *args, **options: in_a_thread(lambda: backward(*args, **options))
+                yield made
+        if not elsewhere:
+            yield made
+
+    found = collect_statistics(model, run)
+    assert set(model.dtypes) == {torch.bfloat16}
+    assert len(model.dtypes) == 2
+    assert found["inner.first"].inputs.trace > 0
 
 
 def test_a_model_that_forbids_gradients_itself_is_told() -> None:
