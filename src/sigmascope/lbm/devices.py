@@ -25,6 +25,9 @@ LESS_FOR_TRAINING: Final = (
     "there is a pixel loss; --dry_run estimates the memory."
 )
 LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_size 512, or --torch_dtype bf16."
+LESS_FOR_GRADIENTS: Final = (
+    "Add --gradient_checkpointing, or choose a smaller --size, --torch_dtype bf16 or --device cpu."
+)
 """Hints for `explain_out_of_memory`."""
 
 

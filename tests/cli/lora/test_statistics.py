@@ -64,6 +64,27 @@ def test_an_lbm_is_run_on_noise(sigmascope: Run, tiny: Path) -> None:
     assert "down_blocks.0.resnets.0.conv1" in read
 
 
+@pytest.mark.parametrize("command", ["statistics", "fit"])
+def test_memory_that_runs_out_says_what_takes_less(
+    command: str, sigmascope: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, tuned = tiny / "base.safetensors", tiny / "tuned.safetensors"
+    extract_lora(base, tuned, Path("lora.safetensors"), ExtractOptions(rank=1, conv_rank=1))
+
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 MiB free.")
+
+    monkeypatch.setattr(torch.Tensor, "backward", too_large)
+    of = [tuned] if command == "statistics" else [
+        "lora.safetensors", "--base_model_path", base, "--tuned_model_path", tuned,
+    ]  # fmt: skip
+    flags = ["--noise", 2, "--size", "32x32", "--save_to", "out.safetensors"]
+    code, _, err = sigmascope("lora", command, *of, *flags)
+    assert code == 2
+    assert "the model with its gradients does not fit into memory (CUDA out of memory. Tried to" in err
+    assert "--gradient_checkpointing" in err
+
+
 def is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d)
 

@@ -1,6 +1,7 @@
 """`sigmascope lora statistics` and `lora fit`: run a model on a few inputs, to make LoRAs whose pictures come closer."""
 
 import shlex
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -149,6 +150,12 @@ class CalibrationFlags:
                 "gradient_checkpointing": self.gradient_checkpointing,
             }
 
+    def explained(self) -> AbstractContextManager[None]:
+        """What says, when memory runs out in the block, which of these flags take less."""
+        with needs_extra("lbm"):
+            from sigmascope.lbm.devices import LESS_FOR_GRADIENTS, explain_out_of_memory
+        return explain_out_of_memory("the model with its gradients", LESS_FOR_GRADIENTS)
+
     @property
     def texts(self) -> list[str] | int:
         """The prompts, or the number of random ones to make."""
@@ -255,7 +262,7 @@ def statistics(
     if inputs.is_for_pipeline(model):
         from sigmascope.pipeline.pipeline_statistics import saved_pipeline_statistics
 
-        with progress_bar("Running") as progress:
+        with inputs.explained(), progress_bar("Running") as progress:
             layer_statistics = saved_pipeline_statistics(
                 model,
                 inputs.texts,
@@ -269,7 +276,7 @@ def statistics(
         pictures = inputs.pictures
         from sigmascope.lbm.lbm_statistics import lbm_statistics
 
-        with progress_bar("Running") as progress:
+        with inputs.explained(), progress_bar("Running") as progress:
             layer_statistics = lbm_statistics(
                 model, pictures, progress=progress, **inputs.translation, **common
             )
@@ -357,7 +364,7 @@ def fit(
     if inputs.is_for_pipeline(tuned_model_path):
         from sigmascope.pipeline.pipeline_statistics import fit_saved_pipeline_lora
 
-        with progress_bar("Fitting") as progress:
+        with inputs.explained(), progress_bar("Fitting") as progress:
             fitted = fit_saved_pipeline_lora(
                 base_model_path,
                 tuned_model_path,
@@ -375,7 +382,7 @@ def fit(
         pictures = inputs.pictures
         from sigmascope.lbm.lbm_statistics import fit_lbm_lora
 
-        with progress_bar("Fitting") as progress:
+        with inputs.explained(), progress_bar("Fitting") as progress:
             fitted = fit_lbm_lora(
                 base_model_path,
                 tuned_model_path,
