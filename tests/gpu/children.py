@@ -19,7 +19,7 @@ def run_child(code: str, *arguments: object, **environment: str) -> subprocess.C
         capture_output=True,
         text=True,
         check=False,
-        timeout=180,
+        timeout=300,
     )
 
 

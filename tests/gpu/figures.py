@@ -24,8 +24,13 @@ def about_the_device() -> dict[str, str | None]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": str(torch.backends.cudnn.version()) if there else None,
+        "cudnn": str(_cudnn_version()) if there else None,
     }
+
+
+def _cudnn_version() -> int | None:
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
 
 
 def as_table(figures: Mapping[str, Mapping[str, Figure]]) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_iterations_are_in_bfloat16_where_the_device_is_fast_at_it(device: torch
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         some = matrix.to(dtype)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         some @ some
         start.record()
         for _ in range(10):
@@ -140,29 +140,25 @@ def test_iterations_are_in_bfloat16_where_the_device_is_fast_at_it(device: torch
     assert (fast_dtype(device) == torch.bfloat16) == is_fast, seconds
 
 
-def _old(name: str) -> Callable[[], None]:
-    return lambda: torch.set_float32_matmul_precision(name)
-
-
-def _old_flag() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def _new_for_cuda() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
-def _new_for_all() -> None:
-    torch.backends.fp32_precision = "tf32"
-
-
+BACKENDS: list[Any] = [
+    backend
+    for backend in (
+        torch.backends,
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    )
+    if hasattr(backend, "fp32_precision")  # since PyTorch 2.9
+]
 CHOICES: dict[str, Callable[[], None]] = {
-    "old name, high": _old("high"),
-    "old name, medium": _old("medium"),
-    "old flag": _old_flag,
-    "new, of CUDA": _new_for_cuda,
-    "new, of all": _new_for_all,
+    "old name, high": lambda: torch.set_float32_matmul_precision("high"),
+    "old name, medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "old flag": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
 }
+if BACKENDS:
+    CHOICES |= {
+        "new, of CUDA": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "new, of all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    }
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -175,19 +171,19 @@ def test_an_extraction_has_the_same_bits_under_each_choice_of_precision(
     def extracted() -> dict[str, Tensor]:
         path = files.base.with_name("lora.safetensors")
         extract_lora(files.base, files.tuned, path, options)
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
 
     expected = extracted()
-    backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
+    before = [backend.fp32_precision for backend in BACKENDS]
     try:
         CHOICES[choice]()
-        chosen = [backend.fp32_precision for backend in backends]
+        chosen = [backend.fp32_precision for backend in BACKENDS]
         found = extracted()
         assert found.keys() == expected.keys()
         assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
-        assert [backend.fp32_precision for backend in backends] == chosen
+        assert [backend.fp32_precision for backend in BACKENDS] == chosen
     finally:
         torch.set_float32_matmul_precision("highest")
-        for backend, precision in zip(backends, before, strict=True):
+        for backend, precision in zip(BACKENDS, before, strict=True):
             backend.fp32_precision = precision

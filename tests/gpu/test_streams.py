@@ -32,9 +32,13 @@ class Work:
             torch.mm(self.matrix, self.matrix)
 
 
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def on_a_side_stream() -> Iterator[torch.cuda.Stream]:
-    stream = torch.cuda.Stream()
+    stream = new_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield stream
@@ -69,7 +73,7 @@ def test_edges_on_two_streams_give_no_time_that_cannot_be(waits: bool, cuda: tor
     work = Work(cuda)
     for begins_at_the_side in (False, True):
         recorder = Recorder(sample_hz=None)
-        side = torch.cuda.Stream()
+        side = new_stream()
         torch.cuda.synchronize()
         began = time.perf_counter()
         work.run()  # what the current stream has ahead of it

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from tests.gpu.waits import sync_debug_mode
 from torch import Tensor
 
 from sigmascope.monitor import output_hashes
@@ -226,10 +227,7 @@ def test_a_cuda_tensors_hash_is_that_of_the_same_values_on_the_cpu(stage: LiveSt
     values = torch.randn(3, 512, 512)
     held, arrivals = HeldOutputs(in_call=True), Arrivals()
     held.take(stage, "latent", values.cuda())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         held.settle(arrivals)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     arrivals.wait()
     assert hashes(stage) == {"latent": output_hash(values).value}
