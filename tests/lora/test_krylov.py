@@ -202,10 +202,9 @@ def test_amds_devices_with_matrix_cores_for_bfloat16_use_it(
 ) -> None:
     """Of AMD's table: https://rocm.docs.amd.com/projects/HIP/en/docs-6.3.2/reference/hardware_features.html."""
     number = architecture.removeprefix("gfx").partition(":")[0]
-    capability = int(number[:-2]), int(number[-2])  # as HIP gives it: 9.0 of gfx90a, 10.3 of gfx1032
+    major, minor = int(number[:-2]), int(number[-2])  # as HIP gives it: 9.0 of gfx90a, 10.3 of gfx1032
+    properties = SimpleNamespace(gcnArchName=architecture, major=major, minor=minor)
     monkeypatch.setattr(torch.version, "hip", "6.3")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    properties = SimpleNamespace(gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert krylov.fast_dtype(torch.device("cuda")) == (torch.bfloat16 if is_fast else None)
 
@@ -215,5 +214,7 @@ def test_nvidias_devices_use_bfloat16_from_ampere_on(
     capability: tuple[int, int], is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    major, minor = capability
+    properties = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert krylov.fast_dtype(torch.device("cuda")) == (torch.bfloat16 if is_fast else None)

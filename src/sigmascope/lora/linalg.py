@@ -34,6 +34,8 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.probes.accelerators import has_float64
+from sigmascope.probes.accelerators.cuda import capability_of
+from sigmascope.probes.matmul_precision import multiplies_bfloat16
 
 _WIDENED_ELEMENTS: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
 _CACHED_ELEMENTS: Final = 1 << 18  # elements that `blocked_norm` sums at a time
@@ -518,16 +520,10 @@ class KrylovBasis:
         return self._found[1:]
 
 
-_AMD_MATRIX_CORES: Final = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-"""AMD's architectures that multiply matrices of bfloat16 in hardware: CDNA, and RDNA from its third generation."""
-
-
 def fast_dtype(device: torch.device) -> torch.dtype | None:
     """bfloat16 if the device multiplies it much faster than float32, otherwise None."""
-    if device.type == "cuda" and torch.version.hip:  # the capability is the number of the architecture there
-        fast = torch.cuda.get_device_properties(device).gcnArchName.startswith(_AMD_MATRIX_CORES)
-    elif device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cuda":
+        fast = multiplies_bfloat16(capability_of(torch.cuda.get_device_properties(device)))
     else:
         supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
         fast = device.type == "cpu" and supported is not None and bool(supported())

@@ -21,6 +21,7 @@ from torch import nn
 from sigmascope import units
 from sigmascope.errors import ConfigError
 from sigmascope.probes import Accelerator, detect_accelerator, memory_snapshot
+from sigmascope.probes.matmul_precision import multiplies_bfloat16
 from sigmascope.probes.models import components_of, pipeline_facts, unwrap
 from sigmascope.probes.reading import attempt
 from sigmascope.records.run import JsonScalar, PipelineFacts, Role
@@ -122,6 +123,7 @@ class Hardware:
         ram_available_bytes: RAM that can be taken now.
         cpu_bfloat16: Whether the CPU multiplies bfloat16 (AMX or AVX512-BF16).
         absence: Why there is no accelerator.
+        architecture: Of an AMD device, such as "gfx942".
     """
 
     device: str = "cpu"
@@ -132,6 +134,7 @@ class Hardware:
     ram_available_bytes: int | None = None
     cpu_bfloat16: bool = False
     absence: str | None = None
+    architecture: str | None = None
 
     @property
     def kind(self) -> str:
@@ -144,9 +147,11 @@ class Hardware:
         return self.kind != "cpu"
 
     def multiplies_bfloat16(self) -> bool:
-        """Whether bfloat16 is fast on it; an NVIDIA device of unknown capability counts as a recent one."""
+        """Whether bfloat16 is fast on it; a device of unknown capability counts as a recent one."""
         if not self.is_accelerator:
             return self.cpu_bfloat16
+        if self.architecture is not None:
+            return multiplies_bfloat16(self.architecture)
         return self.capability is None or self.capability >= _BFLOAT16
 
     def multiplies_float8(self) -> bool:
@@ -342,7 +347,12 @@ def read_hardware(device: str | None = None, accelerator: Accelerator | None = N
         free_bytes,
         _capability(facts.compute_capability),
         ram,
+        architecture=_architecture(facts.compute_capability),
     )
+
+
+def _architecture(text: str | None) -> str | None:
+    return text if text is not None and text.startswith("gfx") else None
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:

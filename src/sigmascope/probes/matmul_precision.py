@@ -20,6 +20,22 @@ _BACKENDS: Final[tuple[Any, ...]] = (
 _DEFAULT: Final = "highest"
 
 
+_AMPERE: Final = 8
+_AMD_MATRIX_CORES: Final = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""AMD's architectures that multiply matrices of bfloat16 in hardware: CDNA, and RDNA from its third generation."""
+
+
+def multiplies_bfloat16(capability: str) -> bool:
+    """Whether a CUDA or HIP device multiplies matrices of bfloat16 much faster than those of float32.
+
+    Args:
+        capability: As the device's facts have it: "8.9" of NVIDIA's, "gfx90a:sramecc+:xnack-" of AMD's. What HIP gives
+            as the compute capability is the number of the architecture, and tells nothing.
+    """
+    major = capability.partition(".")[0]
+    return int(major) >= _AMPERE if major.isdigit() else capability.startswith(_AMD_MATRIX_CORES)
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulPrecision:
     """The setting at one moment.

@@ -46,6 +46,16 @@ def test_the_current_device_is_read() -> None:
     )  # fmt: skip
 
 
+def test_an_amd_device_has_an_architecture_in_place_of_a_capability() -> None:
+    class Amd(TwoDevices):
+        def facts(self, device: str) -> AcceleratorFacts:
+            return AcceleratorFacts(device, "AMD Radeon RX 6600", 8_000, "6.7.0", "gfx1032")
+
+    found = read_hardware(accelerator=Amd())
+    assert (found.capability, found.architecture) == (None, "gfx1032")
+    assert not found.multiplies_bfloat16()
+
+
 def test_what_the_allocator_holds_unused_counts_as_free() -> None:
     assert read_hardware(accelerator=TwoDevices()).free_bytes == 4_000
 
@@ -64,8 +74,13 @@ def test_without_a_device_the_reason_is_kept() -> None:
     assert (found.device, found.absence) == ("cpu", "no accelerator: none was plugged in")
 
 
+MI300 = Hardware("cuda:0", architecture="gfx942:sramecc+:xnack-")
+RX_6600 = Hardware("cuda:0", architecture="gfx1032")
+
+
 @pytest.mark.parametrize(
-    ("hardware", "multiplies"), [(H100, True), (T4, False), (CPU, False), (Hardware("cuda:0"), True)]
+    ("hardware", "multiplies"),
+    [(H100, True), (T4, False), (CPU, False), (Hardware("cuda:0"), True), (MI300, True), (RX_6600, False)],
 )
 def test_bfloat16_is_multiplied_from_ampere_on(hardware: Hardware, multiplies: bool) -> None:
     assert hardware.multiplies_bfloat16() is multiplies

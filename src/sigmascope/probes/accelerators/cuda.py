@@ -58,7 +58,7 @@ class CudaAccelerator(CachingAccelerator):
             str(properties.value.name),
             int(properties.value.total_memory),
             driver.value,
-            _capability(properties.value),
+            capability_of(properties.value),
             unavailable,
         )
 
@@ -117,7 +117,8 @@ def _driver_version(from_nvml: str | None) -> Reading[str]:
     )
 
 
-def _capability(properties: Any) -> str:
+def capability_of(properties: Any) -> str:
+    """The compute capability of an NVIDIA device, such as "8.9"; the architecture of an AMD device."""
     if torch.version.hip:
         return str(properties.gcnArchName)
     return f"{properties.major}.{properties.minor}"
