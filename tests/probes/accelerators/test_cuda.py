@@ -114,6 +114,23 @@ def test_a_statistic_that_cuda_malloc_async_does_not_keep_is_unknown_with_its_re
     assert accelerator.memory("cuda:0").unavailable == {"reserved_bytes": reason}
 
 
+def test_without_caching_zeros_are_unknown(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.allocated = gpu.reserved = gpu.peak_allocated = gpu.peak_reserved = 0
+    accelerator = CudaAccelerator()
+    assert accelerator.allocated_and_peak("cuda:0") == (0, 0, 0, 0)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert accelerator.allocated_and_peak("cuda:0") == (None, None, None, None)
+    assert set(accelerator.unavailable("cuda:0").values()) == {cuda.UNCACHED}
+    assert accelerator.memory("cuda:0").unavailable["allocated_bytes"] == cuda.UNCACHED
+
+
+def test_what_is_counted_is_believed_whatever_the_variable_says(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")
+    assert CudaAccelerator().allocated_and_peak("cuda:0").allocated == 100 * MIB
+
+
 def test_zeros_of_an_empty_device_are_facts() -> None:
     assert consistent(0, 0, 0, 0) == (0, 0, 0, 0)
 

@@ -22,6 +22,8 @@ from sigmascope.threads import has_hands_off
 
 _NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
 _AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
+_NO_CACHING_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+UNCACHED: Final = "without caching (PYTORCH_NO_CUDA_MEMORY_CACHING) PyTorch counts no allocations"
 _VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -89,10 +91,14 @@ class CudaAccelerator(CachingAccelerator):
         return has_context
 
     def _figures(self, index: int) -> AllocatorBytes:
-        # PyTorch counts what its own allocator does; of the driver's it asks the driver.
-        return UNKNOWN if has_hands_off() and _is_driver_s_allocator() else super()._figures(index)
+        if has_hands_off() and _is_driver_s_allocator():
+            return UNKNOWN  # PyTorch counts what its own allocator does; of the driver's it asks the driver
+        figures = super()._figures(index)
+        return UNKNOWN if figures.reserved == 0 and _is_uncached() else figures
 
     def _why_no_statistics(self, device: str) -> str:
+        if _is_uncached():
+            return UNCACHED
         if _is_driver_s_allocator() and not has_hands_off():
             return "the cudaMallocAsync allocator does not report it"
         return super()._why_no_statistics(device)
@@ -100,6 +106,11 @@ class CudaAccelerator(CachingAccelerator):
 
 def _is_driver_s_allocator() -> bool:
     return attempt(torch.cuda.get_allocator_backend).value == "cudaMallocAsync"
+
+
+def _is_uncached() -> bool:
+    """Whether the host has switched caching off: PyTorch counts no allocation then, and its statistics stay 0."""
+    return any(os.environ.get(name) for name in _NO_CACHING_VARIABLES)
 
 
 def _driver_version(from_nvml: str | None) -> Reading[str]:
