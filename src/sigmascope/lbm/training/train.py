@@ -24,6 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import (
@@ -756,9 +758,41 @@ def _saved_bytes(settings: TrainSettings, size: Size) -> int:
             kept[storage._cdata] = tensor  # kept alive, so that no other storage gets its address
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _FusedAttention():
         _forward(model, settings, size)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Keeps of attention what the fused kernels of the CPU and of GPUs keep.
+
+    On the meta device attention is computed step by step, and keeps the matrix of all pairs: at 1024 px three times as
+    much as everything else.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs or {})
+        return _KeptByAttention.apply(named["query"], named["key"], named["value"])  # type: ignore[no-untyped-call]
+
+
+class _KeptByAttention(torch.autograd.Function):
+    """The shape of attention's result; kept for the way back are the inputs, the result, and a sum for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(
+            query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
+        return result
 
 
 def _forward(model: LbmModel, settings: TrainSettings, size: Size) -> Tensor:
