@@ -43,7 +43,7 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 from sigmascope.monitor import Recorder
 from sigmascope.pipeline.model_state import free_memory
-from sigmascope.probes.reading import is_out_of_memory
+from sigmascope.probes.reading import error_text, is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Run
@@ -336,7 +336,9 @@ class Translator:
         except Exception as error:
             if isinstance(error, SigmascopeError) or not is_out_of_memory(error):
                 raise
-            raise _out_of_memory() from None  # the traceback would keep the tensors alive
+            raise _out_of_memory(
+                error_text(error).splitlines()[0]
+            ) from None  # the traceback would keep the tensors alive
         self._kept.put(made.id, made, len(made.png) + len(made.run_json))
         return made.summary(kept=False)
 
@@ -368,11 +370,11 @@ class Translator:
         return Made(wish.result_id(scale), scale, as_png(result), run_to_json(run).encode(), timings(run))
 
 
-def _out_of_memory() -> SigmascopeError:
+def _out_of_memory(words: str) -> SigmascopeError:
     accelerator = torch.accelerator.current_accelerator()
     free_memory(*([] if accelerator is None else [accelerator]))
     return SigmascopeError(
-        "The request does not fit into memory.",
+        f"The request does not fit into memory ({words}).",
         hint="Choose a smaller size, or start the server with --tile_size 512.",
     )
 

@@ -155,6 +155,7 @@ def test_out_of_memory_says_what_to_do(
     monkeypatch.setattr("sigmascope.ui.lbm_model.translate_image", fail)
     with pytest.raises(SigmascopeError, match="does not fit") as caught:
         translator.translate(picture, wish(), silent)
+    assert (str(error).splitlines() or ["MemoryError"])[0] in caught.value.message
     assert caught.value.hint is not None
     assert "smaller size" in caught.value.hint
 
