@@ -8,6 +8,7 @@ NO_ROOM_TO_WORK: tuple[RuntimeError, ...] = (
     ),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError("could not create a primitive"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
 )

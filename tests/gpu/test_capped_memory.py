@@ -7,7 +7,6 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors.torch import save_file
-from tests.gpu.conftest import ON_CPU
 from tests.gpu.memory import MIB, capped
 from tests.lbm.conftest import TINY
 
@@ -40,7 +39,7 @@ def test_an_extraction_names_the_layer_and_a_way_out(cuda: torch.device, tmp_pat
 
 
 def test_statistics_say_what_takes_less(
-    device: torch.device,
+    cuda: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -51,8 +50,8 @@ def test_statistics_say_what_takes_less(
     save_file(build_lbm(config).state_dict(), tmp_path / "lbm.safetensors")
     monkeypatch.chdir(tmp_path)
     command = "sigmascope lora statistics lbm.safetensors --noise 1 --size 1024x1024 --save_to s.safetensors"
-    monkeypatch.setattr("sys.argv", [*command.split(), "--device", str(device)])
-    with capped(device, 192 * MIB), pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr("sys.argv", [*command.split(), "--device", str(cuda)])
+    with capped(cuda, 192 * MIB), pytest.raises(SystemExit) as ended:
         run_cli()
     told = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 2, told
@@ -61,9 +60,9 @@ def test_statistics_say_what_takes_less(
     assert not (tmp_path / "s.safetensors").exists()
 
 
-def test_a_served_model_says_so_and_serves_the_next_request(device: torch.device) -> None:
+def test_a_served_model_says_so_and_serves_the_next_request(cuda: torch.device) -> None:
     torch.manual_seed(0)
-    model = build_lbm(parse_config(TINY)).eval().requires_grad_(False).to(device)
+    model = build_lbm(parse_config(TINY)).eval().requires_grad_(False).to(cuda)
     translator = Translator(ServedModel(model, base_name="tiny", resolution=64), Recent(limit_bytes=10**7))
     large, small = (
         Picture(str(side), Image.effect_mandelbrot((side, side), (-2, -1, 1, 1), 60).convert("RGB"), png=b"")
@@ -73,7 +72,7 @@ def test_a_served_model_says_so_and_serves_the_next_request(device: torch.device
     def silent(what: str, done: int, total: int) -> None:
         """Nobody listens."""
 
-    with capped(device, 192 * MIB):
+    with capped(cuda, 192 * MIB):
         with pytest.raises(SigmascopeError, match="does not fit into memory") as caught:
             translator.translate(large, Wish(picture="2048", client="c", size="keep"), silent)
         assert "--tile_size" in str(caught.value.hint)
@@ -81,19 +80,19 @@ def test_a_served_model_says_so_and_serves_the_next_request(device: torch.device
     assert made["base"]["id"]
 
 
-def test_a_decoding_goes_on_in_tiles(device: torch.device) -> None:
+def test_a_decoding_goes_on_in_tiles(cuda: torch.device) -> None:
     torch.manual_seed(0)
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     vae = AutoencoderKL(
         block_out_channels=(64, 64), layers_per_block=1, mid_block_add_attention=False, **blocks
     )
-    vae = vae.eval().to(device)
-    side, room = (256, 96) if ON_CPU else (768, 640)
-    latent = torch.randn(1, 4, side, side, device=device)
+    vae = vae.eval().to(cuda)
+    side = 768
+    latent = torch.randn(1, 4, side, side, device=cuda)
     picture, record = decode_latents(vae, latent[..., :32, :32], strategies="direct", predict=False)
-    with capped(device, room * MIB):
+    with capped(cuda, 640 * MIB):
         picture, record = decode_latents(
-            vae, latent, strategies=("direct", "tiled"), tile=side // 2, predict=False, output_device="cpu"
+            vae, latent, strategies=("direct", "tiled"), tile=256, predict=False, output_device="cpu"
         )
     assert [(attempt.name, attempt.outcome) for attempt in record.attempts] == [
         ("direct", "failed"),

@@ -17,4 +17,4 @@ def test_the_checks_pass_on_the_cpu() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 50
+    assert int(passed[1]) >= 45

@@ -31,6 +31,7 @@ OUT_OF_MEMORY: Final = re.compile(
 NO_ROOM_TO_WORK: Final = re.compile(
     r"CUDNN_STATUS_(?:NOT_SUPPORTED|NOT_INITIALIZED|INTERNAL_ERROR)"
     r"|unable to find an engine to execute"  # PyTorch, when each of cuDNN's algorithms has failed
+    r"|could not create a primitive(?! desc)"  # oneDNN, on the CPU
     r"|_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR),? when calling `cu\w+Create\("
 )
 """Libraries that found no memory for their handle, kernels or workspace, and name another error.

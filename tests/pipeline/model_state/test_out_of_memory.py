@@ -54,6 +54,7 @@ def test_these_say_that_memory_ran_out(error: BaseException) -> None:
         RuntimeError(
             "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb)`"
         ),
+        RuntimeError("could not create a primitive descriptor for a matmul primitive"),
         ValueError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
         ValueError("out of memory"),
         FloatingPointError("NaN in the latent"),
