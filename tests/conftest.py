@@ -169,12 +169,16 @@ def backbone(tmp_path: Path) -> Path:
     return tmp_path / "backbone"
 
 
-Pretend = Callable[[Kind], AbstractContextManager[PretendedDevice]]
+class Pretend(Protocol):
+    def __call__(self, kind: Kind, *, backward: bool = False) -> AbstractContextManager[PretendedDevice]: ...
 
 
 @pytest.fixture(scope="session")
 def pretend(request: pytest.FixtureRequest) -> Pretend:
-    """`with pretend("cuda") as device:` runs what is in it on an accelerator that is not there."""
+    """`with pretend("cuda") as device:` runs what is in it on an accelerator that is not there.
+
+    `backward=True` carries gradients too.
+    """
     reason = why_none()
     if reason is not None:
         pytest.skip(reason)

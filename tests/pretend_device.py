@@ -40,7 +40,10 @@ import sigmascope
 Kind: TypeAlias = Literal["cuda", "mps"]
 
 CANNOT_CARRY: Final = {
-    "backward": "the autograd engine asks C++ for the accelerator of this build, and a CPU build has none",
+    "backward, but with `backward=True`": "the autograd engine asks C++ for the accelerator of this build, and a CPU "
+    "build has none; then C++ takes the tensors for the CPU's, and Python alone knows the device",
+    "with `backward=True`: autocast, and a mix of devices inside backward": "C++ decides them by what it takes for the "
+    "tensor's device",
     "torch.Generator('cuda')": "PyTorch makes generators in C++, by device; pass one of the CPU, as diffusers allows",
     "torch.compile and CUDA graphs": "they trace below the level at which the device is pretended",
     "operations that change a tensor's shape in place": "a tensor's shape is kept in C++; such an operation is refused",
@@ -111,12 +114,15 @@ class PretendedDevice:
         waits: For what the host would have waited, in order.
         uploads: Copies to the device from memory that is not pinned.
         asked_by: Names of the threads that called the device's own functions: its events, its memory.
+        backward: Whether C++ takes its tensors for the CPU's, so that the autograd engine takes them.
     """
 
     kind: Kind
     waits: list[Wait] = field(default_factory=list)
     uploads: list[Wait] = field(default_factory=list)
     asked_by: set[str] = field(default_factory=set)
+    backward: bool = False
+    _leaving: threading.local = field(default_factory=threading.local)
     _pinned: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -130,11 +136,17 @@ class PretendedDevice:
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out one operation on the CPU, as the device would answer it."""
+        if _is_composite(function):  # these arrive whole in inference mode alone
+            with self.here():
+                return function.decompose(*args, **kwargs)
         name = function.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
         wanted = kwargs.get("device")
         there = torch.device(wanted).type if wanted is not None else None
+        if self.backward and own and not getattr(self._leaving, "now", False):
+            there = None if there == "cpu" else there  # C++ says where it takes its tensors to be
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         if any(
             tensor.device.type == self.kind for tensor in tensors if not isinstance(tensor, PretendedTensor)
         ):
@@ -166,7 +178,7 @@ class PretendedDevice:
             raise TypeError(_NO_FLOAT64)
 
     def _refuse_mixed(self, name: str, function: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
-        if name in _COPIES:
+        if name in _COPIES or (self.backward and torch._C._current_graph_task_id() != -1):
             return
         if name in _INDEXING and isinstance(args[0], PretendedTensor):  # its indices may lie on the CPU
             tensors = [args[0], *(leaf for leaf in args[2:3] if isinstance(leaf, Tensor))]
@@ -263,6 +275,15 @@ class PretendedDevice:
         return PretendedTensor(values, self)
 
     @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """An operation that names the CPU means it."""
+        self._leaving.now = True
+        try:
+            yield
+        finally:
+            self._leaving.now = False
+
+    @contextmanager
     def here(self) -> Iterator[None]:
         """Take part in this thread: operations that name the device come here."""
         with _Mode(self):
@@ -302,7 +323,7 @@ class PretendedTensor(Tensor):
             storage_offset=values.storage_offset(),
             dtype=values.dtype,
             layout=values.layout,
-            device=pretended.device,
+            device=torch.device("cpu") if pretended.backward else pretended.device,
         )
         made.held, made.pretended = values, pretended
         return made
@@ -321,6 +342,45 @@ class PretendedTensor(Tensor):
     @data.setter
     def data(self, tensor: Tensor) -> None:
         _set_data(self, tensor)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.pretended.device
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    @property
+    def is_mps(self) -> bool:  # type: ignore[override]
+        return self.device.type == "mps"
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.pretended.backward:
+            return super().to(*args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        copied = kwargs.pop("copy", False)
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = parsed
+        dtype = dtype or self.dtype
+        if device is None or device.type == self.device.type:
+            return super().to(dtype=dtype, memory_format=memory_format, copy=copied)
+        with self.pretended.leaving():
+            made: Tensor = torch.ops.aten._to_copy.default(
+                self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
+            )
+        return made
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.to("cpu", memory_format=memory_format)
+
+    def cuda(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self.to("cuda")
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
@@ -369,6 +429,14 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
+def _to_device_of_other(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`tensor.to(other)`, which C++ would leave where it takes the other to be."""
+    if args and isinstance(args[0], PretendedTensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    return _OWN_TO(tensor, *args, **kwargs)
+
+
+_OWN_TO: Final[Callable[..., Tensor]] = Tensor.to
 _OWN_DATA: Final[Any] = Tensor.data
 _OF_A_PRETENDED: Final = ("held", "pretended", "_is_param")
 
@@ -384,6 +452,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._pretended.run(func, args, kwargs or {})
+
+
+@functools.cache
+def _is_composite(function: Any) -> bool:
+    return bool(function.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _values(leaf: Any) -> Any:
@@ -404,31 +477,36 @@ def _who_asks() -> tuple[str, bool]:
 
 
 @contextmanager
-def pretend_device(kind: Kind, guard: Path) -> Iterator[PretendedDevice]:
+def pretend_device(kind: Kind, guard: Path, *, backward: bool = False) -> Iterator[PretendedDevice]:
     """Pretend that PyTorch was built for a device, and that there is one. Afterwards nothing of it is left.
 
     Args:
         kind: "cuda" or "mps".
         guard: What `build_guard` built.
+        backward: Carry backward too; see `CANNOT_CARRY` for what this costs.
     """
     library = ctypes.CDLL(str(guard))
     if library.is_installed(_TYPES[kind]):
         raise RuntimeError(f"there is a real {kind}, or one is pretended already")
-    device = PretendedDevice(kind)
-    # Here, for `check_annotations` comes first.
-    import torch._dynamo  # noqa: F401 - it keeps what it finds in torch.cuda when it is imported
+    device = PretendedDevice(kind, backward=backward)
+    # Not at the top: `check_annotations` comes before modules of ours, and Dynamo takes a second. It keeps what it finds
+    # in torch.cuda when it is imported.
+    import torch._dynamo
 
     from sigmascope.monitor.scope import accelerator_of_this_process
 
     library.install(_TYPES[kind])
     patch = pytest.MonkeyPatch()
     accelerator_of_this_process.cache_clear()
+    lifts_cpu_only = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=...)` moves where modes see it
     try:
         _Fakes(device, patch).put_on()
         with device.here():
             yield device
     finally:
         patch.undo()
+        torch._C._set_only_lift_cpu_tensors(lifts_cpu_only)
         library.remove_guard(_TYPES[kind])
         accelerator_of_this_process.cache_clear()
 
@@ -454,10 +532,14 @@ class _Fakes:
             "is_available": lambda: True,
             "current_accelerator": lambda *_args, **_kwargs: torch.device(device.kind),
             "device_count": lambda: 1,
+            "current_device_index": lambda: 0,
+            "current_stream": lambda *_args: _Stream(),
             "synchronize": device.asked(_nothing, waits="synchronize"),
         }
         for name, fake in accelerator.items():
             self._patch.setattr(torch.accelerator, name, fake)
+        if device.backward:
+            self._patch.setattr(Tensor, "to", _to_device_of_other)
         if device.kind == "cuda":
             self._cuda()
         else:
@@ -514,7 +596,7 @@ class _Fakes:
         attention = torch.nn.functional.scaled_dot_product_attention
 
         def plain_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not isinstance(query, PretendedTensor):
+            if self._device.backward or not isinstance(query, PretendedTensor):
                 return attention(query, key, value, *args, **kwargs)
             made: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
                 query, key, value, *args, **kwargs
@@ -530,8 +612,8 @@ class _Fakes:
             "current_allocated_memory": asked(lambda: 64 * _MIB),
             "driver_allocated_memory": asked(lambda: 128 * _MIB),
             "recommended_max_memory": asked(lambda: 8192 * _MIB),
-            "get_rng_state": torch.get_rng_state,
-            "set_rng_state": torch.set_rng_state,
+            "get_rng_state": lambda *_args: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
             "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
             "empty_cache": _nothing,
             "synchronize": asked(_nothing, waits="synchronize"),
@@ -551,6 +633,9 @@ class _Stream:
 
     def wait_stream(self, stream: object) -> None:
         pass
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 class _Event:

@@ -1,6 +1,7 @@
 """LoRAs on models, and watched pipelines, on a device: as on the CPU, and the host never waits for us."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -151,7 +152,15 @@ class Watched:
         self.other_waits = [len(waits) - sum(wait.is_ours for wait in waits) for waits in (first, second)]
 
 
-@pytest.fixture(scope="module", params=[(kind, device) for kind in KINDS for device in DEVICES], ids=str)
+QUICK = {("unet", "cuda"), ("mmdit", "mps")}
+"""What `make test` has time for."""
+WATCHED = [
+    pytest.param(pair, id="-".join(pair), marks=[] if pair in QUICK else pytest.mark.slow)
+    for pair in itertools.product(KINDS, DEVICES)
+]
+
+
+@pytest.fixture(scope="module", params=WATCHED)
 def watched(request: pytest.FixtureRequest, pretend: Pretend) -> Watched:
     architecture, kind = request.param
     pipeline = load_pocket(architecture, "base")

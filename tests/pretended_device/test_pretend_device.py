@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import Pretend
-from tests.pretend_device import PretendedDevice, why_none
+from tests.pretend_device import Kind, PretendedDevice, same, why_none
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,6 +40,40 @@ def test_what_is_made_there_lies_there(pretended_cuda: PretendedDevice) -> None:
     made = [torch.zeros(2, device="cuda"), torch.arange(3, device="cuda:0"), torch.randn(2).to("cuda")]
     made += [made[0].new_ones(3), torch.empty_like(made[2]), made[2].view(1, 2)[0]]
     assert {str(tensor.device) for tensor in made} == {"cuda:0"}
+
+
+def test_inference_mode_is_carried(pretended_cuda: PretendedDevice) -> None:
+    """Operations arrive whole in it, such as `linear` and `to`."""
+    layer, x = nn.Linear(3, 2).to("cuda"), torch.randn(2, 3)
+    with torch.inference_mode():
+        made = layer(x.to(device="cuda", dtype=torch.float32)) * torch.tensor([1.0, 2.0], device="cuda")
+        assert made.device.type == "cuda"
+        with pytest.raises(RuntimeError, match="same device"):
+            layer(x)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_training_gives_the_cpus_weights(pretend: Pretend, kind: Kind) -> None:
+    def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [weight.detach().cpu() for weight in model.parameters()]
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 4))
+    x = torch.randn(2, 3, 8, 8)
+    expected = trained(copy.deepcopy(model), x)
+    with pretend(kind, backward=True) as device:
+        model.to(kind)
+        # AdamW counts in another order on a device.
+        assert same(trained(model, x.to(kind)), expected, within=1e-6)
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        assert gradient.device == device.device
+        with pytest.raises(RuntimeError, match="same device"):
+            model(x)
 
 
 def test_a_view_writes_through(pretended_cuda: PretendedDevice) -> None:
