@@ -23,7 +23,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -48,7 +48,6 @@ CANNOT_CARRY: Final = {
     "torch.compile and CUDA graphs": "they trace below the level at which the device is pretended",
     "operations that change a tensor's shape in place": "a tensor's shape is kept in C++; such an operation is refused",
     "fused attention": "its kernels for CUDA are not in a CPU build; attention runs as the plain formula",
-    "the hash kernel of fingerprints on a device": "it reads memory by address",
     "the order of work on streams": "all work is done at once",
     "memory": "the allocator's figures are constants",
     "what Metal lacks besides float64": "its list changes with each version of PyTorch",
@@ -533,7 +532,7 @@ class _Fakes:
             "current_accelerator": lambda *_args, **_kwargs: torch.device(device.kind),
             "device_count": lambda: 1,
             "current_device_index": lambda: 0,
-            "current_stream": lambda *_args: _Stream(),
+            "current_stream": lambda *_args: _Stream(self._device.device),
             "synchronize": device.asked(_nothing, waits="synchronize"),
         }
         for name, fake in accelerator.items():
@@ -547,7 +546,7 @@ class _Fakes:
 
     def _cuda(self) -> None:
         asked = self._device.asked
-        event = functools.partial(_Event, self._device)
+        event = type("Event", (_Event,), {"pretended": self._device})  # a class: annotations name it
         figures = {
             f"{name}_bytes": {"all": {"current": current, "peak": current}}
             for name, current in (("allocated", 64 * _MIB), ("reserved", 128 * _MIB))
@@ -581,8 +580,10 @@ class _Fakes:
             "reset_peak_memory_stats": asked(_nothing),
             "mem_get_info": asked(lambda *_args: (8000 * _MIB, 8192 * _MIB)),
             "is_current_stream_capturing": lambda: False,
-            "current_stream": lambda *_args: _Stream(),
-            "default_stream": lambda *_args: _Stream(),
+            "current_stream": lambda *_args: _Stream(self._device.device),
+            "Stream": _Stream,
+            "stream": lambda _stream: nullcontext(),
+            "default_stream": lambda *_args: _Stream(self._device.device),
             "synchronize": asked(_nothing, waits="synchronize"),
             "Event": event,
             "_device_count_nvml": lambda: 1,
@@ -631,7 +632,13 @@ class _Stream:
 
     stream_id = device_index = device_type = cuda_stream = 0
 
+    def __init__(self, device: torch.device | None = None, **_other: object) -> None:
+        self.device = device
+
     def wait_stream(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
         pass
 
     def is_capturing(self) -> bool:
@@ -641,23 +648,24 @@ class _Stream:
 class _Event:
     """A mark that the device, whose work is done at once, has always passed."""
 
-    def __init__(self, device: PretendedDevice, enable_timing: bool = False, **_other: object) -> None:
-        self._device = device
+    pretended: PretendedDevice
+
+    def __init__(self, enable_timing: bool = False, **_other: object) -> None:
         self._at = 0.0
 
     def record(self, stream: object = None) -> None:
-        self._device.asked_by.add(threading.current_thread().name)
+        self.pretended.asked_by.add(threading.current_thread().name)
         self._at = time.perf_counter()
 
     def query(self) -> bool:
-        self._device.asked_by.add(threading.current_thread().name)
+        self.pretended.asked_by.add(threading.current_thread().name)
         return True
 
     def elapsed_time(self, end: "_Event") -> float:
         return (end._at - self._at) * 1e3
 
     def synchronize(self) -> None:
-        self._device.wait("Event.synchronize")
+        self.pretended.wait("Event.synchronize")
 
 
 def why_none() -> str | None:

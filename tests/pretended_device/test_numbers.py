@@ -38,7 +38,7 @@ from sigmascope.lora.linalg import (
 from sigmascope.lora.statistics import LayerStatistics, Moments, MomentSum, sketch_columns
 from sigmascope.lora.writer import stored_factors
 from sigmascope.pipeline.measure import image_of
-from sigmascope.probes.tensors import tensor_facts
+from sigmascope.probes.tensors import fingerprint, tensor_facts
 from sigmascope.stages.weight_changes import sampled_effect, with_unmerged_norm
 
 __all__ = ["make_patch"]  # a fixture
@@ -137,6 +137,7 @@ COMPUTED: dict[str, Callable[[Put], object]] = {
     "bytes of a picture": lambda put: image_of({"images": put(random(1, 3, 8, 8).to(torch.uint8))}),
     "merged weight": merged_in_float64,
     "compared tensors": lambda put: relative_error(put(random(3, 40)), random(3, 40, seed=1)),
+    "fingerprint": lambda put: digest(put(random(50, 40))),
     "facts": lambda put: facts(put(random(50, 40))),
 }
 
@@ -154,6 +155,12 @@ def relative_error(a: Tensor, b: Tensor) -> float | None:
 def loha(prefix: str = "") -> dict[str, Tensor]:
     shapes = {"w1_a": (24, 3), "w1_b": (3, 40), "w2_a": (24, 3), "w2_b": (3, 40)}
     return {prefix + name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def digest(tensor: Tensor) -> float:
+    taken = fingerprint(tensor).value
+    assert taken is not None
+    return float(taken.digest % 2**53)
 
 
 def facts(tensor: Tensor) -> list[float | None]:
