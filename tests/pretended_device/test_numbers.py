@@ -38,6 +38,7 @@ from sigmascope.lora.linalg import (
 from sigmascope.lora.statistics import LayerStatistics, Moments, MomentSum, sketch_columns
 from sigmascope.lora.writer import stored_factors
 from sigmascope.pipeline.measure import image_of
+from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.tensors import fingerprint, tensor_facts
 from sigmascope.stages.weight_changes import sampled_effect, with_unmerged_norm
 
@@ -270,5 +271,34 @@ def test_the_overlap_of_changes_is_the_cpus(pretend: Pretend, make_patch: MakePa
             for s in (0, 5)
         )
         return overlap(one, other).cosine
+
+    assert_as_on_the_cpu(pretend, kind, compute)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_what_a_host_keeps_on_two_devices_is_brought_together(
+    pretend: Pretend, make_patch: MakePatch, kind: Kind
+) -> None:
+    """ComfyUI keeps a LoRA on the CPU or on the device, and may have moved the weight, or a part, since."""
+
+    def compute(put: Put) -> object:
+        def lora(up_there: bool, down_there: bool, seed: int) -> AppliedPatch:
+            up, down = random(24, 4, seed=seed), random(4, 40, seed=seed + 1)
+            return make_patch(
+                "lora", up=put(up) if up_there else up, down=put(down) if down_there else down, strength=1.0
+            )
+
+        here, there, parted = lora(False, False, 0), lora(True, True, 5), lora(False, True, 9)
+        weight = random(24, 40, seed=20)
+        merged = with_unmerged_norm(effect_of([here, there], None), put(weight), [here, there])
+        return [
+            numbers(effect_of([here, there, parted], put(weight))),
+            numbers(effect_of([there, parted], weight)),
+            numbers(merged),
+            delta_of([here, there], put(weight)),
+            as_numbers(overlap([here, parted], [there]).cosine),
+            difference(put(weight), random(24, 40, seed=21)),
+            numbers(sampled_effect((put(random(50)), random(50, seed=1)), 100)),
+        ]
 
     assert_as_on_the_cpu(pretend, kind, compute)

@@ -420,7 +420,7 @@ def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effe
     """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
     if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
         return None
-    before, after = map(as_float64, samples)
+    before, after = (as_float64(sample).cpu() for sample in samples)
     share = sqrt(elements / before.numel())
     delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
     if not (isfinite(delta) and isfinite(whole)):
