@@ -55,20 +55,21 @@ def test_inference_mode_is_carried(pretended_cuda: PretendedDevice) -> None:
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_training_gives_the_cpus_weights(pretend: Pretend, kind: Kind) -> None:
     def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
         return [weight.detach().cpu() for weight in model.parameters()]
 
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 4))
     x = torch.randn(2, 3, 8, 8)
     expected = trained(copy.deepcopy(model), x)
     with pretend(kind, backward=True) as device:
         model.to(kind)
-        # AdamW counts in another order on a device.
-        assert same(trained(model, x.to(kind)), expected, within=1e-6)
+        # Rounding alone differs: PyTorch's optimizers take other paths for other kinds of tensors.
+        assert same(trained(model, x.to(kind)), expected, within=1e-5)
         gradient = next(model.parameters()).grad
         assert gradient is not None
         assert gradient.device == device.device
