@@ -20,6 +20,7 @@ from tests.pretend_device import Kind
 from sigmascope.cli.root import run
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.model import build_lbm
+from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
 
 
@@ -158,6 +159,8 @@ def written(line: str, device: str, inputs: Path, folder: Path, writes: str, cap
     path = folder / writes
     if writes == "s.safetensors":
         return moments_of(path)
+    if writes == "l.safetensors":  # the sign of a column of both factors is free
+        return {name: factors.delta() for name, factors in load_lora(path).modules.items()}
     return (
         load_file(path)
         if path.suffix == ".safetensors"
@@ -209,6 +212,19 @@ RUNS = [
     for kind in ("cuda", "mps")
     if not (kind == "mps" and name.startswith("lora extract"))
 ]
+
+
+@pytest.mark.slow
+def test_an_extraction_by_statistics_is_the_cpus(
+    pretend: Pretend, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert written(COMMANDS["lora statistics"].line, "cpu", inputs, tmp_path / "by", "s.safetensors", capsys)
+    line = f"{COMMANDS['lora extract'].line} --statistics {tmp_path}/by/s.safetensors"
+    expected = written(line, "cpu", inputs, tmp_path / "cpu", "l.safetensors", capsys)
+    with pretend("cuda"):
+        made = written(line, "cuda", inputs, tmp_path / "cuda", "l.safetensors", capsys)
+    for name, change in made.items():
+        torch.testing.assert_close(change, expected[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kind"), RUNS)
