@@ -39,7 +39,8 @@ from sigmascope.lora.statistics import LayerStatistics, Moments, MomentSum, sket
 from sigmascope.lora.writer import stored_factors
 from sigmascope.pipeline.measure import image_of
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.tensors import fingerprint, tensor_facts
+from sigmascope.probes.fingerprints import fingerprint
+from sigmascope.probes.tensors import tensor_facts
 from sigmascope.stages.weight_changes import sampled_effect, with_unmerged_norm
 
 __all__ = ["make_patch"]  # a fixture
