@@ -89,6 +89,14 @@ def test_a_model_of_which_only_some_files_are_here_is_found(cache: Path) -> None
     assert local_model("some/model") == snapshot
 
 
+def test_a_model_whose_note_of_main_is_damaged_is_to_be_downloaded(cache: Path) -> None:
+    cached(cache, "some/model", "model.safetensors")
+    (cache / "models--some--model/refs/main").write_bytes(b"\xff\xfe\0")  # as a disk that was full leaves it
+    with pytest.raises(CheckpointError, match="has no such model") as caught:
+        local_model("some/model")
+    assert "hf download some/model" in str(caught.value)
+
+
 def test_a_download_that_broke_off_between_shards_is_to_be_continued(cache: Path) -> None:
     snapshot = cached(cache, "some/model", "model-00001-of-00002.safetensors")
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]

@@ -39,7 +39,6 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
         return path
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
     except ModuleNotFoundError as error:
         raise CheckpointError(
             path,
@@ -51,7 +50,10 @@ def local_model(model: str | os.PathLike[str], files: Sequence[str] = (), *, dow
     try:
         wanted = {"allow_patterns": list(files) or None} if download else {"local_files_only": True}
         snapshot = Path(snapshot_download(repository, revision=revision, **wanted))
-    except (OSError, HFValidationError) as error:
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # what is no name to it, or a damaged note of a revision in the cache
         if download:
             message = f"is not a file or folder, and cannot be downloaded ({str(error).splitlines()[0]})."
             raise CheckpointError(path, message, hint=command) from error
