@@ -128,6 +128,15 @@ def run() -> None:
             raise
         _print_error(missing)
         sys.exit(missing.exit_code)
+    except OSError as error:  # whatever writes a file of its own says which; what is printed has no name
+        from sigmascope.files import DISK_FULL, reason_of, writing_hint
+
+        if error.errno not in DISK_FULL or error.filename is not None:
+            raise
+        _print_error(
+            SigmascopeError(f"The output cannot be written ({reason_of(error)}).", hint=writing_hint(error))
+        )
+        sys.exit(SigmascopeError.exit_code)
     except KeyboardInterrupt:
         sys.exit(STOPPED_BY_USER)
 

@@ -1,6 +1,8 @@
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
@@ -55,6 +57,22 @@ def test_ctrl_c_exits_with_130_and_without_a_traceback(
 ) -> None:
     assert run_with(KeyboardInterrupt(), monkeypatch) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_full_disk_under_the_output_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        suppress(OSError),
+        Path("/dev/full").open("w", encoding="utf-8") as stream,
+    ):  # closing writes the rest
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "--help"])
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert left.value.code == 1
+    assert "The output cannot be written (No space left on device)." in capsys.readouterr().err
 
 
 def test_an_error_that_nobody_planned_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
