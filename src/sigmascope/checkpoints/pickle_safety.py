@@ -390,6 +390,14 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
     text = str(error) or type(error).__name__
     inner = re.search(r"WeightsUnpickler error: (.*)", text)
     said = inner[1].strip() if inner else text.splitlines()[0]
+    if re.search(
+        r"Unsupported operand 1(?:4[0-9]|5[01])\b", text
+    ):  # 8c to 97, which protocols 4 and 5 brought
+        return CheckpointError(
+            path,
+            "is pickled in protocol 4 or 5, of which PyTorch reads only a part without running code.",
+            hint="Save it again without pickle_protocol, or as .safetensors.",
+        )
     reason = said[:_MAX_REASON_LENGTH] or "it is not a pickle"
     return CheckpointError(path, f"is damaged or not a PyTorch checkpoint ({reason}).", hint=DAMAGED_HINT)
 

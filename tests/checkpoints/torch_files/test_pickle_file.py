@@ -233,3 +233,11 @@ def test_an_archive_whose_list_is_empty_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.ckpt: "):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_a_newer_pickle_protocol_is_no_damage(tmp_path: Path, as_zip: bool) -> None:
+    path = tmp_path / "model.ckpt"
+    torch.save({"weight": torch.zeros(2)}, path, pickle_protocol=4, _use_new_zipfile_serialization=as_zip)
+    with pytest.raises(CheckpointError, match=r"protocol 4 or 5.*without pickle_protocol"):
+        open_checkpoint(path)
