@@ -71,6 +71,10 @@ _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
 _MAX_SHARD_INDEX_BYTES = 100_000_000
 MODEL_INDEX: Final = "model_index.json"
 _MAX_MODEL_INDEX_BYTES = 10_000_000
+_SCHEMES: Final = {"https:": 1, "http:": 1, "hf:": 0}
+"""Of addresses that users give in place of a path, and how many parts come before the name of a model."""
+_ZERO_SCRIPT: Final = "zero_to_fp32.py"
+"""What DeepSpeed puts into a folder of shards."""
 
 
 def open_checkpoint(
@@ -135,6 +139,11 @@ def _open_file(file: Path) -> Checkpoint:
 def no_such_file(file: Path) -> CheckpointError:
     """The error for a file that is not there, with what may have been meant and how to download it."""
     hint = what_is_there(file) or "Check the path."
+    scheme, *rest_of_address = file.parts or ("",)
+    if scheme in _SCHEMES:
+        name = "/".join(rest_of_address[_SCHEMES[scheme] :][:2])
+        advice = f"Give its name on the hub: {name}" if is_hub_name(name) else "Download it first."
+        return CheckpointError(file, "is an address; models are read from this machine.", hint=advice)
     if file.is_symlink():
         message = f"{what_stands_at(file)}."
         rest = rest_command(file.absolute())
@@ -272,6 +281,12 @@ def only_file(folder: Path) -> Path:
             return folder / candidates[0]
         if candidates:
             raise _several_files(folder, candidates)
+    if any(name.endswith(".distcp") for name in names):
+        hint = f"Join it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} joined.pt"
+        raise CheckpointError(folder, "holds the shards of PyTorch's distributed checkpoint.", hint=hint)
+    if _ZERO_SCRIPT in names:
+        hint = f"Join it: python {folder / _ZERO_SCRIPT} {folder} joined"
+        raise CheckpointError(folder, "holds the shards of a DeepSpeed (ZeRO) checkpoint.", hint=hint)
     raise CheckpointError(folder, "is a folder without weights.", hint=_subfolder_hint(folder))
 
 

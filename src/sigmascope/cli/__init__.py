@@ -8,8 +8,12 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:  # scripts ask for it again and again: before anything is imported
         from sigmascope.__about__ import __version__
 
-        print(__version__)  # noqa: T201 - Typer's echo takes most of a tenth of a second to import
-        return
+        try:
+            print(__version__, flush=True)  # noqa: T201 - Typer's echo takes most of a tenth of a second to import
+        except OSError:
+            pass  # which `run` tells
+        else:
+            return
     from sigmascope.cli.root import run
 
     run()
