@@ -219,7 +219,7 @@ def _require_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> 
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return bytes(tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _extract(trial: Trial) -> list[str]:

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,8 @@ def test_what_is_folded_of_a_rank_is_the_rank_s_again() -> None:
     peaks = [stage.peak for stage in merged.stages]
     assert [peak and peak.accelerators[0].allocated_bytes for peak in peaks] == [80, 20]
     assert len({peak.accelerators[0].device for peak in peaks if peak}) == 2
+
+
+def test_ids_with_lone_surrogates_which_json_may_hold_can_be_merged() -> None:
+    runs = [replace(run_of(0, {}), id="\udcff"), run_of(1, {})]
+    assert merge_runs(runs).id != merge_runs([replace(runs[0], id="a"), runs[1]]).id

@@ -341,6 +341,11 @@ class _Rehearsal(pickle._Unpickler):
                 raise _TooMuch("a key of its dictionaries is nested")
             self.stack[-1][key] = value
 
+    def refuse_bytearray(self) -> None:
+        """PyTorch reads none; Python would make room for its length, whatever the file holds of it."""
+        raise pickle.UnpicklingError("a bytearray is no part of a checkpoint")
+
+    dispatch |= {pickle.BYTEARRAY8[0]: refuse_bytearray}
     dispatch |= dict.fromkeys((pickle.REDUCE[0], pickle.NEWOBJ[0]), call)
     dispatch |= {pickle.BUILD[0]: build, pickle.SETITEM[0]: set_item, pickle.SETITEMS[0]: set_items}
 

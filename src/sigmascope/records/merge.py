@@ -62,7 +62,7 @@ def merge_runs(runs: Iterable[Recorded], names: Sequence[str] | None = None) -> 
     ]
     host = _common_host(named, devices)
     return Run(
-        id=uuid.uuid5(uuid.NAMESPACE_OID, " ".join(run.id for run in runs)).hex,
+        id=uuid.uuid5(uuid.NAMESPACE_OID, _encodable(" ".join(run.id for run in runs))).hex,
         name=" + ".join(dict.fromkeys(run.name for run in runs if run.name)),
         started_at=first.isoformat(),
         seconds=max(stage.started_seconds + stage.seconds for stage in stages),
@@ -72,6 +72,11 @@ def merge_runs(runs: Iterable[Recorded], names: Sequence[str] | None = None) -> 
         complete=all(run.complete for run in runs),
         unavailable={} if host is not None else {"host": DIFFERENT_MACHINES},
     )
+
+
+def _encodable(text: str) -> str:
+    """The text with escapes for what UTF-8 lacks, which JSON may hold."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:

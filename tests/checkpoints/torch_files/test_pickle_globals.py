@@ -30,6 +30,12 @@ def test_names_are_found_in_every_protocol(tmp_path: Path, protocol: int) -> Non
     assert named(path) == [f"{Path.__module__}.Path", "collections.Counter"]
 
 
+def test_a_bytearray_that_promises_more_than_there_is_makes_no_room_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(b"\x80\x05" + pickle.BYTEARRAY8 + (1 << 50).to_bytes(8, "little") + b"few.")
+    assert named(path) == []
+
+
 def test_what_tensors_need_is_not_foreign(tmp_path: Path) -> None:
     content = collections.OrderedDict(
         a=torch.zeros(2).half(), b=torch.nn.Parameter(torch.zeros(1)), c=torch.Size([2]), d=torch.bfloat16
