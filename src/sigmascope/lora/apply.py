@@ -694,7 +694,8 @@ def checksum_of(tensor: Tensor, method: ChecksumMethod | None = None) -> tuple[C
     Returns:
         The method, and the checksum.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     method = method or ("xxh3" if tensor.device.type == "cpu" else "sums")
     if method == "xxh3":
         return method, xxh3_128_digest(flat.cpu().numpy().data)

@@ -156,7 +156,8 @@ def _hash_on_cpu(tensor: Tensor) -> Fingerprint:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """(n,) uint8: the values in row-major order; a view of the tensor where it is contiguous."""
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _fingerprint(

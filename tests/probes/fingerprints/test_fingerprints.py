@@ -159,3 +159,15 @@ def test_a_weight_on_an_accelerator_has_the_fingerprint_it_had_on_the_cpu(weight
     if device is None:
         pytest.skip("this machine has no accelerator")
     assert known(weight.to(device)) == known(weight)
+
+
+@pytest.mark.parametrize("value", [1.0, 1 + 2j, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_single_element_that_was_expanded_is_read(value: complex, dtype: torch.dtype | None) -> None:
+    one = (
+        torch.tensor(value)
+        if dtype is None or isinstance(value, complex)
+        else torch.tensor(value, dtype=dtype)
+    )
+    assert one.expand(1).stride() == (0,)
+    assert known(one.expand(1)) == known(one.expand(1).clone())
