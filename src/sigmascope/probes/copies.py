@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sigmascope.probes.accelerators import CAPTURED, is_capturing
 from sigmascope.probes.reading import PROBE_ERRORS, attempt
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class HostCopy:
 
     Args:
         tensor: Where it comes to lie.
-        has_arrived: Tells without waiting whether it is complete.
+        has_arrived: Tells without waiting whether it is complete; raises where that cannot be asked.
     """
 
     __slots__ = ("_has_arrived", "tensor")
@@ -36,9 +37,17 @@ class HostCopy:
     def has_arrived(self) -> bool:
         """Whether it is complete. Never raises: from a device that failed meanwhile it never comes."""
         try:
-            return self._has_arrived()
+            return self.ask()
         except PROBE_ERRORS:
             return False
+
+    def ask(self) -> bool:
+        """Whether it is complete.
+
+        Raises:
+            Exception: What the device says that failed meanwhile, or that a graph is being captured.
+        """
+        return self._has_arrived()
 
 
 def copy_to_host(tensor: Tensor) -> HostCopy:
@@ -50,7 +59,13 @@ def copy_to_host(tensor: Tensor) -> HostCopy:
     tensor.record_stream(stream)  # it may have been made on another, and be freed at once
     passed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     passed.record(stream)
-    return HostCopy(copy, passed.query)
+
+    def has_passed() -> bool:
+        if is_capturing("cuda"):  # asking would break the capture
+            raise LookupError(CAPTURED)
+        return bool(passed.query())
+
+    return HostCopy(copy, has_passed)
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -84,9 +99,9 @@ class Pending(Generic[T]):
         """Make it; waits for copies that are still on their way.
 
         Raises:
-            Exception: What making it raises, which is tried again next time.
+            Exception: What making it raises, which is tried again next time, or what a device says whose copy cannot come.
         """
-        while not self.has_arrived():
+        while not all(copy.ask() for copy in self._copies):
             time.sleep(_LOOK_EVERY)
         if self._make is not None:
             self._made = self._make()

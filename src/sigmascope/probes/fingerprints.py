@@ -100,7 +100,8 @@ def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -
         tensors: Of any dtype, layout and device.
         threads: How many hash on the CPU at once; None: as many as torch calculates with, at most eight.
     """
-    return begin_fingerprints(tensors, threads=threads).result()
+    told = attempt(begin_fingerprints(tensors, threads=threads).result)
+    return told.value or dict.fromkeys(tensors, Reading(None, told.reason))
 
 
 def begin_fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -> Pending[Readings]:
@@ -111,13 +112,14 @@ def begin_fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = N
     elsewhere = {n: tensor for n, tensor in tensors.items() if n not in reasons and n not in on_cpu}
     with torch.no_grad():
         readings |= _all_on_cpu(on_cpu, threads)
-        groups = [(group, attempt(partial(_hash_where_it_is, group))) for group in _groups(elsewhere)]
+        groups = [([*group], attempt(partial(_hash_where_it_is, group))) for group in _groups(elsewhere)]
+    names = [*tensors]  # alone: nothing that is still on its way keeps the weights alive
 
     def finished() -> Readings:
         for group, begun in groups:
             hashed = Reading(None, begun.reason) if begun.value is None else attempt(begun.value.finish)
             readings.update(hashed.value or dict.fromkeys(group, Reading(None, hashed.reason)))
-        return {name: readings[name] for name in tensors}
+        return {name: readings[name] for name in names}
 
     return Pending(finished, [begun.value.copy for _, begun in groups if begun.value is not None])
 
@@ -192,13 +194,14 @@ class _Hashing:
     pieces: tuple[int, ...]
     rests: tuple[int, ...]
     copy: HostCopy
+    unread: Readings
 
     def finish(self) -> Readings:
         """The fingerprints, of what has arrived."""
         arrived = self.copy.tensor.numpy()
         states, left = arrived[: 64 * sum(self.pieces)], arrived[64 * sum(self.pieces) :].data
         digested = _merged(states.view(np.uint64).reshape(-1, _WORDS))
-        readings: Readings = {}
+        readings = dict(self.unread)
         for (name, (shape, dtype)), count, rest in zip(
             self.tensors.items(), self.pieces, self.rests, strict=True
         ):
@@ -209,21 +212,24 @@ class _Hashing:
 
 def _hash_where_it_is(tensors: Mapping[str, Tensor]) -> _Hashing:
     """Hash whole pieces on their device; they and what is left of each tensor come to the CPU in one transfer."""
-    sums, rests, counts = [], [], []
-    for tensor in tensors.values():
-        raw = _bytes_of(tensor)
-        whole = raw.numel() - raw.numel() % PIECE_BYTES
-        counts.append(whole // PIECE_BYTES)
-        rests.append(raw[whole:])
-        if whole:
-            sums.append(block_sums(_as_words(raw[:whole])))
+    parts = {name: attempt(partial(_sums_and_rest, tensor)) for name, tensor in tensors.items()}
+    read = {name: part.value for name, part in parts.items() if part.value is not None}
+    sums, rests = [sums for sums, _ in read.values() if len(sums)], [rest for _, rest in read.values()]
     states = [piece_states(torch.cat(sums)).view(torch.uint8).view(-1)] if sums else []
     return _Hashing(
-        {name: (tuple(map(int, tensor.shape)), tensor.dtype) for name, tensor in tensors.items()},
-        tuple(counts),
+        {name: (tuple(map(int, tensors[name].shape)), tensors[name].dtype) for name in read},
+        tuple(len(sums) for sums, _ in read.values()),
         tuple(rest.numel() for rest in rests),
-        copy_to_host(torch.cat([*states, *rests])),
+        copy_to_host(torch.cat([*states, *rests]) if rests else torch.empty(0, dtype=torch.uint8)),
+        {name: Reading(None, part.reason) for name, part in parts.items() if part.value is None},
     )
+
+
+def _sums_and_rest(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The block sums of a tensor's whole pieces, and the bytes behind them."""
+    raw = _bytes_of(tensor)
+    whole = raw.numel() - raw.numel() % PIECE_BYTES
+    return block_sums(_as_words(raw[:whole])) if whole else raw[:0], raw[whole:]
 
 
 def block_sums(words: Int64[Tensor, "pieces words"]) -> Int64[Tensor, "pieces blocks 8"]:
@@ -322,7 +328,7 @@ def samples(
     Tensors without readable values are left out, and with `floating_only` those of other numbers. What lies on an
     accelerator is waited for.
     """
-    return begin_samples(tensors, size=size, floating_only=floating_only).result()
+    return attempt(begin_samples(tensors, size=size, floating_only=floating_only).result).value or {}
 
 
 def begin_samples(
@@ -341,13 +347,14 @@ def begin_samples(
             attempt(partial(_gather, device, wanted, size))
             for device in dict.fromkeys(tensor.device for tensor in wanted.values())
         ]
+    names = [*wanted]  # alone: nothing that is still on its way keeps the weights alive
 
     def finished() -> dict[str, Tensor]:
         sampled: dict[str, Tensor] = {}
         for reading in begun:
             if reading.value is not None:
                 sampled |= reading.value.split()
-        return {name: sampled[name] for name in wanted if name in sampled}
+        return {name: sampled[name] for name in names if name in sampled}
 
     return Pending(finished, [reading.value.copy for reading in begun if reading.value is not None])
 

@@ -53,7 +53,7 @@ def model_fingerprint(model: object) -> Reading[str]:
     Args:
         model: A module, or what wraps one.
     """
-    return begin_model_fingerprint(model).result()
+    return _told(begin_model_fingerprint(model))
 
 
 def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
@@ -66,12 +66,17 @@ def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
 
 def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
     """The same for all tensors of an adapter that PEFT put on a model, with their ranks and alphas."""
-    return begin_adapter_fingerprint(model, adapter).result()
+    return _told(begin_adapter_fingerprint(model, adapter))
 
 
 def begin_adapter_fingerprint(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
     """The same without waiting for an accelerator, whose tensors may change from now on."""
     return _kept(model, adapter, lambda: _of_adapter(model, adapter))
+
+
+def _told(begun: Pending[Reading[str]]) -> Reading[str]:
+    told = attempt(begun.result)
+    return told.value or Reading(None, told.reason)
 
 
 def known(reading: Reading[str]) -> Pending[Reading[str]]:

@@ -230,12 +230,13 @@ def place_of(tensor: Tensor) -> object:
     """Equal for two tensors exactly if they are the same elements in memory, read in the same way."""
     try:
         address = tensor.data_ptr()
+        if address == 0 or tensor.numel() == 0:  # meta, empty or freed: the object itself is all there is
+            return id(tensor)
+        layout = tuple(tensor.shape), tensor.stride()  # nested tensors have none
         turned = tensor.is_conj(), tensor.is_neg()
     except PROBE_ERRORS:
         return id(tensor)
-    if address == 0 or tensor.numel() == 0:  # meta, empty or freed: the object itself is all there is
-        return id(tensor)
-    return (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype, *turned)
+    return (str(tensor.device), address, *layout, tensor.dtype, *turned)
 
 
 @dataclass(frozen=True, slots=True)

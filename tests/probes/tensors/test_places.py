@@ -22,3 +22,9 @@ def test_another_reading_of_the_same_elements_is_another_place() -> None:
 def test_empty_and_meta_tensors_are_known_by_themselves() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, device="meta")):
         assert place_of(tensor) == place_of(tensor) == id(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_known_by_itself() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])  # its layout cannot be asked
+    assert place_of(nested) == id(nested)
