@@ -608,7 +608,10 @@ class EventPool:
             event: AcceleratorEvent | None = self._free[device].pop()
         except (KeyError, IndexError):  # asking first would race with another thread
             event = self._new_event(device)
-        if event is None or not event.record():
+        if event is None:
+            return None
+        if not event.record():  # as in a graph's capture, during which no event is destroyed either
+            self._free.setdefault(device, []).append(event)
             return None
         return Mark(device, event, event.stream, threading.get_ident())
 

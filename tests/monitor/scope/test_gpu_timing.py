@@ -189,3 +189,23 @@ def test_a_clock_that_goes_backwards_tells_no_time(timed: Recorder, accelerator:
     assert stage.steps.gpu_seconds == (0.5, None)
     assert stage.steps.unavailable["gpu_seconds"] == f"1 step: {BACKWARDS}"
     assert stage.unavailable["device_seconds"] == BACKWARDS
+
+
+def test_an_event_that_a_capture_refuses_is_kept_for_later(
+    accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To let go of it would destroy it in the driver, in the middle of the host's capture."""
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+
+    def five_steps() -> None:
+        for _ in range(5):
+            with recorder.stage("denoising"), recorder.step():
+                pass
+
+    five_steps()
+    made = accelerator.events_made
+    with monkeypatch.context() as capture:
+        capture.setattr(type(accelerator.new_event()), "record", lambda _event: False)
+        five_steps()
+    five_steps()
+    assert accelerator.events_made == made + 1
