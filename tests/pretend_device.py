@@ -47,6 +47,7 @@ CANNOT_CARRY: Final = {
     "tensor's device",
     "torch.Generator('cuda')": "PyTorch makes generators in C++, by device; pass one of the CPU, as diffusers allows",
     "torch.compile and CUDA graphs": "they trace below the level at which the device is pretended",
+    "torch.inference_mode": "views of its tensors share a count of writes that PyTorch keeps in C++ and refuses for ours",
     "operations that change a tensor's shape in place": "a tensor's shape is kept in C++; such an operation is refused",
     "fused attention": "its kernels for CUDA are not in a CPU build; attention runs as the plain formula",
     "the order of work on streams": "all work is done at once",
