@@ -161,13 +161,8 @@ def test_a_weight_on_an_accelerator_has_the_fingerprint_it_had_on_the_cpu(weight
     assert known(weight.to(device)) == known(weight)
 
 
-@pytest.mark.parametrize("value", [1.0, 1 + 2j, True])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_a_single_element_that_was_expanded_is_read(value: complex, dtype: torch.dtype | None) -> None:
-    one = (
-        torch.tensor(value)
-        if dtype is None or isinstance(value, complex)
-        else torch.tensor(value, dtype=dtype)
-    )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.bool])
+def test_a_single_element_that_was_expanded_is_read(dtype: torch.dtype) -> None:
+    one = torch.ones((), dtype=dtype)
     assert one.expand(1).stride() == (0,)
     assert known(one.expand(1)) == known(one.expand(1).clone())
