@@ -23,6 +23,8 @@ from sigmascope.lbm.model import build_lbm
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import Pretend
-from tests.families import FAMILIES, generate, make_pipeline
+from tests.families import generate, make_pipeline
 from tests.pipeline.optimized import ALONE
 from tests.pretend_device import Kind
 from torch import Tensor
@@ -14,8 +14,8 @@ from sigmascope import OptimizationConfig, PipelineOptimizer, watch
 
 pytestmark = pytest.mark.slow
 
-WAITS = {"probes/tensors.py", "monitor/output_hashes.py"}
-"""Fingerprints, which wait in the first call; and hashes of outputs, which wait on Metal."""
+WAITS = {"probes/copies.py"}
+"""Copies from Metal: PyTorch tells of no moment at which one is over."""
 TRANSFORMERS_ALONE = {"attention", "first_block_cache", "pyramid_cache", "faster_cache", "taylorseer_cache"}
 
 
@@ -24,7 +24,7 @@ def made_by(pipeline: Any, family: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sd15", "flux"])  # the others differ in shapes alone
 def test_a_watched_pipeline_gives_the_same_bits_and_waits_for_nothing_else(
     pretend: Pretend, family: str, kind: Kind
 ) -> None:

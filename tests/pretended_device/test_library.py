@@ -20,6 +20,8 @@ from sigmascope import decode_latents, encode_latents
 from sigmascope.lbm.training.train import train
 from sigmascope.ui.lbm_model import Made, Picture, Recent, ServedModel, Translator, Wish
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["served", "small_files", "small_run", "tiny_config", "tiny_model", "tiny_yaml"]  # fixtures
 
 

@@ -15,6 +15,8 @@ from sigmascope import LoraFactors, LoraFile, attach_lora, merge_into_model, wat
 from sigmascope.probes import model_fingerprints
 from sigmascope.probes.model_fingerprints import model_fingerprint
 
+pytestmark = pytest.mark.slow
+
 DEVICES: tuple[Kind, ...] = ("cuda", "mps")
 COPIES_FROM_METAL = "probes/copies.py"
 """PyTorch tells of no moment at which a copy from Metal is over, so that one waits."""
