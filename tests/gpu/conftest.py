@@ -30,13 +30,18 @@ __all__ = [  # fixtures
 ON_CPU: Final = os.environ.get("CHECK_DEVICE") == "cpu"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _gpu_is_there() -> None:
+    """Skip before any other fixture of a check has worked in vain."""
+    if not ON_CPU and not torch.cuda.is_available():
+        pytest.skip("no GPU that CUDA or HIP can use")
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The GPU; the CPU for whoever works on the checks."""
     if ON_CPU:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU that CUDA or HIP can use")
     return torch.device("cuda", torch.cuda.current_device())
 
 
