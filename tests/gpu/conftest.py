@@ -30,10 +30,9 @@ __all__ = [  # fixtures
 ON_CPU: Final = os.environ.get("CHECK_DEVICE") == "cpu"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _gpu_is_there() -> None:
-    """Skip before any other fixture of a check has worked in vain."""
-    if not ON_CPU and not torch.cuda.is_available():
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip before a fixture of a check has worked in vain."""
+    if item.get_closest_marker("gpu") is not None and not ON_CPU and not torch.cuda.is_available():
         pytest.skip("no GPU that CUDA or HIP can use")
 
 

@@ -41,7 +41,7 @@ def test_a_watched_pipeline_gives_the_same_bits_and_waits_for_nothing_else(
         assert {wait.place.partition(":")[0] for wait in ours} <= WAITS
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
+@pytest.mark.parametrize("kind", ["cuda"])
 @pytest.mark.parametrize("name", [name for name in ALONE if name != "compile"])
 def test_an_optimization_runs_and_is_undone_to_the_bit(pretend: Pretend, name: str, kind: Kind) -> None:
     family = "flux" if name in TRANSFORMERS_ALONE else "sd15"
