@@ -1,7 +1,6 @@
 """LoRAs on models, and watched pipelines, on a device: as on the CPU, and the host never waits for us."""
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -154,15 +153,11 @@ class Watched:
         self.other_waits = [len(waits) - sum(wait.is_ours for wait in waits) for waits in (first, second)]
 
 
-QUICK = {("unet", "cuda"), ("mmdit", "mps")}
-"""What `make test` has time for."""
-WATCHED = [
-    pytest.param(pair, id="-".join(pair), marks=[] if pair in QUICK else pytest.mark.slow)
-    for pair in itertools.product(KINDS, DEVICES)
-]
+WATCHED = [("unet", "cuda"), ("mmdit", "mps")]
+"""Each architecture and each kind of device once: a pair takes ten seconds."""
 
 
-@pytest.fixture(scope="module", params=WATCHED)
+@pytest.fixture(scope="module", params=WATCHED, ids="-".join)
 def watched(request: pytest.FixtureRequest, pretend: Pretend) -> Watched:
     architecture, kind = request.param
     pipeline = load_pocket(architecture, "base")
