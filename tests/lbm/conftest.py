@@ -1,9 +1,11 @@
 """A model of LBM's shape with a few thousand weights."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.lbm.sdxl_forms import make_form, refiner, sdxl, sdxl_config, sdxl_folder
 
 from sigmascope.lbm.config import LbmConfig, parse_config
@@ -48,3 +50,15 @@ def tiny_model(tiny_config: LbmConfig) -> LbmModel:
     """Shared and so never to be changed."""
     torch.manual_seed(0)
     return build_lbm(tiny_config).eval().requires_grad_(False)
+
+
+def save_tiny_pair(folder: Path) -> None:
+    """Write a small LBM, `base.safetensors`, one that was tuned from it, `tuned.safetensors`, and its `config.yaml`."""
+    config = parse_config(TINY)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    torch.manual_seed(0)
+    model = build_lbm(config)
+    save_file(model.state_dict(), folder / "base.safetensors")
+    for parameter in model.denoiser.parameters():
+        parameter.data += 0.01 * torch.randn(parameter.shape)
+    save_file(model.state_dict(), folder / "tuned.safetensors")

@@ -14,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import Pretend
 from tests.families import make_pipeline
 from tests.families.loras import lora_state
-from tests.lbm.conftest import TINY
+from tests.lbm.conftest import save_tiny_pair
 from tests.pretend_device import Kind
 
 from sigmascope.cli.root import run
-from sigmascope.lbm.config import parse_config
-from sigmascope.lbm.model import build_lbm
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.statistics import load_statistics
 
@@ -30,14 +28,7 @@ pytestmark = pytest.mark.slow
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An LBM, one that was tuned from it, a LoRA between them, a picture, and a pipeline with a LoRA."""
     folder = tmp_path_factory.mktemp("inputs")
-    config = parse_config(TINY)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    torch.manual_seed(0)
-    model = build_lbm(config)
-    save_file(model.state_dict(), folder / "base.safetensors")
-    for parameter in model.denoiser.parameters():
-        parameter.data += 0.01 * torch.randn(parameter.shape)
-    save_file(model.state_dict(), folder / "tuned.safetensors")
+    save_tiny_pair(folder)
     (folder / "pictures").mkdir()
     Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 60).convert("RGB").save(folder / "pictures" / "a.png")
     pipeline = make_pipeline("sd15")
@@ -141,14 +132,6 @@ COMMANDS = {
 }
 
 
-QUICK = {
-    ("lora extract", "cuda"),
-    ("lora statistics", "mps"),
-    ("lbm infer", "cuda"),
-}
-"""Of all, what `make test` has time for."""
-
-
 def written(line: str, device: str, inputs: Path, folder: Path, writes: str, capsys: Any) -> Any:
     folder.mkdir()
     arguments = line.replace("IN/", f"{inputs}/").replace("OUT/", f"{folder}/").split()
@@ -209,14 +192,13 @@ def test_extraction_on_metal_is_refused_by_name(
 
 
 RUNS = [
-    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+    (name, kind)
     for name in COMMANDS
     for kind in ("cuda", "mps")
     if not (kind == "mps" and name.startswith("lora extract"))
 ]
 
 
-@pytest.mark.slow
 def test_an_extraction_by_statistics_is_the_cpus(
     pretend: Pretend, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

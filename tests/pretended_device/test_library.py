@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 __all__ = ["served", "small_files", "small_run", "tiny_config", "tiny_model", "tiny_yaml"]  # fixtures
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_a_training_and_its_resumption_learn_what_they_learn_on_the_cpu(
     pretend: Pretend, kind: Kind, small_run: SmallRun
@@ -75,17 +74,8 @@ def test_the_page_shows_what_it_shows_on_the_cpu(pretend: Pretend, kind: Kind, s
         assert np.abs(made - other).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        ("cuda", "tiled"),
-        ("mps", "direct"),
-        ("mps", "cpu"),
-        pytest.param("mps", "tiled", marks=pytest.mark.slow),
-        pytest.param("cuda", "direct", marks=pytest.mark.slow),
-        pytest.param("cuda", "cpu", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+@pytest.mark.parametrize("strategy", ["tiled", "direct", "cpu"])
 def test_latents_and_pictures_are_the_cpus(pretend: Pretend, kind: Kind, strategy: str) -> None:
     vae = load_pocket("unet", "base").vae
     picture = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0)) * 2 - 1

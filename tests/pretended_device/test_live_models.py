@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import Pretend
+from tests.lora.small_net import SmallNet
 from tests.pocket_pipelines import KINDS, load_pocket
 from tests.pretend_device import Kind, PretendedDevice
 from torch import Tensor, nn
@@ -35,23 +36,6 @@ def lora_for(model: nn.Module) -> LoraFile:
 
 def sides(shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     return (shape[0], 2), (2, shape[1] * torch.Size(shape[2:]).numel())
-
-
-class SmallNet(nn.Module):
-    """Kernels, strides and paddings, then a Linear over channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.strided = nn.Conv2d(8, 8, 3, stride=2, padding=1, padding_mode="reflect")
-        self.pointwise = nn.Conv2d(8, 5, 1)
-        self.out = nn.Linear(5, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.stem, self.strided, self.pointwise):
-            x = torch.tanh(layer(x))
-        result: Tensor = self.out(x.movedim(1, -1))
-        return result
 
 
 @pytest.fixture

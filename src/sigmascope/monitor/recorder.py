@@ -546,14 +546,18 @@ class LiveStage:
         scope = self._scope
         known = scope.facts.get(OUTPUT_HASHES)
         scope.facts[OUTPUT_HASHES] = {**(known if isinstance(known, dict) else {}), name: reading.value}
-        self.missing(f"{OUTPUT_HASHES}.{name}", reading.reason, unless=reading.value is not None)
+        self.account_for(f"{OUTPUT_HASHES}.{name}", reading)
 
-    def missing(self, name: str, reason: str | None, *, unless: bool = False) -> None:
-        """Record why something about the stage is not known; or, `unless` that is no longer so, take it back."""
-        if unless:
-            self._scope.unavailable.pop(name, None)
+    def missing(self, name: str, reason: str | None) -> None:
+        """Record why something about the stage is not known."""
+        self._scope.unavailable[name] = reason or "unknown"
+
+    def account_for(self, name: str, reading: Reading[Any]) -> None:
+        """Record why a reading has no value; one that has takes back what an earlier one of that name said."""
+        if reading.value is None:
+            self.missing(name, reading.reason)
         else:
-            self._scope.unavailable[name] = reason or "unknown"
+            self._scope.unavailable.pop(name, None)
 
     def on_step(self, listener: StepListener) -> None:
         """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.

@@ -477,8 +477,29 @@ def counted(code: Callable[[], object]) -> Counted:
     return Counted(result, live.highest, live.highest_with_workspace, tuple(layers.at_norms))
 
 
-class _Layers(TorchFunctionMode):
-    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
+class FusedAttention(TorchFunctionMode):
+    """Takes attention as one operation, as fused kernels do; on the meta device it would hold the matrix of all pairs."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        return self.attention(named["query"], named["key"], named["value"])
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """A tensor like the result."""
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+class _Layers(FusedAttention):
+    """Notes what is held at each group norm."""
 
     def __init__(self, live: "_LiveBytes") -> None:
         super().__init__()
@@ -492,15 +513,10 @@ class _Layers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if func is functional.group_norm and args:
             features = nbytes_of(args[0])
             self.at_norms.append((max(self._live.now - features, 0), features))
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        query, value = named["query"], named["value"]
-        return query.new_empty(*query.shape[:-1], value.shape[-1])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -380,11 +380,15 @@ def _gather(device: torch.device, tensors: Mapping[str, Tensor], size: int) -> _
     own: dict[str, Tensor] = {}
     places: dict[object, Tensor] = {}  # of each form of a tensor
     for name, tensor in tensors.items():
-        if tensor.device == device:
+        if tensor.device != device:
+            continue
+        try:
             plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-            own[name] = plain
             if _form(plain) not in places:
                 places[_form(plain)] = _offsets(plain, size)
+        except PROBE_ERRORS:
+            continue
+        own[name] = plain
     lengths = [where.numel() for where in places.values()]
     uploaded = torch.split(copy_to_device(torch.cat([*places.values()]), device), lengths)
     where = dict(zip(places, uploaded, strict=True))

@@ -38,7 +38,6 @@ _MERGED: Final = "merged_adapters"
 ON_DISK: Final = "its weights lie on a disk between its calls"
 NO_WEIGHTS: Final = "it has no weights"
 
-
 _Kept = dict[str, tuple[int, Pending[Reading[str]]]]
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 """What was read of each model, with the state of its weights then: under "" of itself, else of an adapter."""
@@ -53,7 +52,7 @@ def model_fingerprint(model: object) -> Reading[str]:
     Args:
         model: A module, or what wraps one.
     """
-    return _told(begin_model_fingerprint(model))
+    return told(begin_model_fingerprint(model))
 
 
 def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
@@ -66,7 +65,7 @@ def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
 
 def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
     """The same for all tensors of an adapter that PEFT put on a model, with their ranks and alphas."""
-    return _told(begin_adapter_fingerprint(model, adapter))
+    return told(begin_adapter_fingerprint(model, adapter))
 
 
 def begin_adapter_fingerprint(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
@@ -74,9 +73,10 @@ def begin_adapter_fingerprint(model: nn.Module, adapter: str) -> Pending[Reading
     return _kept(model, adapter, lambda: _of_adapter(model, adapter))
 
 
-def _told(begun: Pending[Reading[str]]) -> Reading[str]:
-    told = attempt(begun.result)
-    return told.value or Reading(None, told.reason)
+def told(begun: Pending[Reading[str]]) -> Reading[str]:
+    """What was begun; waits for what is still on its way. Never raises."""
+    found = attempt(begun.result)
+    return found.value or Reading(None, found.reason)
 
 
 def known(reading: Reading[str]) -> Pending[Reading[str]]:

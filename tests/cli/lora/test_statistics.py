@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tests.cli.lora.conftest import Run
 from tests.families import make_pipeline
-from tests.lbm.conftest import TINY
+from tests.lbm.conftest import TINY, save_tiny_pair
 from torch import nn
 
 from sigmascope.errors import ConfigError
@@ -31,14 +31,7 @@ from sigmascope.lora.statistics_collection import UnfinishedSums, checkpoint_gra
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small LBM, `base.safetensors`, and one that was tuned from it, `tuned.safetensors`."""
     folder = tmp_path_factory.mktemp("tiny")
-    config = parse_config(TINY)
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    torch.manual_seed(0)
-    model = build_lbm(config)
-    save_file(model.state_dict(), folder / "base.safetensors")
-    for parameter in model.denoiser.parameters():
-        parameter.data += 0.01 * torch.randn(parameter.shape)
-    save_file(model.state_dict(), folder / "tuned.safetensors")
+    save_tiny_pair(folder)
     return folder
 
 

@@ -40,6 +40,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.model_fingerprints import told
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
@@ -184,7 +185,7 @@ class CallObserver(Observer):
             known = {name: lora | _content(_now(lora["content"])) for name, lora in (loras or {}).items()}
             stage.fact(RECIPE, {**recipe, "models": fingerprints, "loras": None if loras is None else known})
             for name, reading in readings.items():
-                stage.missing(f"{RECIPE}.models.{name}", reading.reason, unless=reading.value is not None)
+                stage.account_for(f"{RECIPE}.models.{name}", reading)
 
         tell()
         if not _have_arrived(contents):
@@ -207,7 +208,7 @@ def _have_arrived(contents: Sequence[Content]) -> bool:
 
 
 def _now(content: Content) -> Reading[str]:
-    return content.result() if content.has_arrived() else Reading(None, ON_ITS_WAY)
+    return told(content) if content.has_arrived() else Reading(None, ON_ITS_WAY)
 
 
 def _content(reading: Reading[str]) -> dict[str, str | None]:

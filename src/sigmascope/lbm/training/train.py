@@ -24,8 +24,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import (
@@ -89,6 +87,7 @@ from sigmascope.lbm.training.session import (
     write_result,
 )
 from sigmascope.lbm.training.settings import TrainSettings, make_optimizer
+from sigmascope.pipeline.peak_prediction import FusedAttention
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 from sigmascope.records.serialization import load_run
@@ -758,29 +757,17 @@ def _saved_bytes(settings: TrainSettings, size: Size) -> int:
             kept[storage._cdata] = tensor  # kept alive, so that no other storage gets its address
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _FusedAttention():
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _AttentionOnTheWayBack():
         _forward(model, settings, size)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Keeps of attention what the fused kernels of the CPU and of GPUs keep.
+class _AttentionOnTheWayBack(FusedAttention):
+    """Keeps of attention what the fused kernels of the CPU and of GPUs keep."""
 
-    On the meta device attention is computed step by step, and keeps the matrix of all pairs: at 1024 px three times as
-    much as everything else.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs or {})
-        return _KeptByAttention.apply(named["query"], named["key"], named["value"])  # type: ignore[no-untyped-call]
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept: Tensor = _KeptByAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return kept
 
 
 class _KeptByAttention(torch.autograd.Function):
