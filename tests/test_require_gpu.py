@@ -51,6 +51,7 @@ def run_pytest(folder: Path, *, has_gpu: bool, require: bool = True) -> subproce
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="no CPU build")
 def test_a_cpu_build_of_pytorch_is_refused_by_name_and_with_what_to_install(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, has_gpu=False)
@@ -70,6 +71,7 @@ def test_a_build_with_cuda_that_sees_no_gpu_is_told_where_to_look(monkeypatch: p
     assert "CUDA_VISIBLE_DEVICES" in told
 
 
+@pytest.mark.slow
 def test_a_skipped_test_of_a_gpu_is_a_failure_and_any_other_is_not(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, has_gpu=True)
     assert done.returncode == 1
@@ -78,6 +80,7 @@ def test_a_skipped_test_of_a_gpu_is_a_failure_and_any_other_is_not(tmp_path: Pat
     assert "must not be skipped. Skipped: by its mark" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_no_gpu_is_required_tests_of_it_may_be_skipped(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, has_gpu=False, require=False)
     assert done.returncode == 0
