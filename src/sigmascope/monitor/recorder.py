@@ -305,7 +305,7 @@ class Recorder:
         around = self.current_scope()
         around.children.append(scope)
         scope.is_outermost = around is self._outside
-        own = stage_path(scope.name)
+        own = self._instruments.guard.read("stages", lambda: stage_path(scope.name)) or scope.name
         scope.path = own if scope.is_outermost else f"{around.path}/{own}"
         scope.stays_whole = around.stays_whole or scope.name in WHOLE
         enclosing = stage_here(self.clock)

@@ -93,7 +93,7 @@ class Scope:
         self.name = name
         self.instruments = instruments
         self.is_outermost = False
-        self.path = stage_path(name)
+        self.path = name  # until it is opened
         self.thread_id = 0
         self.in_step = False
         self.was_opened = False

@@ -166,3 +166,16 @@ def test_a_log_handler_that_raises_does_not_reach_the_host(monkeypatch: pytest.M
         assert watched_work(Recorder(sample_hz=None)) == [0, 1, 2, 3]
     finally:
         logging.getLogger("sigmascope").removeHandler(handler)
+
+
+def test_a_stage_whose_path_cannot_be_made_is_recorded_under_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("sigmascope.monitor.recorder.stage_path", broken)
+    monkeypatch.setattr("sigmascope.monitor.scope.stage_path", broken)
+    recorder = Recorder(sample_hz=None)
+    assert watched_work(recorder) == [0, 1, 2, 3]
+    assert [stage.name for stage in recorder.run().stages] == ["denoising", "latent_decoding"]
