@@ -34,6 +34,7 @@ _AROUND_WHOLE_MODELS: Final = {
 
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
+UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _STRENGTH_DIGITS: Final = 12
 """PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
@@ -106,7 +107,7 @@ class Standing:
         """
         if adapter in self.merged:
             if self.disabled:
-                return "merged", "adapters are off: PEFT unmerges it at the next call"
+                return "merged", UNMERGED_NEXT
             return "merged", "PEFT lists it among the merged adapters"
         if self.disabled:
             return "inactive", "adapters are switched off"

@@ -91,7 +91,14 @@ from sigmascope.stages.summary import (
     shown,
     unknown,
 )
-from sigmascope.stages.weight_changes import BeforeAndAfter, look_again, weight_changes
+from sigmascope.stages.weight_changes import (
+    NOT_SEEN,
+    BeforeAndAfter,
+    acts,
+    look_again,
+    weight_changes,
+    weight_verdicts,
+)
 
 __all__ = [
     "LoraAnalysis",
@@ -246,16 +253,14 @@ def analyze_lora_application_results(
         effective,
         applied=applied,
         left_off=left_off,
+        before=[patch for model in (unet, clip) for patch in model.looks.before.kept.result().patches],
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
-    effect = "the weights before and after could not be compared, and no change is registered"
-    unavailable = reasons(
-        {"verdict": verdict, "applied_verdict": on_model, "effective": Reading(effective, effect)}
-    )
+    unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})
     impact: Mapping[str, Any] = measured.impact_dict() or {}
     lora_file = lookup(baseline, "lora_file")
     return {
-        **measured.as_dict(error is None and effective is True and not failed, **unavailable),
+        **measured.as_dict(error is None and effective.value is True and not failed, **unavailable),
         "lora_application_success": applied and error is None,
         "models_returned": _count_models(lora_result),
         "unet_changes": unet.identity,
@@ -273,7 +278,7 @@ def analyze_lora_application_results(
             "gpu": impact.get("gpu"),
             "gpus": impact.get("gpus", {}),
         },
-        "effective": effective,
+        "effective": effective.value,
         "analysis_seconds": time.perf_counter() - began,
         "lora_file": cast(LoraFileFacts, lora_file) if isinstance(lora_file, dict) else lora_file_facts(None),
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
@@ -290,6 +295,7 @@ class ModelAnalysis:
     looks: BeforeAndAfter
     identity: IdentityChanges
     weights: WeightChanges
+    acts: Reading[bool]
     patches: PatchAnalysis
     placement: PlacementChanges
     memory: MemoryChangeOfModel
@@ -309,20 +315,27 @@ def _analyze_model(
         patches,
         looks,
         identity_changes(before, looks.after, is_same(before, model)),
-        _safe_weight_changes(looks),
+        *_safe_weight_changes(looks),
         _safe_patch_analysis(patches),
         placement_changes(before, looks.after),
         _memory_change(part, model, model_type, now),
     )
 
 
-def _safe_weight_changes(looks: BeforeAndAfter) -> WeightChanges:
-    """`weight_changes`, or its structure with the reason why there is nothing in it."""
-    changes = attempt(lambda: weight_changes(looks))
-    if changes.value is not None:
-        return changes.value
-    snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": changes.reason or UNTOLD})
-    return weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()))
+def _safe_weight_changes(looks: BeforeAndAfter) -> tuple[WeightChanges, Reading[bool]]:
+    """`weight_changes` and `acts`, or their structure with the reason why there is nothing in it."""
+    both = attempt(lambda: _weight_changes(looks))
+    if both.value is not None:
+        return both.value
+    why = both.reason or UNTOLD
+    snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": why})
+    nothing = weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()), {})
+    return nothing, Reading(None, why)
+
+
+def _weight_changes(looks: BeforeAndAfter) -> tuple[WeightChanges, Reading[bool]]:
+    verdicts = dict(weight_verdicts(looks))
+    return weight_changes(looks, verdicts), acts(looks, verdicts)
 
 
 def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
@@ -331,18 +344,14 @@ def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
     return analysis.value or patch_analysis(ModelPatches(unavailable={"model": analysis.reason or UNTOLD}))
 
 
-def _is_effective(models: Sequence[ModelAnalysis]) -> bool | None:
-    """Whether any weight does something else than before; None if that could not be looked at."""
-    if any(model.weights["keys_value_changed"] for model in models):
-        return True
-    was_seen = False
-    for model in models:
-        has_patches = model.patches["total_patched_keys"]
-        if model.weights["keys_compared"] or has_patches:
-            was_seen = True
-        elif "keys_compared" in model.weights["unavailable"]:
-            return None  # contents were asked for and none could be compared, as on the meta device
-    return False if was_seen else None
+def _is_effective(models: Sequence[ModelAnalysis]) -> Reading[bool]:
+    """Whether any model computes something else than before; None if one could not be looked at."""
+    readings = [model.acts for model in models]
+    unknown = [reading for reading in readings if reading.value is None and reading.reason != NOT_SEEN]
+    for candidates in ([r for r in readings if r.value], unknown, [r for r in readings if r.value is False]):
+        if candidates:
+            return candidates[0]
+    return Reading(None, NOT_SEEN)
 
 
 def _explain_fused_weights(
@@ -435,7 +444,7 @@ def track_model_identity_changes(
         model_type: Such as "UNet" or "CLIP".
     """
     before = _before(original_model, model_type, contents=False)
-    after = take_snapshot(modified_model, model_type, contents=False)
+    after = take_snapshot(modified_model, model_type, contents=False, since=before)
     return identity_changes(before, after, is_same(before, modified_model))
 
 
@@ -455,7 +464,7 @@ def track_weight_modifications(
     """
     before = _before(original_model, model_type, contents=True)
     applied = read_model_patches(modified_model, model_type)
-    return _safe_weight_changes(look_again(before, modified_model, model_type, applied))
+    return _safe_weight_changes(look_again(before, modified_model, model_type, applied))[0]
 
 
 def analyze_lora_patches(modified_model: object, model_type: str) -> PatchAnalysis:
@@ -479,7 +488,8 @@ def track_model_placement_changes(
         model_type: Such as "UNet" or "CLIP"; a CLIP has three more keys.
     """
     before = _before(original_model, model_type, contents=False)
-    return placement_changes(before, take_snapshot(modified_model, model_type, contents=False))
+    after = take_snapshot(modified_model, model_type, contents=False, since=before)
+    return placement_changes(before, after)
 
 
 def snapshot_in(part: object) -> ModelSnapshot | None:

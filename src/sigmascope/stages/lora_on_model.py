@@ -42,7 +42,7 @@ from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
-from sigmascope.probes.fingerprints import Fingerprint, fingerprints, positions
+from sigmascope.probes.fingerprints import positions
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
@@ -58,6 +58,8 @@ from sigmascope.stages.schema import (
     WeightChanges,
     as_dict,
 )
+from sigmascope.stages.signed_patches import Content, contents_of, key_of
+from sigmascope.stages.weight_changes import NOT_SEEN
 
 NOT_GIVEN = "no file was given"
 _LEAST_COSINE_OF_FUSED: Final = 0.5
@@ -77,7 +79,6 @@ _MOST_ANGLES: Final = 8
 _MOST_OVERLAP_PRODUCTS: Final = 10**11
 """For all pairs: some seconds of one core. Two LoRAs of rank 32 for all layers of SDXL take a tenth."""
 _ByKey = Mapping[str, Sequence[AppliedPatch]]
-Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
 
 
 def lora_file_facts(path: object) -> LoraFileFacts:
@@ -375,12 +376,12 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
         and len(acting := sort_patches(patches).acting) > 1
     }
-    contents = _contents([patch for patches in several.values() for patch in patches])
+    contents = contents_of(patch for patches in several.values() for patch in patches)
     keys_by_sources: dict[tuple[str, ...], list[str]] = {}
     for key, patches in several.items():
         alike: dict[Content, list[str]] = {}
         for patch in patches:
-            content = contents.get(id(patch))
+            content = contents.get(key_of(patch))
             if content is not None:
                 alike.setdefault(content, []).append(patch.source or "")
         for sources in alike.values():
@@ -390,22 +391,6 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         {"sources": list(names), "keys": len(keys), "example": keys[0]}
         for names, keys in keys_by_sources.items()
     ]
-
-
-def _contents(patches: Sequence[AppliedPatch]) -> dict[int, Content]:
-    tensors = {
-        f"{index} {part}": tensor
-        for index, patch in enumerate(patches)
-        for part, tensor in patch.tensors.items()
-    }
-    prints = {name: reading.value for name, reading in fingerprints(tensors).items()}
-    contents: dict[int, Content] = {}
-    for index, patch in enumerate(patches):
-        parts = {part: prints[f"{index} {part}"] for part in patch.tensors}
-        known = frozenset((part, print_) for part, print_ in parts.items() if print_ is not None)
-        if known and len(known) == len(parts):
-            contents[id(patch)] = (patch.adapter_type, patch.offset, known)
-    return contents
 
 
 def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[str, Any]]:
@@ -491,6 +476,7 @@ _ABOUT_NAMES: Final = frozenset(
     {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
 )
 """Those that no longer matter where every module was found on the model."""
+_ACTING: Final = ("registered", "lazy", "merged")
 _OF_MISSING: Final = frozenset({"lora_not_loaded", "lora_partly_loaded"})
 _LEFT_OFF: Final = Finding(
     "lora_not_applied",
@@ -508,19 +494,21 @@ _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
 def application_findings(
     models: _Models,
     of_file: Sequence[Finding],
-    effective: bool | None,
+    effective: Reading[bool],
     *,
     applied: bool,
     left_off: bool,
+    before: Sequence[AppliedPatch] = (),
 ) -> list[Finding]:
     """What is wrong with the application or worth knowing of it, the worst first.
 
     Args:
         models: Each model's name, how its weights changed, and the changes on it.
         of_file: Findings about the file; those that the models show too are left out.
-        effective: Whether any weight has a new effect; None if unknown.
+        effective: Whether the models compute something else than before; None if unknown.
         applied: Whether the host says that it applied the LoRA.
         left_off: Whether it gave back the models as they went in.
+        before: The changes that were on them at the baseline.
     """
     findings: list[Finding] = []
     for name, weights, patches in models:
@@ -531,7 +519,7 @@ def application_findings(
     if left_off:
         findings = [finding for finding in findings if finding.id not in _OF_MISSING] + [_LEFT_OFF]
     elif not any(finding.id == "lora_not_loaded" for finding in findings):
-        findings += _on_whole(models, effective, applied)
+        findings += _on_whole(models, effective, applied, before)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
 
@@ -551,16 +539,25 @@ def file_findings(
     yield from on_model
 
 
-def _on_whole(models: _Models, effective: bool | None, applied: bool) -> Iterator[Finding]:
+def _on_whole(
+    models: _Models, effective: Reading[bool], applied: bool, before: Sequence[AppliedPatch]
+) -> Iterator[Finding]:
     patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
     read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
     evidence = {"patched_keys": patched, "host_says_applied": applied}
-    if effective is None and read:
+    if effective.value is None and (read or effective.reason != NOT_SEEN):
         message = "No change is registered on the models, and their earlier weights are not known."
+        if effective.reason != NOT_SEEN:
+            message = (
+                f"Whether the models compute something else than before is not known: {effective.reason}."
+            )
         advice = "Take the baseline before you apply the LoRA, while the weights are in memory."
-        yield Finding("lora_not_seen", "warning", message, {**evidence, "patched_keys": 0}, advice)
-    if effective is not False:
+        yield Finding("lora_not_seen", "warning", message, evidence, advice)
+    if effective.value is not False:
         return
+    is_acting = any(patches["states"].get(state) for _, _, patches in models for state in _ACTING)
+    if before and (not patched or (is_acting and sort_patches(before).acting)):
+        return  # something idle was taken off, or the same acts as before
     if patched:
         message = f"{patched} weights have changes, but none of them has an effect."
         advice = "Check the states: the strength is 0, the adapter is off, or the shapes do not match."

@@ -24,12 +24,14 @@ from sigmascope.probes.comfyui_patcher import (
     read_patches,
     weights_of,
 )
-from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
+from sigmascope.probes.copies import Pending
+from sigmascope.probes.fingerprints import Fingerprint, begin_samples, fingerprints
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
-from sigmascope.probes.peft import read_adapters
+from sigmascope.probes.peft import adapted_modules, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
+from sigmascope.stages.signed_patches import NOTHING_KEPT, KeptPatches, keep_patches
 
 NOT_GIVEN = "no model was given"
 NO_PATCHER = "only ComfyUI's patchers have it"
@@ -46,23 +48,15 @@ _TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
 _DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
 
 
+NO_SAMPLES: Final[Pending[dict[str, Tensor]]] = Pending(dict)
+
+
 class WeightOutline(NamedTuple):
     """One weight at one moment."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class PatchMark:
-    """The identity of one change on a weight, without its tensors."""
-
-    source: str | None
-    index: int
-    adapter_type: str
-    strength: float | None
-    state: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +81,13 @@ class ModelSnapshot:
         patch_count: How many weights have changes; None if that could not be read.
         patches_uuid: Of ComfyUI's patcher.
         placement: Where it is.
-        marks: The changes of each weight that has any.
+        kept: The changes that were on it, where it is a baseline.
         weights: By name without adapters.
         adapter_keys: Names of adapters' own tensors.
         wrapped_keys: How many weights are in layers that an adapter wraps.
         fingerprints: Of the weights that were looked at, as they are without what ComfyUI merged into them.
-        samples: Of the same, a thousand elements each.
+        begun_samples: Of the same and of those that had changes, a thousand elements each.
+        forwards: What stands before, in place of or behind the modules' own forward passes, and the module's name.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
         unavailable: What could not be read, with the reason.
@@ -106,12 +101,13 @@ class ModelSnapshot:
     patch_count: int | None = None
     patches_uuid: Any = None
     placement: Placement = Placement()
-    marks: Mapping[str, tuple[PatchMark, ...]] = field(default_factory=dict)
+    kept: Pending[KeptPatches] = NOTHING_KEPT
     weights: Mapping[str, WeightOutline] = field(default_factory=dict)
     adapter_keys: tuple[str, ...] = ()
     wrapped_keys: int = 0
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    samples: Mapping[str, Tensor] = field(default_factory=dict)
+    begun_samples: Pending[dict[str, Tensor]] = NO_SAMPLES
+    forwards: frozenset[tuple[str, str]] = frozenset()
     fingerprint_seconds: float | None = None
     fingerprint_bytes: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -125,6 +121,11 @@ class ModelSnapshot:
         return None if self.kind is None else self.kind.__name__
 
     @property
+    def samples(self) -> dict[str, Tensor]:
+        """See `begun_samples`; may wait for an accelerator."""
+        return self.begun_samples.result()
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Names of all tensors, adapters' included."""
         return (*self.weights, *self.adapter_keys)
@@ -135,7 +136,13 @@ class ModelSnapshot:
 
 
 def take_snapshot(
-    model: object, model_type: str, *, keys: Collection[str] | None = None, contents: bool = True
+    model: object,
+    model_type: str,
+    *,
+    keys: Collection[str] | None = None,
+    contents: bool = True,
+    since: ModelSnapshot | None = None,
+    applied: "ModelPatches | None" = None,
 ) -> ModelSnapshot:
     """Look at a model. Never raises; changes nothing, and calls no hook or method of its modules.
 
@@ -144,12 +151,14 @@ def take_snapshot(
         model_type: See `parts_of`.
         keys: Of which weights to take fingerprints; None: of all.
         contents: Whether to take any.
+        since: The baseline that it is to be compared with; without one, it is a baseline.
+        applied: The changes on the model, if they are known.
     """
     if model is None:
         names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
         return ModelSnapshot(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
     weights = attempt(lambda: weights_in(model, model_type))
-    applied = read_model_patches(model, model_type)
+    applied = applied or read_model_patches(model, model_type)
     tensors = weights.value or Weights({}, {})
     parts = attempt(lambda: parts_of(model, model_type)).value or {}
     references = {name: attempt(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
@@ -160,7 +169,8 @@ def take_snapshot(
     wanted = {name: w for name, w in unpatched.items() if keys is None or name in keys}
     prints = fingerprints(wanted)
     known = {name: reading.value for name, reading in prints.items() if reading.value is not None}
-    taken = samples({name: wanted[name] for name in known})
+    seen = {name: wanted[name] for name in known}
+    taken = begin_samples(seen | _with_patches(tensors, applied if since is None else since, known))
     seconds = time.perf_counter() - began
     unread = reasons(prints)
     unavailable = reasons(
@@ -186,12 +196,13 @@ def take_snapshot(
         count.value,
         uuid,
         placement,
-        {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()},
+        keep_patches(applied.patches, tensors.kept) if since is None else NOTHING_KEPT,
         {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
         tuple(tensors.adapters),
         len(tensors.wrapped),
         known,
         taken,
+        attempt(lambda: frozenset(_forwards(parts))).value or frozenset(),
         seconds if contents else None,
         sum(wanted[name].nbytes for name in known),
         unavailable,
@@ -239,6 +250,26 @@ class ModelPatches:
     def by_source(self) -> dict[str, list[AppliedPatch]]:
         """The changes of each LoRA."""
         return _grouped((patch.source or UNNAMED, patch) for patch in self.patches)
+
+
+def _with_patches(
+    weights: Weights, having: ModelPatches | ModelSnapshot, seen: Collection[str]
+) -> dict[str, Tensor]:
+    """The weights with changes at the baseline that are not looked at in full."""
+    keys = having.by_key() if isinstance(having, ModelPatches) else having.samples
+    unpatched = {} if all(key in seen for key in keys) else weights.unpatched
+    return {key: unpatched[key] for key in keys if key not in seen and key in unpatched}
+
+
+def _forwards(parts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """What is put around forward passes, by its name: hosts put their own off and on again."""
+    for prefix, part in parts.items():
+        for name, module in adapted_modules(module_of(part)):
+            held = vars(module)
+            hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
+            for around in (*hooks, *filter(None, (held.get("forward"),))):
+                function = getattr(around, "func", around)
+                yield prefix + name, getattr(function, "__qualname__", type(function).__name__)
 
 
 def _grouped(named: Iterable[tuple[str, AppliedPatch]]) -> dict[str, list[AppliedPatch]]:
@@ -434,12 +465,6 @@ def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
     by_comfyui = attempt(lambda: is_comfyui(part)).value
     reading = attempt(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
     return Reading(None, reading.reason) if reading.value is None else reading.value
-
-
-def mark_of(patch: AppliedPatch) -> PatchMark:
-    """What tells this change from others on the weight. How far it has come counts only as acting or not."""
-    state = patch.state if patch.state in ("failed", "inactive") else "acting"
-    return PatchMark(patch.source, patch.index, patch.adapter_type, patch.strength, state)
 
 
 def parts_of(model: object, model_type: str) -> dict[str, object]:

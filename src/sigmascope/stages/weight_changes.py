@@ -6,7 +6,7 @@ else estimated from a thousand sampled elements. Old contents are taken wherever
 merged weight and the changes (`with_unmerged_norm`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Final
@@ -14,26 +14,43 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
+from sigmascope.lora.effect import Effect, by_block, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm, root_sum_square
-from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
+from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.copies import Pending
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
+from sigmascope.probes.peft import UNMERGED_NEXT
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import place_of
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
     Weights,
-    mark_of,
     take_snapshot,
     weights_in,
 )
 from sigmascope.stages.schema import Drift, ValueChange, WeightChanges, as_dict
+from sigmascope.stages.signed_patches import (
+    Contents,
+    SignedPatches,
+    content_of,
+    contents_of,
+    elements_of,
+    explain_content,
+    joined,
+    net_effect,
+    signed_effect,
+    signed_patches,
+)
 
 _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
 _SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
+NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
 NOT_LOOKED_AT: Final = "this weight was not checked"
+_OLD_VALUES_GONE: Final = "the old values are gone, and no change explains the new ones"
+_WEIGHT_GONE: Final = "the weight before is gone, and a change depends on it"
+Samples = Mapping[str, Tensor]
 _NO_EFFECT: Final = Effect(None, None, None, False)
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 
@@ -57,11 +74,10 @@ class BeforeAndAfter:
         }
 
 
-def weight_changes(looks: BeforeAndAfter) -> WeightChanges:
+def weight_changes(looks: BeforeAndAfter, verdicts: "Verdicts") -> WeightChanges:
     """Compare names, facts and contents; see `WeightChanges`."""
     before, after = looks.before, looks.after
-    verdicts = dict(_verdicts(looks))
-    changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
+    changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective is not False}
     effects = {key: verdict.effect for key, verdict in changed.items()}
     total = _total_effect(effects.values())
     keys_before, keys_after = set(before.keys), set(after.keys)
@@ -114,57 +130,156 @@ class WeightVerdict:
     Attributes:
         change: In figures.
         effect: The same for the sums over blocks.
+        is_effective: Whether the layer computes something else than before; None if that is not understood.
         is_drift: Whether the content changed by no more than rounding, and nothing is merged that would explain more.
         is_unexplained: Whether it changed by more, and nothing is merged.
         is_as_predicted: Whether the weight changed as predicted; None if unknown.
         content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
+        unread: Why a change on it is not understood; None if all are.
     """
 
     change: ValueChange
     effect: Effect
+    is_effective: bool | None
     is_drift: bool
     is_unexplained: bool
     is_as_predicted: bool | None
     content_relative: float | None
+    unread: str | None = None
 
     @property
-    def is_effective(self) -> bool:
-        """Whether the weight has a new effect: a change acts on it, or it changed by more than rounding."""
-        return not self.is_drift or self.change["measured_from"] == "patches"
+    def why_unknown(self) -> str | None:
+        """Why it is not known whether the layer computes something else; None if it is."""
+        return (
+            None if self.is_effective is not None else self.change["unavailable"].get("delta_norm", NOT_SEEN)
+        )
 
 
-def _verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
+Verdicts = Mapping[str, WeightVerdict]
+
+
+def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
+    """Whether the model computes something else than before; None with the reason if that is not understood."""
+    before, after = looks.before, looks.after
+    if any(verdict.is_effective for verdict in verdicts.values()):
+        return Reading(True)
+    unread = next((verdict.unread for verdict in verdicts.values() if verdict.unread is not None), None)
+    why = unread or next((v.why_unknown for v in verdicts.values() if v.why_unknown), None)
+    why = why or "; ".join(looks.applied.unavailable.values()) or _why_not_comparable(before, after)
+    if why:
+        return Reading(None, why)
+    if looks.applied.patches or before.kept.result().patches:
+        return Reading(False)
+    if any(key in after.fingerprints for key in before.fingerprints):
+        return Reading(False)
+    unavailable = before.unavailable.get("fingerprints") or after.unavailable.get("fingerprints")
+    return Reading(None, unavailable or NOT_SEEN)
+
+
+def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | None:
+    """What changes a layer without being a weight or an adapter that is read."""
+    if not before.weights or not after.weights:
+        return None
+    other = before.weights.keys() ^ after.weights.keys()
+    if other:
+        return (
+            f"{len(other)} weights have other names than before, such as {min(other)}: the layers are others"
+        )
+    around = before.forwards ^ after.forwards
+    if around:
+        name, what = min(around)
+        return f"{what} stands around the forward pass of {name or 'the model'} at one moment only"
+    return None
+
+
+def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     before = looks.before
     held = attempt(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
-    fresh: dict[str, list[AppliedPatch]] = {}
-    for key, patches in looks.applied.by_key().items():
-        marks_before = set(before.marks.get(key, ()))
-        fresh[key] = [patch for patch in patches if mark_of(patch) not in marks_before]
-    merged = _merged_by_host(held, fresh)
+    kept = before.kept.result()
+    patches_now, patches_before = looks.applied.by_key(), by_key(kept.patches)
+    merged = _merged_by_host(held, patches_now, patches_before)
     after = _with_contents_of(looks.after, before, merged)
     now = held.unpatched | merged
     original_of = _originals(looks, held, now)
-    twins = {place_of(held.base[key]): key for key in fresh if key in held.base}
+    contents = {**kept.contents, **contents_of(_to_be_told_apart(patches_now, patches_before))}
+    keys = {*patches_now, *patches_before}
+    twins = {place_of(held.base[key]): key for key in keys if key in held.base}
+    samples_before, samples_after = before.samples, after.samples
     for key, weight in now.items():
-        print_before, print_now = before.fingerprints.get(key), after.fingerprints.get(key)
-        content = None if print_before is None or print_now is None else print_before != print_now
-        acting = fresh.get(key, [])
-        twin = twins.get(place_of(held.base[key]), key)
-        if key not in fresh and twin != key:  # tied: what is merged into the one is in the other
-            acting = [patch for patch in fresh[twin] if patch.state == "merged"]
-        if not content and all(patch.state in ("failed", "inactive") for patch in acting):
+        content = _is_changed(key, before, after, samples_before, samples_after)
+        twin = key if key in keys else twins.get(place_of(held.base[key]), key)
+        if not content and twin not in keys:
             continue
-        had_patches = bool(before.marks.get(key))
-        samples_of_both = None
-        # Where the host merged patches that the baseline had, the sample before is without them.
-        if key in before.samples and key in after.samples and not (had_patches and key in merged):
-            samples_of_both = before.samples[key], after.samples[key]
-        original = original_of(key) if key in before.weights else None
-        evidence = WeightEvidence(weight, original, acting, had_patches, content, samples_of_both)
+        sides = patches_now.get(twin, []), patches_before.get(twin, [])
+        own = sides if twin == key else ([], [])
+        beside = signed_patches(_beside(own[0]), _beside(own[1]), contents)
+        # Tied: what is merged into the one is in the other.
+        inside = signed_patches(_inside(sides[0]), _inside(sides[1]), contents)
+        if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
+            continue
+        has_samples = key in samples_before and key in samples_after
+        evidence = WeightEvidence(
+            weight,
+            original_of(key) if key in before.weights else None,
+            beside,
+            inside,
+            content,
+            (samples_before[key], samples_after[key]) if has_samples else None,
+            _distinct((patch for side in sides for patch in side), contents),
+            contents,
+        )
         verdict = judge_weight(evidence)
-        if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
+        if content or verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False:
             yield key, verdict
+
+
+def _is_same_by_name(*signed: SignedPatches) -> bool:
+    return any(patches.same_by_name is not None for patches in signed)
+
+
+def by_key(patches: Iterable[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
+    """The changes of each weight."""
+    return ModelPatches(tuple(patches)).by_key()
+
+
+def _to_be_told_apart(*sides: Mapping[str, Sequence[AppliedPatch]]) -> list[AppliedPatch]:
+    """The patches of weights that have several, at one moment or both."""
+    together = by_key(patch for side in sides for patches in side.values() for patch in patches)
+    return [patch for patches in together.values() if len(patches) > 1 for patch in patches]
+
+
+def _distinct(patches: Iterable[AppliedPatch], contents: Contents) -> tuple[AppliedPatch, ...]:
+    return tuple({content_of(patch, contents): patch for patch in patches if patch.tensors}.values())
+
+
+def _beside(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
+    """What acts besides the weight's content; what PEFT takes out of it at the next call acts against it."""
+    beside = [patch for patch in patches if patch.state != "merged"]
+    taken_out = [patch for patch in _inside(patches) if patch.state_reason == UNMERGED_NEXT]
+    return beside + [_taken_out(patch) for patch in taken_out]
+
+
+def _inside(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
+    return [patch for patch in patches if patch.state == "merged"]
+
+
+def _taken_out(patch: AppliedPatch) -> AppliedPatch:
+    if patch.strength is None or needs_weight(patch):
+        return replace(patch, state="lazy", strength=None, unavailable={"strength": UNMERGED_NEXT})
+    return replace(patch, state="lazy", strength=-patch.strength)
+
+
+def _is_changed(
+    key: str, before: ModelSnapshot, after: ModelSnapshot, sampled: Samples, sampled_now: Samples
+) -> bool | None:
+    """Whether a weight's content is another, by its fingerprint or else by a thousand elements."""
+    prints = before.fingerprints.get(key), after.fingerprints.get(key)
+    if None not in prints:
+        return prints[0] != prints[1]
+    if key not in sampled or key not in sampled_now:
+        return None
+    return not torch.equal(sampled[key], sampled_now[key])
 
 
 def _originals(
@@ -199,20 +314,22 @@ def _same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr() != 0
 
 
-def _merged_by_host(held: Weights, fresh: dict[str, list[AppliedPatch]]) -> dict[str, Tensor]:
-    """The weights that ComfyUI keeps the originals of and that hold just this patcher's changes, new ones among them.
+def _merged_by_host(
+    held: Weights, patches: dict[str, list[AppliedPatch]], before: Collection[str]
+) -> dict[str, Tensor]:
+    """The weights that ComfyUI keeps the originals of and that hold just this patcher's changes, the first ones.
 
-    If the weights hold a clone's changes instead, those in `fresh` are only registered, and in no weight of this
-    patcher.
+    For the others its merged changes are in `patches` as registered: if the weights hold a clone's changes, they are
+    in no weight of this patcher, and where there were changes before, the originals of both moments are compared.
     """
     merged: dict[str, Tensor] = {}
     for key, kept in held.kept.items():
-        if kept.is_own and any(patch.state == "merged" for patch in fresh.get(key, ())):
+        own = patches.get(key, ())
+        if kept.is_own and key not in before and any(patch.state == "merged" for patch in own):
             merged[key] = held.base[key]
-        elif not kept.is_own and key in fresh:
-            fresh[key] = [
-                replace(patch, state="registered") if patch.state == "merged" else patch
-                for patch in fresh[key]
+        elif key in patches:
+            patches[key] = [
+                replace(patch, state="registered") if patch.state == "merged" else patch for patch in own
             ]
     return merged
 
@@ -226,8 +343,8 @@ def _with_contents_of(
         return after
     readings = fingerprints(looked_at).items()
     prints = {key: reading.value for key, reading in readings if reading.value is not None}
-    taken = {**after.samples, **samples(looked_at)}
-    return replace(after, fingerprints={**after.fingerprints, **prints}, samples=taken)
+    taken = after.samples | samples(looked_at)
+    return replace(after, fingerprints={**after.fingerprints, **prints}, begun_samples=Pending(lambda: taken))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,19 +353,28 @@ class WeightEvidence:
 
     Attributes:
         now: Its content.
-        original: Its values before, if the host still keeps them separately.
-        fresh: Changes on it that the baseline does not have.
-        had_patches: Whether the baseline has some.
-        content_changed: By fingerprint; None if not known.
+        original: Its content before, if the host still keeps it separately.
+        beside: The changes that act besides its content.
+        inside: Those that the host says are in its content.
+        content_changed: By fingerprint or elements; None if not known.
         samples: A thousand elements before and now.
+        known: All changes of both moments, each content once.
+        contents: See `contents_of`.
     """
 
     now: Tensor
     original: Tensor | None
-    fresh: Sequence[AppliedPatch]
-    had_patches: bool
+    beside: SignedPatches
+    inside: SignedPatches
     content_changed: bool | None
     samples: tuple[Tensor, Tensor] | None
+    known: tuple[AppliedPatch, ...]
+    contents: Contents
+
+    @property
+    def is_first(self) -> bool:
+        """Whether all that changed is that something was merged where there was nothing before."""
+        return bool(self.inside.now) and not self.inside.before and self.beside.is_nothing
 
 
 def _total_effect(effects: Collection[Effect]) -> Effect:
@@ -280,67 +406,155 @@ def look_again(
     """Look at a model as it is now, at the same weights as before."""
     keys = None if not before.fingerprints else set(before.fingerprints)
     contents = before.fingerprint_seconds is not None
-    after = take_snapshot(model, model_type, keys=keys, contents=contents)
+    after = take_snapshot(model, model_type, keys=keys, contents=contents, since=before, applied=applied)
     return BeforeAndAfter(before, after, model, applied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The effect that is reported, with its source and the changes that explain the content; None if none do."""
+
+    effect: Effect
+    source: str | None
+    explained: bool
+    within_rounding: bool = False
 
 
 def judge_weight(weight: WeightEvidence) -> WeightVerdict:
     """Measure or predict the change of one weight."""
-    acting = sort_patches(weight.fresh).acting
-    predicted = _predicted(weight, acting) if acting else None
+    by_books = _by_books(weight)
+    sampled = sampled_effect(weight.samples, weight.now.numel())
     contents = None
     if weight.content_changed and weight.original is not None:
         contents = measured_effect(weight.original, weight.now)
-    measured = _measured(weight, acting, contents)
-    sampled = sampled_effect(weight.samples, weight.now.numel())
-    beside = any(patch.state != "merged" for patch in acting)  # of which contents say nothing
-    effect, source = _best_known(measured, predicted, None if beside else sampled)
     seen = contents or sampled or _NO_EFFECT
-    content = seen.relative_change
-    within_rounding = seen.delta_norm == 0.0 or (
-        content is not None and content <= rounding(weight.now.dtype)
-    )
-    bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
+    content_relative = seen.relative_change
+    content_is_rounding = seen.delta_norm == 0.0 or _is_rounding(content_relative, weight.now)
+    if weight.content_changed or (weight.content_changed is None and not weight.inside.is_nothing):
+        found = _with_content(weight, by_books, contents, sampled)
+    elif weight.is_first and weight.content_changed is False:
+        nothing = Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
+        found = _Found(nothing, "contents", True)
+    else:
+        found = _found(signed_effect(weight.beside, weight.now), "patches")
+    is_effective = _is_effective(weight, found, content_is_rounding)
+    bare = weight.content_changed is True and not weight.inside.now
     return WeightVerdict(
-        _value_change(weight, effect, source, predicted, sampled),
-        effect,
-        bare and within_rounding,
-        bare and not within_rounding and not weight.had_patches,
-        _as_predicted(weight, acting, measured, predicted, sampled),
-        content,
+        _value_change(weight, found.effect, found.source, by_books, sampled),
+        found.effect,
+        is_effective,
+        bare and content_is_rounding and is_effective is False,
+        bare and not content_is_rounding and not found.explained,
+        _as_predicted(weight, contents, by_books, sampled),
+        content_relative,
+        weight.beside.unread
+        or weight.inside.unread
+        or weight.beside.same_by_name
+        or weight.inside.same_by_name,
     )
 
 
-def _predicted(weight: WeightEvidence, acting: Sequence[AppliedPatch]) -> Effect:
-    if weight.original is not None or not any(patch.state == "merged" for patch in acting):
-        return effect_of(weight.fresh, weight.now if weight.original is None else weight.original)
-    if any(map(needs_weight, acting)):
-        return effect_of(weight.fresh, None)
-    return with_unmerged_norm(effect_of(weight.fresh, None), weight.now, acting)
+def _found(effect: Effect, source: str) -> _Found:
+    return _Found(effect, source if effect.delta_norm is not None else None, True)
 
 
-def _measured(
-    weight: WeightEvidence, acting: Sequence[AppliedPatch], contents: Effect | None
-) -> Effect | None:
-    """Of the contents, where these are all of the change."""
-    if weight.had_patches or any(patch.state != "merged" for patch in acting):
+def _is_rounding(relative: float | None, weight: Tensor) -> bool:
+    return relative is not None and relative <= rounding(weight.dtype)
+
+
+def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bool) -> bool | None:
+    if weight.beside.unread or weight.inside.unread:
         return None
-    if weight.content_changed is False and acting:
-        return Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
-    return contents
+    if found.effect.delta_norm is None:
+        depends = weight.beside.net is None or weight.inside.net is None
+        return None if depends and weight.content_changed and found.source is None else True
+    if found.within_rounding or (found.source != "patches" and not weight.inside.now and content_is_rounding):
+        return False
+    return found.effect.delta_norm > 0.0
 
 
-def _best_known(
-    measured: Effect | None, predicted: Effect | None, sampled: Effect | None
-) -> tuple[Effect, str | None]:
-    for effect, source in ((measured, "contents"), (predicted, "patches"), (sampled, "sample")):
-        if effect is not None and effect.delta_norm is not None:
-            return effect, source
-    if predicted is not None:
-        return replace(predicted, predicted=False), None
-    names = ("delta_norm", "relative_change", "weight_norm")
-    why = dict.fromkeys(names, "the old values are gone, and no change explains the new ones")
-    return Effect(None, None, None, False, unavailable=why), None
+def _by_books(weight: WeightEvidence) -> Effect | None:
+    """What the host says was changed, beside the weight and in it; None if nothing."""
+    beside, inside = weight.beside, weight.inside
+    if inside.is_nothing:
+        return None if beside.is_nothing else signed_effect(beside, weight.now)
+    if beside.net is not None and inside.net is not None:
+        both = joined(inside.net, beside.net, contents=weight.contents)
+        return _with_weight_norm(weight, net_effect(both, None), inside.net)
+    if inside.before or not beside.is_nothing or inside.unread:
+        return signed_effect(replace(inside, unread=inside.unread or beside.unread or _WEIGHT_GONE), None)
+    return signed_effect(inside, weight.original)
+
+
+def _with_weight_norm(weight: WeightEvidence, effect: Effect, inside: Sequence[AppliedPatch]) -> Effect:
+    """The effect with ‖W‖ of the content before."""
+    if weight.original is not None:
+        return with_norm(effect, attempt(lambda: weight_norm(weight.original)).value)
+    of_content = with_unmerged_norm(net_effect(inside, None), weight.now, inside)
+    return with_norm(effect, of_content.weight_norm)
+
+
+def with_norm(effect: Effect, norm: float | None) -> Effect:
+    """An effect with the norm of the unchanged weight."""
+    if not norm or effect.delta_norm is None:
+        reason = "the weight without the changes is gone" if norm is None else "the weight is all zeros"
+        why = dict.fromkeys(("weight_norm", "relative_change"), reason)
+        if norm == 0.0:
+            del why["weight_norm"]
+        return replace(
+            effect, relative_change=None, weight_norm=norm, unavailable={**effect.unavailable, **why}
+        )
+    known = {name: why for name, why in effect.unavailable.items() if name == "delta_norm"}
+    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm, unavailable=known)
+
+
+def _with_content(
+    weight: WeightEvidence, by_books: Effect | None, contents: Effect | None, sampled: Effect | None
+) -> _Found:
+    """The effect of a weight whose content is another."""
+    beside, inside = weight.beside, weight.inside
+    if contents is not None and contents.delta_norm is not None and beside.is_nothing:
+        return _Found(contents, "contents", bool(inside.now))
+    inner = _in_content(weight)
+    if inner is not None and beside.net is not None:
+        both = joined(inner, beside.net, contents=weight.contents)
+        effect = _with_weight_norm(weight, net_effect(both, None), inner)
+        is_guess = inner is not inside.net
+        is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
+        return replace(_found(effect, "patches"), within_rounding=is_small)
+    if by_books is not None and by_books.delta_norm is not None and beside.is_nothing:
+        return _found(by_books, "patches")
+    together = _sampled_together(weight) if beside.net is not None else None
+    if together is not None and together.delta_norm is not None:
+        return _Found(together, "sample", False)
+    if by_books is not None:
+        return _Found(replace(by_books, predicted=False), None, bool(inside.now))
+    why = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _OLD_VALUES_GONE)
+    return _Found(Effect(None, None, None, False, unavailable=why), None, False)
+
+
+def _in_content(weight: WeightEvidence) -> tuple[AppliedPatch, ...] | None:
+    """What was merged into the content: as the host says, or as its elements say; None if neither explains them."""
+    expected, samples_of_both, shape = weight.inside.net, weight.samples, tuple(weight.now.shape)
+    if expected is None:
+        return None
+    if samples_of_both is None or samples_of_both[0].shape != samples_of_both[1].shape:
+        return expected if weight.inside.now or weight.inside.before else None
+    share = rounding(weight.now.dtype)
+    found = attempt(lambda: explain_content(samples_of_both, expected, weight.known, shape, share))
+    if found.value == () and not weight.known:
+        return None  # nothing is known that could be in it
+    return found.value if found.reason is None else expected or None
+
+
+def _sampled_together(weight: WeightEvidence) -> Effect | None:
+    """Of the elements of the content, with what acts beside it."""
+    if weight.samples is None or weight.samples[0].shape != weight.samples[1].shape:
+        return None
+    net, shape = weight.beside.net or (), tuple(weight.now.shape)
+    before, after = map(as_float64, weight.samples)
+    added = attempt(lambda: sum((elements_of(patch, shape) for patch in net), torch.zeros_like(after)))
+    return None if added.value is None else sampled_effect((before, after + added.value), weight.now.numel())
 
 
 def _value_change(
@@ -366,17 +580,14 @@ def _value_change(
 
 
 def _as_predicted(
-    weight: WeightEvidence,
-    acting: Sequence[AppliedPatch],
-    measured: Effect | None,
-    predicted: Effect | None,
-    sampled: Effect | None,
+    weight: WeightEvidence, contents: Effect | None, predicted: Effect | None, sampled: Effect | None
 ) -> bool | None:
     """Whether the content changed by what the merged changes say, but for rounding."""
-    merged = bool(acting) and all(patch.state == "merged" for patch in acting)
-    if not merged or weight.had_patches or predicted is None or predicted.delta_norm is None:
+    if not weight.is_first or predicted is None or predicted.delta_norm is None:
         return None
-    seen, within = (measured, _MEASURED_WITHIN) if measured is not None else (sampled, _SAMPLED_WITHIN)
+    if weight.content_changed is False:
+        contents = Effect(0.0, 0.0, None, False)
+    seen, within = (contents, _MEASURED_WITHIN) if contents is not None else (sampled, _SAMPLED_WITHIN)
     if seen is None or seen.delta_norm is None:
         return None
     whole = predicted.weight_norm or seen.weight_norm or 0.0

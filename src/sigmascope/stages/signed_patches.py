@@ -1,0 +1,359 @@
+"""The patches of two moments, after minus before: what is left of them, and how much that changes a weight.
+
+A baseline keeps copies of the factors that are there (`keep_patches`), since a LoRA may be gone later. Equal contents
+count as one, whatever they are called and however often they are loaded (`contents_of`): 1 → 0.25 leaves −0.75 of a
+file, and a file at 1 that becomes the same file twice at 0.5 leaves nothing, exactly. What is left is a list of patches
+again, with signed strengths, and has its norm from Gram matrices (`sigmascope.lora.effect`). Kinds that depend on the
+weight, such as DoRA, are formed at both moments.
+
+What was fused into a weight is looked for in a thousand elements of it (`explain_content`). For a change
+ΔW = Σ cᵢ·Δᵢ of known Δᵢ the cᵢ are found by least squares, however the fusing came about.
+"""
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import fsum, prod
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigmascope.lora.effect import Effect, delta_of, effect_of, finite, weight_norm
+from sigmascope.lora.linalg import as_float64, frobenius_norm
+from sigmascope.lora.patches import (
+    factors_of,
+    is_product,
+    needs_weight,
+    scale_of_patch,
+    sort_patches,
+    strength_of,
+)
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.copies import HostCopy, Pending, copy_to_host
+from sigmascope.probes.fingerprints import (
+    Fingerprint,
+    Readings,
+    begin_fingerprints,
+    fingerprints,
+    positions,
+)
+from sigmascope.probes.reading import attempt
+from sigmascope.probes.tensors import place_of
+
+MOST_KEPT_BYTES: Final = 512 << 20
+_CANCELLED: Final = 1e-9
+"""A sum of strengths below this share of them is rounding: hosts keep products of strength and alpha / rank."""
+_BETTER: Final = 25.0
+"""Times as much as chance, that another explanation of the elements must be better."""
+Content = tuple[str, object, frozenset[tuple[str, Fingerprint]]]
+_Key = tuple[int, str, tuple[int, int, int] | None]
+Contents = Mapping[_Key, Content]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptPatches:
+    """The patches of a moment without the host's tensors.
+
+    Attributes:
+        patches: With copies on the CPU; those for which there was no room lack their tensors.
+        contents: Of those without tensors, by `key_of`.
+    """
+
+    patches: tuple[AppliedPatch, ...] = ()
+    contents: Contents = field(default_factory=dict)
+
+
+NOTHING_KEPT: Final = Pending(KeptPatches)
+
+
+def keep_patches(
+    patches: Iterable[AppliedPatch], unmerged: Collection[str] = (), most_bytes: int = MOST_KEPT_BYTES
+) -> Pending[KeptPatches]:
+    """Copy what can act later. Does not wait for an accelerator.
+
+    Args:
+        patches: As read; those that cannot be applied are left out.
+        unmerged: Weights whose contents are known without what the host merged into them.
+        most_bytes: Of all copies together; of further ones only fingerprints are taken.
+    """
+    copies: dict[object, HostCopy] = {}
+    kept: list[AppliedPatch] = []
+    left: list[tuple[_Key, AppliedPatch]] = []
+    room = most_bytes
+    for patch in patches:
+        if patch.state == "failed":
+            continue
+        if patch.state == "merged" and patch.key in unmerged:
+            patch = replace(patch, state="registered")
+        new = {
+            place: tensor for tensor in patch.tensors.values() if (place := place_of(tensor)) not in copies
+        }
+        size = sum(tensor.nbytes for tensor in new.values())
+        made = attempt(partial(_copied, new)) if size <= room else None
+        if made is None or made.value is None:
+            why = made.reason if made else f"the baseline keeps {most_bytes >> 20} MiB of factors, not these"
+            unavailable = {**patch.unavailable, "tensors": why or "they could not be copied"}
+            kept.append(replace(patch, tensors={}, unavailable=unavailable))
+            left.append((key_of(kept[-1]), patch))
+            continue
+        room -= size
+        copies |= made.value
+        tensors = {part: copies[place_of(tensor)].tensor for part, tensor in patch.tensors.items()}
+        kept.append(replace(patch, tensors=tensors))
+    prints = begin_fingerprints(_tensors_of(left))
+    outlines = [_Outline(key, tuple(patch.tensors)) for key, patch in left]
+    whole = tuple(kept)
+    return Pending(lambda: KeptPatches(whole, _contents(outlines, prints.result())), copies.values())
+
+
+def _copied(tensors: Mapping[object, Tensor]) -> dict[object, HostCopy]:
+    with torch.no_grad():
+        return {
+            place: HostCopy(tensor.detach().clone()) if tensor.device.type == "cpu" else copy_to_host(tensor)
+            for place, tensor in tensors.items()
+        }
+
+
+class _Outline(NamedTuple):
+    """What is remembered of a patch while its fingerprints are on their way."""
+
+    key: _Key
+    parts: tuple[str, ...]
+
+
+def key_of(patch: AppliedPatch) -> _Key:
+    """What a patch and its copies with other strengths share, as long as one of them lives."""
+    return id(patch.tensors), patch.adapter_type, patch.offset
+
+
+def contents_of(patches: Iterable[AppliedPatch]) -> dict[_Key, Content]:
+    """What each change contains, whatever its name and strength; those that cannot be read are left out."""
+    keyed = [(key_of(patch), patch) for patch in patches]
+    outlines = [_Outline(key, tuple(patch.tensors)) for key, patch in keyed]
+    return _contents(outlines, fingerprints(_tensors_of(keyed)))
+
+
+def _tensors_of(patches: Iterable[tuple[_Key, AppliedPatch]]) -> dict[str, Tensor]:
+    return {f"{key} {part}": held for key, patch in patches for part, held in patch.tensors.items()}
+
+
+def _contents(outlines: Iterable[_Outline], prints: Readings) -> dict[_Key, Content]:
+    contents: dict[_Key, Content] = {}
+    for key, parts in outlines:
+        found = {(part, prints[f"{key} {part}"].value) for part in parts}
+        known = frozenset((part, print_) for part, print_ in found if print_ is not None)
+        if known and len(known) == len(parts):
+            contents[key] = (*key[1:], known)
+    return contents
+
+
+def content_of(patch: AppliedPatch, contents: Contents) -> Hashable:
+    """What tells a patch from others: what it contains, or else which one it is."""
+    return contents.get(key_of(patch)) or key_of(patch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SignedPatches:
+    """The patches of one weight at two moments. It may hold the host's tensors.
+
+    Attributes:
+        now: Those that act.
+        before: Those that acted.
+        net: Σ now − Σ before with signed strengths, equal contents as one; None if a kind depends on the weight.
+        unread: Why what a patch in it does is not understood, where that could matter.
+        same_by_name: Likewise of one that is taken to be the same as before by its name and strength.
+    """
+
+    now: tuple[AppliedPatch, ...] = ()
+    before: tuple[AppliedPatch, ...] = ()
+    net: tuple[AppliedPatch, ...] | None = ()
+    unread: str | None = None
+    same_by_name: str | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the same acts as before."""
+        return self.net == ()
+
+
+def signed_patches(
+    now: Sequence[AppliedPatch], before: Sequence[AppliedPatch], contents: Contents
+) -> SignedPatches:
+    """Take the patches of a weight before from those now.
+
+    Args:
+        now: In any state.
+        before: Likewise.
+        contents: See `contents_of`; not needed for one patch alone.
+    """
+    now, before = sort_patches(now).acting, sort_patches(before).acting
+    unread = {id(patch): why for patch in (*now, *before) if (why := _why_unread(patch, contents))}
+    names = [{_name(patch) for patch in side if id(patch) in unread} for side in (now, before)]
+    same = names[0] & names[1]
+    same_by_name = next((unread[id(p)] for p in now if id(p) in unread and _name(p) in same), None)
+    now, before = (
+        tuple(patch for patch in side if id(patch) not in unread or _name(patch) not in same)
+        for side in (now, before)
+    )
+    why = next((unread[id(patch)] for patch in (*now, *before) if id(patch) in unread), None)
+    depends = any(map(needs_weight, (*now, *before)))
+    if why is None and not depends:
+        return SignedPatches(now, before, _net(now, before, contents), None, same_by_name)
+    if why is None and [_whole(patch, contents) for patch in now] == [_whole(p, contents) for p in before]:
+        return SignedPatches(now, before, (), None, same_by_name)
+    return SignedPatches(now, before, None, why, same_by_name)
+
+
+def _why_unread(patch: AppliedPatch, contents: Contents) -> str | None:
+    numbers = patch.strength, patch.scale, patch.strength_model
+    is_known = bool(patch.tensors) or key_of(patch) in contents
+    if is_known and patch.adapter_type != "unknown" and None not in numbers:
+        return None
+    what, why = next(iter(patch.unavailable.items()), ("change", "cannot be read"))
+    return f"the {what} of a {patch.adapter_type} change of {patch.key}: {why}"
+
+
+def _name(patch: AppliedPatch) -> tuple[Hashable, ...]:
+    return patch.source, patch.adapter_type, patch.strength, patch.data_type
+
+
+def _whole(patch: AppliedPatch, contents: Contents) -> tuple[Hashable, ...]:
+    return content_of(patch, contents), patch.strength, patch.strength_model, patch.scale
+
+
+def _net(
+    now: Sequence[AppliedPatch], before: Sequence[AppliedPatch], contents: Contents
+) -> tuple[AppliedPatch, ...]:
+    patches: dict[Hashable, AppliedPatch] = {}
+    weights: dict[Hashable, list[float]] = {}
+    for sign, side in ((1.0, now), (-1.0, before)):
+        for patch in side:
+            content = content_of(patch, contents)
+            if content not in patches or not patches[content].tensors:
+                patches[content] = patch
+            weights.setdefault(content, []).append(sign * strength_of(patch) * scale_of_patch(patch))
+    left = {content: fsum(parts) for content, parts in weights.items() if not _is_cancelled(parts)}
+    return tuple(at_weight(patches[content], weight) for content, weight in left.items())
+
+
+def _is_cancelled(weights: Sequence[float]) -> bool:
+    return abs(fsum(weights)) <= _CANCELLED * fsum(map(abs, weights))
+
+
+def at_weight(patch: AppliedPatch, weight: float) -> AppliedPatch:
+    """A patch that acts with strength · alpha / rank equal to `weight`."""
+    return replace(patch, state="lazy", strength=weight, scale=1.0)
+
+
+def joined(*sums: Sequence[AppliedPatch], contents: Contents) -> tuple[AppliedPatch, ...]:
+    """The sum of several `net`s as one."""
+    whole = [patch for patches in sums for patch in patches]
+    return _net(whole, (), contents)
+
+
+def signed_effect(signed: SignedPatches, weight: Tensor | None) -> Effect:
+    """How much the patches now change a weight more than those before. Nothing is raised.
+
+    Args:
+        signed: What acts on it.
+        weight: As it is without them, the same at both moments.
+    """
+    if signed.unread is not None:
+        return _unknown(signed.unread, weight)
+    if signed.net is not None or not signed.before:
+        return net_effect(signed.now if signed.net is None else signed.net, weight)
+    if not signed.now:
+        return net_effect(signed.before, weight)
+    both = (*signed.now, *signed.before)
+    bare = _without_factors(both)
+    if bare is not None:
+        return _unknown(bare, weight)
+    delta = attempt(
+        lambda: finite(frobenius_norm(delta_of(signed.now, weight) - delta_of(signed.before, weight)))
+    )
+    if delta.value is None:
+        return _unknown(delta.reason or "it cannot be calculated", weight)
+    whole = attempt(lambda: weight_norm(weight)).value
+    why = {} if whole else dict.fromkeys(("relative_change", "weight_norm"), "the weight's norm is not known")
+    return Effect(delta.value, delta.value / whole if whole else None, whole, unavailable=why)
+
+
+def net_effect(net: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
+    """`effect_of`, or why not, where factors were not kept."""
+    bare = _without_factors(net)
+    if bare is not None:
+        return _unknown(bare, weight)
+    return effect_of([replace(patch, index=index) for index, patch in enumerate(net)], weight)
+
+
+def _without_factors(patches: Iterable[AppliedPatch]) -> str | None:
+    reasons = (patch.unavailable.get("tensors", "they are gone") for patch in patches if not patch.tensors)
+    return next(reasons, None)
+
+
+def _unknown(reason: str, weight: Tensor | None) -> Effect:
+    whole = attempt(lambda: weight_norm(weight)).value
+    why = dict.fromkeys(("delta_norm", "relative_change"), reason)
+    return Effect(None, None, whole, unavailable=why if whole is not None else {**why, "weight_norm": reason})
+
+
+def explain_content(
+    samples: tuple[Tensor, Tensor],
+    expected: Sequence[AppliedPatch],
+    known: Sequence[AppliedPatch],
+    shape: tuple[int, ...],
+    rounding: float,
+) -> tuple[AppliedPatch, ...] | None:
+    """The patches that make the difference of two contents of a weight, with the strengths that they have in it.
+
+    Args:
+        samples: The same elements of it before and now.
+        expected: What the host says was merged in between.
+        known: All patches of both moments, each content once; those that depend on the weight are left out.
+        shape: Of the weight.
+        rounding: ‖ΔW‖/‖W‖ of rounding.
+
+    Returns:
+        `expected` where that explains the elements as well as anything; None if nothing does.
+    """
+    before, after = map(as_float64, samples)
+    seen = after - before
+    allowed = rounding * float(max(torch.linalg.vector_norm(before), torch.linalg.vector_norm(after)))
+    rest = _length(seen - sum((elements_of(patch, shape) for patch in expected), torch.zeros_like(seen)))
+    units = [at_weight(patch, 1.0) for patch in known if not needs_weight(patch) and patch.tensors]
+    count = len(units)
+    if not 0 < count < len(seen):
+        return tuple(expected) if rest <= allowed else None
+    basis = torch.stack([elements_of(unit, shape) for unit in units], dim=1)
+    lengths = torch.linalg.vector_norm(basis, dim=0)
+    scaled = basis / torch.where(lengths > 0, lengths, 1.0)
+    fitted: Tensor = torch.linalg.lstsq(scaled, seen.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    rest_of_fit = _length(seen - scaled @ fitted)
+    by_chance = rest_of_fit**2 * (1.0 + _BETTER * count / (len(seen) - count))
+    if rest <= allowed and rest**2 <= by_chance + (_CANCELLED * allowed) ** 2:
+        return tuple(expected)
+    if not rest_of_fit <= allowed:
+        return None
+    pairs = zip(units, fitted.tolist(), lengths.tolist(), strict=True)
+    return tuple(at_weight(unit, value / length) for unit, value, length in pairs if length > 0 and value)
+
+
+def _length(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values))
+
+
+def elements_of(patch: AppliedPatch, shape: tuple[int, ...]) -> Tensor:
+    """What a patch adds to the elements of a weight that `samples` takes, in float64.
+
+    Raises:
+        SigmascopeError: It cannot be calculated.
+    """
+    rows, columns = shape[0], prod(shape[1:])
+    where = positions(rows * columns)
+    if not is_product(patch):
+        return delta_of([patch], None).flatten()[where.to(next(iter(patch.tensors.values())).device)].cpu()
+    factors = factors_of(patch, shape)
+    up, down = factors.up.cpu(), factors.down.cpu()
+    found: Tensor = (up[where // columns] * down[:, where % columns].mT).sum(1) * factors.weight
+    return found
