@@ -48,11 +48,13 @@ from sigmascope.stages.lora_on_model import (
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
+    Weights,
     identity_changes,
     is_same,
     placement_changes,
     read_model_patches,
     take_snapshot,
+    weights_in,
     weights_nbytes,
 )
 from sigmascope.stages.schema import (
@@ -318,7 +320,7 @@ def _analyze_model(
         *_safe_weight_changes(looks),
         _safe_patch_analysis(patches),
         placement_changes(before, looks.after),
-        _memory_change(part, model, model_type, now),
+        _memory_change(part, model, looks.held, now),
     )
 
 
@@ -507,18 +509,19 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
     """
     captured = snapshot_in(baseline_info)
     model_type = "" if captured is None else captured.model_type
-    return _memory_change(baseline_info, current_model, model_type, memory_snapshot())
+    held = attempt(lambda: weights_in(current_model, model_type)).value or Weights({}, {})
+    return _memory_change(baseline_info, current_model, held, memory_snapshot())
 
 
 def _memory_change(
-    baseline: object, model: object, model_type: str, now: MemorySnapshot
+    baseline: object, model: object, held: Weights, now: MemorySnapshot
 ) -> MemoryChangeOfModel:
     """What PyTorch's allocator holds on the device in use, against the bytes of a baseline."""
     device = now.accelerator(now.device_in_use() or "")
     error = (
         None if isinstance(baseline, Mapping) else f"the baseline is {type(baseline).__name__}, not a dict"
     )
-    size = None if model is None else attempt(lambda: weights_nbytes(model, model_type)).value
+    size = None if model is None else attempt(lambda: weights_nbytes(held)).value
     readings = {"model_size_mb": Reading(mib(size), "no module was found in the model")}
     for name, current in (("allocated", device.allocated_bytes), ("reserved", device.reserved_bytes)):
         why = NO_ACCELERATOR

@@ -143,6 +143,7 @@ def take_snapshot(
     contents: bool = True,
     since: ModelSnapshot | None = None,
     applied: "ModelPatches | None" = None,
+    weights: "Reading[Weights] | None" = None,
 ) -> ModelSnapshot:
     """Look at a model. Never raises; changes nothing, and calls no hook or method of its modules.
 
@@ -153,11 +154,12 @@ def take_snapshot(
         contents: Whether to take any.
         since: The baseline that it is to be compared with; without one, it is a baseline.
         applied: The changes on the model, if they are known.
+        weights: What `weights_in` gave, likewise.
     """
     if model is None:
         names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
         return ModelSnapshot(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
-    weights = attempt(lambda: weights_in(model, model_type))
+    weights = weights or attempt(lambda: weights_in(model, model_type))
     applied = applied or read_model_patches(model, model_type)
     tensors = weights.value or Weights({}, {})
     parts = attempt(lambda: parts_of(model, model_type)).value or {}
@@ -438,9 +440,8 @@ def _without_wrappers(name: str, module: nn.Module | None) -> str:
     return name.removeprefix(_BY_PEFT) if "PeftModel" in classes else name
 
 
-def weights_nbytes(model: object, model_type: str) -> int | None:
+def weights_nbytes(weights: Weights) -> int | None:
     """Bytes of all weights and adapters, each tensor once; None without any."""
-    weights = weights_in(model, model_type)
     distinct = {id(tensor): tensor for tensor in (*weights.base.values(), *weights.adapters.values())}
     return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
 

@@ -86,9 +86,8 @@ def keep_patches(
             continue
         if patch.state == "merged" and patch.key in unmerged:
             patch = replace(patch, state="registered")
-        new = {
-            place: tensor for tensor in patch.tensors.values() if (place := place_of(tensor)) not in copies
-        }
+        places = {part: place_of(tensor) for part, tensor in patch.tensors.items()}
+        new = {place: patch.tensors[part] for part, place in places.items() if place not in copies}
         size = sum(tensor.nbytes for tensor in new.values())
         made = attempt(partial(_copied, new)) if size <= room else None
         if made is None or made.value is None:
@@ -99,8 +98,7 @@ def keep_patches(
             continue
         room -= size
         copies |= made.value
-        tensors = {part: copies[place_of(tensor)].tensor for part, tensor in patch.tensors.items()}
-        kept.append(replace(patch, tensors=tensors))
+        kept.append(replace(patch, tensors={part: copies[place].tensor for part, place in places.items()}))
     prints = begin_fingerprints(_tensors_of(left))
     outlines = [_Outline(key, tuple(patch.tensors)) for key, patch in left]
     whole = tuple(kept)

@@ -7,7 +7,7 @@ merged weight and the changes (`with_unmerged_norm`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from typing import Final
 
@@ -63,6 +63,7 @@ class BeforeAndAfter:
     after: ModelSnapshot
     model: object
     applied: ModelPatches
+    held: Weights = field(default_factory=lambda: Weights({}, {}))
 
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
@@ -195,8 +196,7 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
 def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     before = looks.before
-    held = attempt(lambda: weights_in(looks.model, looks.after.model_type)).value or Weights({}, {})
-    kept = before.kept.result()
+    held, kept = looks.held, before.kept.result()
     patches_now, patches_before = looks.applied.by_key(), by_key(kept.patches)
     merged = _merged_by_host(held, patches_now, patches_before)
     after = _with_contents_of(looks.after, before, merged)
@@ -406,8 +406,11 @@ def look_again(
     """Look at a model as it is now, at the same weights as before."""
     keys = None if not before.fingerprints else set(before.fingerprints)
     contents = before.fingerprint_seconds is not None
-    after = take_snapshot(model, model_type, keys=keys, contents=contents, since=before, applied=applied)
-    return BeforeAndAfter(before, after, model, applied)
+    held = attempt(lambda: weights_in(model, model_type))
+    after = take_snapshot(
+        model, model_type, keys=keys, contents=contents, since=before, applied=applied, weights=held
+    )
+    return BeforeAndAfter(before, after, model, applied, held.value or Weights({}, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +438,8 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
     elif weight.is_first and weight.content_changed is False:
         nothing = Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
         found = _Found(nothing, "contents", True)
+    elif by_books is not None and weight.inside.is_nothing:
+        found = _found(by_books, "patches")
     else:
         found = _found(signed_effect(weight.beside, weight.now), "patches")
     is_effective = _is_effective(weight, found, content_is_rounding)
@@ -522,11 +527,11 @@ def _with_content(
         is_guess = inner is not inside.net
         is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
         return replace(_found(effect, "patches"), within_rounding=is_small)
-    if by_books is not None and by_books.delta_norm is not None and beside.is_nothing:
-        return _found(by_books, "patches")
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:
-        return _Found(together, "sample", False)
+        return _Found(together, "sample", bool(inside.now))
+    if by_books is not None and by_books.delta_norm is not None and beside.is_nothing:
+        return _found(by_books, "patches")
     if by_books is not None:
         return _Found(replace(by_books, predicted=False), None, bool(inside.now))
     why = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _OLD_VALUES_GONE)
