@@ -21,6 +21,7 @@ from sigmascope.lora.compatibility import AppliedVerdict
 from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
+from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs, reasons
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
@@ -255,7 +256,7 @@ def analyze_lora_application_results(
         effective,
         applied=applied,
         left_off=left_off,
-        before=[patch for model in (unet, clip) for patch in model.looks.before.kept.result().patches],
+        before=[patch for model in (unet, clip) for patch in model.patches_before],
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})
@@ -301,6 +302,11 @@ class ModelAnalysis:
     patches: PatchAnalysis
     placement: PlacementChanges
     memory: MemoryChangeOfModel
+
+    @property
+    def patches_before(self) -> tuple[AppliedPatch, ...]:
+        """The changes that the baseline has."""
+        return () if self.looks.kept.value is None else self.looks.kept.value.patches
 
 
 def _analyze_model(

@@ -31,7 +31,7 @@ from sigmascope.probes.peft import adapted_modules, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges, as_dict
-from sigmascope.stages.signed_patches import NOTHING_KEPT, KeptPatches, keep_patches
+from sigmascope.stages.signed_patches import MOST_KEPT_BYTES, NOTHING_KEPT, KeptPatches, keep_patches
 
 NOT_GIVEN = "no model was given"
 NO_PATCHER = "only ComfyUI's patchers have it"
@@ -174,9 +174,15 @@ def take_snapshot(
     seen = {name: wanted[name] for name in known}
     taken = begin_samples(seen | _with_patches(tensors, applied if since is None else since, known))
     seconds = time.perf_counter() - began
+    kept = Reading(NOTHING_KEPT)
+    if since is None:
+        kept = attempt(lambda: keep_patches(applied.patches, tensors.kept, MOST_KEPT_BYTES))
     unread = reasons(prints)
     unavailable = reasons(
         {
+            "patches": Reading(None, "; ".join(applied.unavailable.values()))
+            if applied.unavailable
+            else kept,
             "weights": weights,
             "patches_count": count,
             "patches_uuid": Reading(uuid, NO_PATCHER),
@@ -198,7 +204,7 @@ def take_snapshot(
         count.value,
         uuid,
         placement,
-        keep_patches(applied.patches, tensors.kept) if since is None else NOTHING_KEPT,
+        kept.value or NOTHING_KEPT,
         {name: WeightOutline(w.shape, w.dtype, w.device) for name, w in tensors.base.items()},
         tuple(tensors.adapters),
         len(tensors.wrapped),

@@ -68,7 +68,7 @@ NOTHING_KEPT: Final = Pending(KeptPatches)
 
 
 def keep_patches(
-    patches: Iterable[AppliedPatch], unmerged: Collection[str] = (), most_bytes: int = MOST_KEPT_BYTES
+    patches: Iterable[AppliedPatch], unmerged: Collection[str], most_bytes: int
 ) -> Pending[KeptPatches]:
     """Copy what can act later. Does not wait for an accelerator.
 

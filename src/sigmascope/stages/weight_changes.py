@@ -33,6 +33,7 @@ from sigmascope.stages.model_snapshot import (
 from sigmascope.stages.schema import Drift, ValueChange, WeightChanges, as_dict
 from sigmascope.stages.signed_patches import (
     Contents,
+    KeptPatches,
     SignedPatches,
     content_of,
     contents_of,
@@ -64,6 +65,7 @@ class BeforeAndAfter:
     model: object
     applied: ModelPatches
     held: Weights = field(default_factory=lambda: Weights({}, {}))
+    kept: Reading[KeptPatches] = field(default_factory=lambda: Reading(KeptPatches()))
 
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
@@ -166,10 +168,11 @@ def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
         return Reading(True)
     unread = next((verdict.unread for verdict in verdicts.values() if verdict.unread is not None), None)
     why = unread or next((v.why_unknown for v in verdicts.values() if v.why_unknown), None)
-    why = why or "; ".join(looks.applied.unavailable.values()) or _why_not_comparable(before, after)
+    why = why or "; ".join(looks.applied.unavailable.values()) or before.unavailable.get("patches")
+    why = why or looks.kept.reason or _why_not_comparable(before, after)
     if why:
         return Reading(None, why)
-    if looks.applied.patches or before.kept.result().patches:
+    if looks.applied.patches or (looks.kept.value or KeptPatches()).patches:
         return Reading(False)
     if any(key in after.fingerprints for key in before.fingerprints):
         return Reading(False)
@@ -196,7 +199,7 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
 def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     before = looks.before
-    held, kept = looks.held, before.kept.result()
+    held, kept = looks.held, looks.kept.value or KeptPatches()
     patches_now, patches_before = looks.applied.by_key(), by_key(kept.patches)
     merged = _merged_by_host(held, patches_now, patches_before)
     after = _with_contents_of(looks.after, before, merged)
@@ -410,7 +413,8 @@ def look_again(
     after = take_snapshot(
         model, model_type, keys=keys, contents=contents, since=before, applied=applied, weights=held
     )
-    return BeforeAndAfter(before, after, model, applied, held.value or Weights({}, {}))
+    kept = attempt(before.kept.result)
+    return BeforeAndAfter(before, after, model, applied, held.value or Weights({}, {}), kept)
 
 
 @dataclass(frozen=True, slots=True)

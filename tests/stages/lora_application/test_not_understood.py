@@ -1,0 +1,184 @@
+"""Kinds of adapters that are no plain factors, and what is not understood: open, with the reason, and never "no"."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
+from tests.comfy_shapes.adapters import lora_adapter
+from tests.comfy_shapes.modules import BaseModel, Q
+from tests.comfy_shapes.patchers import ModelPatcher
+from tests.stages.lora_targets import delta_norm
+from torch import Tensor, nn
+
+from sigmascope.stages import model_snapshot
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+KEY = "0.weight"
+KINDS: dict[str, Callable[..., Any]] = {
+    "lora": LoraConfig,
+    "dora": functools.partial(LoraConfig, use_dora=True),
+    "loha": LoHaConfig,
+    "lokr": LoKrConfig,
+}
+
+
+def adapted(config: Callable[..., Any], name: str = "a") -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))
+    init = "init_weights" if config in (LoHaConfig, LoKrConfig, OFTConfig) else "init_lora_weights"
+    return inject_adapter_in_model(config(target_modules=["0"], r=4, **{init: False}), model, name)
+
+
+def used(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(torch.eye(24)).mT.double()
+
+
+def told(baseline: object, model: object) -> dict[str, Any]:
+    return dict(analyze_lora_application_results(baseline, model, None, model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", ["off", "half", "as it was"])
+def test_every_kind_is_told_by_what_the_layer_computes_with(kind: str, state: str) -> None:
+    model = adapted(KINDS[kind])
+    layer, before = model[0], used(model)
+    baseline = capture_lora_baseline(model, None)
+    if state == "off":
+        layer.enable_adapters(False)
+    elif state == "half":
+        layer.set_scale("a", 0.5)
+    change = float((used(model) - before).norm())
+    analysis = told(baseline, model)
+    assert analysis["effective"] is (state != "as it was") is (change > 0.0)
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(change, rel=1e-3)
+
+
+def test_a_dora_that_is_fused_is_open() -> None:
+    model = adapted(KINDS["dora"])
+    baseline = capture_lora_baseline(model, None)
+    model[0].merge()
+    analysis = told(baseline, model)
+    assert analysis["effective"] is None
+    assert "gone" in analysis["unavailable"]["effective"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["there before", "new"])
+def test_a_kind_without_a_reader_is_open(before: bool) -> None:
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))
+    plain = None if before else capture_lora_baseline(model, None)
+    config = OFTConfig(target_modules=["0"], r=0, oft_block_size=4, init_weights=False)
+    model = inject_adapter_in_model(config, model, "a")  # type: ignore[assignment,arg-type]
+    analysis = told(plain or capture_lora_baseline(model, None), model)
+    assert analysis["effective"] is None
+    assert KEY in analysis["unavailable"]["effective"]
+
+
+class Wrapped(nn.Module):
+    """A LoRA layer of somebody's own, as training scripts write them."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(24, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        added: Tensor = self.inner(values) + self.up(self.down(values))
+        return added
+
+
+def _wrap(model: nn.Sequential) -> None:
+    inner = model[0]
+    assert isinstance(inner, nn.Linear)
+    model[0] = Wrapped(inner)
+
+
+def _replace_forward(model: nn.Sequential) -> None:
+    own = model[0].forward
+    model[0].forward = lambda values: own(values) + 1.0
+
+
+def _hook(model: nn.Sequential) -> None:
+    model[0].register_forward_hook(lambda _module, _values, result: result + 1.0)
+
+
+@pytest.mark.parametrize("act", [_wrap, _replace_forward, _hook])
+@pytest.mark.parametrize("keys", [None, "none"])
+def test_what_others_put_around_a_layer_is_open(act: Callable[[nn.Sequential], None], keys: Any) -> None:
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))
+    before, baseline = used(model), capture_lora_baseline(model, None, keys=keys)
+    act(model)
+    assert not torch.equal(used(model), before)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is None
+    assert "than before" in (why := analysis["unavailable"]["effective"]) or "forward pass of 0" in why
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_seen"]
+
+
+class UnknownPatcher:
+    """A host's object around a model that nothing is known of."""
+
+    def __init__(self, diffusion_model: nn.Module) -> None:
+        self.diffusion_model = diffusion_model
+
+
+def test_an_unknown_patcher_is_open() -> None:
+    patcher = UnknownPatcher(nn.Linear(2, 2))
+    analysis = told(capture_lora_baseline(patcher, None), patcher)
+    assert analysis["effective"] is None
+    assert "UnknownPatcher" in analysis["unavailable"]["effective"] or "module" in str(
+        analysis["unavailable"]
+    )
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_factors_beyond_the_room_are_told_apart_by_content(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_snapshot, "MOST_KEPT_BYTES", 0)
+    model = adapted(LoraConfig)
+    baseline = capture_lora_baseline(model, None)
+    if not again:
+        model[0].enable_adapters(False)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is not again
+    norm = analysis["unet_weight_changes"]["delta_norm"]
+    assert norm == (0.0 if again else None)
+    assert again or "MiB" in analysis["unet_weight_changes"]["unavailable"]["delta_norm"]
+
+
+def test_a_baseline_keeps_no_factor_alive() -> None:
+    model = adapted(LoraConfig)
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    baseline = capture_lora_baseline(model, None)
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+    assert baseline["unet"]["captured"].kept.result().patches[0].tensors["up"].shape == (32, 4)
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize(
+    ("strengths", "left"), [((0.25,), 0.75), ((), 1.0), ((0.5, 0.5), 0.0), ((1.8, -0.8), 0)]
+)
+def test_comfyuis_patches_are_after_minus_before(
+    strengths: tuple[float, ...], left: float, load: bool
+) -> None:
+    unet = ModelPatcher(BaseModel())
+    one, other = unet.clone(), unet.clone()
+    one.add_patches({Q: lora_adapter()}, 1.0)
+    baseline = capture_lora_baseline(one, None)
+    for strength in strengths:
+        other.add_patches({Q: lora_adapter()}, strength)
+    if load:
+        other.load()
+    analysis = analyze_lora_application_results(baseline, other, None, (other, None))
+    assert analysis["effective"] is (left > 0)
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(
+        left * delta_norm(), rel=1e-5, abs=0.0
+    )
