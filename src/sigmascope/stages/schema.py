@@ -300,8 +300,8 @@ class Drift(TypedDict):
 class WeightChanges(TypedDict):
     """How the weights changed. Names are those without adapters.
 
-    `keys_modified` are all names that both models have. `keys_value_changed` are those that are effectively changed
-    since the baseline, by content or by changes that act in each forward pass.
+    `keys_modified` are all names that both models have. `keys_value_changed` are those whose layers compute with
+    something else than at the baseline, by content or by changes that act in each forward pass, or may do so.
     """
 
     keys_added: list[str]

@@ -37,7 +37,8 @@ def adapted(config: Callable[..., Any], name: str = "a") -> Any:
 
 def used(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(torch.eye(24)).mT.double()
+        found: Tensor = model(torch.eye(24)).mT.double()
+    return found
 
 
 def told(baseline: object, model: object) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def test_a_kind_without_a_reader_is_open(before: bool) -> None:
     model = nn.Sequential(nn.Linear(24, 32, bias=False))
     plain = None if before else capture_lora_baseline(model, None)
     config = OFTConfig(target_modules=["0"], r=0, oft_block_size=4, init_weights=False)
-    model = inject_adapter_in_model(config, model, "a")  # type: ignore[assignment,arg-type]
+    model = inject_adapter_in_model(config, model, "a")
     analysis = told(plain or capture_lora_baseline(model, None), model)
     assert analysis["effective"] is None
     assert KEY in analysis["unavailable"]["effective"]
