@@ -80,6 +80,10 @@ def call(method: str, *arguments: Any, **options: Any) -> Act:
     return lambda host: getattr(host.pipeline, method)(*arguments, **options)
 
 
+def paint(scale: float) -> Act:
+    return lambda host: generate(host.pipeline, "sd15", cross_attention_kwargs={"scale": scale})
+
+
 def together(*acts: Act) -> Act:
     return lambda host: [act(host) for act in acts]
 
@@ -112,6 +116,8 @@ ROWS = (
     Row("fused, then another: PEFT unmerges", together(X, FUSE), load("y", "b"), {"x": -1.0, "y": 1.0}),
     Row("hot-swapped", X, load("y", "a", hotswap=True), {"x": -1.0, "y": 1.0}),
     Row("hot-swapped for itself", X, load("x", "a", hotswap=True), {}),
+    Row("another scale for one call", X, paint(0.25), {}),
+    Row("scale 0 for one call: diffusers leaves 1", together(X, weigh(a=0.5)), paint(0.0), {"x": 0.5}),
     Row("at scale 0", together(X, weigh(a=0.0)), UNLOAD, {}),
 )
 _KINDS = ("1 to 0.25", "fused, then unloaded", "unloaded", "plus and minus", "hot-swapped")

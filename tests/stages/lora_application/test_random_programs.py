@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-STEPS, CHECK_EVERY = 200, 12
+STEPS = 200
 STRENGTHS = (-0.8, 0.0, 0.25, 0.5, 0.8, 1.0, 1.0, 1.7)
 ROUNDING = 2e-6  # of ‖W‖: twelve fusings in float32
 Weights = Mapping[str, Tensor]
@@ -114,18 +114,27 @@ class Program:
         self.load()
 
 
-def errors_of(seed: int) -> list[float]:
-    """Run a program; how far off each norm is, as a share of it. Verdicts are asserted."""
+def errors_of(
+    seed: int, keys: Literal["none"] | None = None, steps: int = STEPS, at_once: int = 12
+) -> list[float]:
+    """Run a program; how far off each norm is, as a share of it. Verdicts are asserted.
+
+    Args:
+        seed: Of the program.
+        keys: Of the baselines.
+        steps: Of the program.
+        at_once: How many of them lie between two checks, each against a baseline up to so many steps before.
+    """
     program, errors = Program(seed), []
     model = program.model
-    for start in range(0, STEPS, CHECK_EVERY):
-        before, baseline = used_weights(model), capture_lora_baseline(model, None)
-        for _ in range(program.random.randint(1, CHECK_EVERY)):
+    for start in range(0, steps, at_once):
+        before, baseline = used_weights(model), capture_lora_baseline(model, None, keys=keys)
+        for _ in range(program.random.randint(1, at_once)):
             program.step()
         found = analyze_lora_application_results(baseline, model, None, model)
         where = f"seed {seed}, step {start}: {program.done[start:]}"
         errors += compare(before, used_weights(model), dict(found), where)
-        while len(program.done) < start + CHECK_EVERY:
+        while len(program.done) < start + at_once:
             program.step()
     return errors
 
@@ -152,6 +161,10 @@ def compare(before: Weights, after: Weights, found: dict[str, Any], where: str) 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_program_is_told_right(seed: int) -> None:
     assert len(errors_of(seed)) > 5
+
+
+def test_step_by_step_no_contents_are_needed() -> None:
+    assert len(errors_of(7, "none", steps=40, at_once=1)) > 5
 
 
 @pytest.mark.slow
