@@ -41,7 +41,7 @@ from sigmascope.pipeline.measure import image_of
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import fingerprint
 from sigmascope.probes.tensors import tensor_facts
-from sigmascope.stages.weight_changes import sampled_effect, with_unmerged_norm
+from sigmascope.stages.weight_verdict import sampled_effect, with_unmerged_norm
 
 __all__ = ["make_patch"]  # a fixture
 

@@ -95,13 +95,13 @@ from sigmascope.stages.summary import (
     unknown,
 )
 from sigmascope.stages.weight_changes import (
-    NOT_SEEN,
     BeforeAndAfter,
     acts,
     look_again,
     weight_changes,
     weight_verdicts,
 )
+from sigmascope.stages.weight_verdict import NOT_SEEN
 
 __all__ = [
     "LoraAnalysis",

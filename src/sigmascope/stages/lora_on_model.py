@@ -59,7 +59,7 @@ from sigmascope.stages.schema import (
     as_dict,
 )
 from sigmascope.stages.signed_patches import Content, contents_of, key_of
-from sigmascope.stages.weight_changes import NOT_SEEN
+from sigmascope.stages.weight_verdict import NOT_SEEN
 
 NOT_GIVEN = "no file was given"
 _LEAST_COSINE_OF_FUSED: Final = 0.5

@@ -7,7 +7,7 @@ from torch import Tensor
 from sigmascope.lora.effect import effect_of
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import samples
-from sigmascope.stages.weight_changes import rounding, sampled_effect, with_unmerged_norm
+from sigmascope.stages.weight_verdict import rounding, sampled_effect, with_unmerged_norm
 
 
 def random(*shape: int, seed: int) -> Tensor:

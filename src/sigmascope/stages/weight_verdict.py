@@ -1,0 +1,344 @@
+"""How one weight changed, from all that is known of it: its contents, a thousand elements, and the LoRAs on it.
+
+What acts besides the weight is known exactly. What was merged into its content is measured from both contents where
+there are two, else explained by the LoRAs of both moments, else estimated from the elements. For a weight that plain
+changes were merged into, the norm that it had before follows from the merged weight and the changes
+(`with_unmerged_norm`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.lora.effect import Effect, measured_effect, weight_norm
+from sigmascope.lora.linalg import as_float64, blocked_norm
+from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.stages.schema import ValueChange, as_dict
+from sigmascope.stages.signed_patches import (
+    Contents,
+    SignedPatches,
+    elements_of,
+    explain_content,
+    joined,
+    net_effect,
+    signed_effect,
+)
+
+_MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
+_SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
+NOT_LOOKED_AT: Final = "this weight was not checked"
+_OLD_VALUES_GONE: Final = "the old values are gone, and no change explains the new ones"
+_WEIGHT_GONE: Final = "the weight before is gone, and a change depends on it"
+_NO_EFFECT: Final = Effect(None, None, None, False)
+_CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
+NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVerdict:
+    """How one weight changed.
+
+    Attributes:
+        change: In figures.
+        effect: The same for the sums over blocks.
+        is_effective: Whether the layer computes something else than before; None if that is not understood.
+        is_drift: Whether the content changed by no more than rounding, and nothing is merged that would explain more.
+        is_unexplained: Whether it changed by more, and nothing is merged.
+        is_as_predicted: Whether the weight changed as predicted; None if unknown.
+        content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
+        unread: Why a change on it is not understood; None if all are.
+    """
+
+    change: ValueChange
+    effect: Effect
+    is_effective: bool | None
+    is_drift: bool
+    is_unexplained: bool
+    is_as_predicted: bool | None
+    content_relative: float | None
+    unread: str | None = None
+
+    @property
+    def why_unknown(self) -> str | None:
+        """Why it is not known whether the layer computes something else; None if it is."""
+        return (
+            None if self.is_effective is not None else self.change["unavailable"].get("delta_norm", NOT_SEEN)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightEvidence:
+    """One weight and what is known of it. It holds the host's tensors.
+
+    Attributes:
+        now: Its content.
+        original: Its content before, if the host still keeps it separately.
+        beside: The changes that act besides its content.
+        inside: Those that the host says are in its content.
+        content_changed: By fingerprint or elements; None if not known.
+        samples: A thousand elements before and now.
+        known: All changes of both moments, each content once.
+        contents: See `contents_of`.
+    """
+
+    now: Tensor
+    original: Tensor | None
+    beside: SignedPatches
+    inside: SignedPatches
+    content_changed: bool | None
+    samples: tuple[Tensor, Tensor] | None
+    known: tuple[AppliedPatch, ...]
+    contents: Contents
+
+    @property
+    def is_first(self) -> bool:
+        """Whether all that changed is that something was merged where there was nothing before."""
+        return bool(self.inside.now) and not self.inside.before and self.beside.is_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The effect that is reported, with its source and the changes that explain the content; None if none do."""
+
+    effect: Effect
+    source: str | None
+    explained: bool
+    within_rounding: bool = False
+
+
+def judge_weight(weight: WeightEvidence) -> WeightVerdict:
+    """Measure or predict the change of one weight."""
+    by_books = _by_books(weight)
+    sampled = sampled_effect(weight.samples, weight.now.numel())
+    contents = None
+    if weight.content_changed and weight.original is not None:
+        contents = measured_effect(weight.original, weight.now)
+    seen = contents or sampled or _NO_EFFECT
+    content_relative = seen.relative_change
+    content_is_rounding = seen.delta_norm == 0.0 or _is_rounding(content_relative, weight.now)
+    if weight.content_changed or (weight.content_changed is None and not weight.inside.is_nothing):
+        found = _with_content(weight, by_books, contents, sampled)
+    elif weight.is_first and weight.content_changed is False:
+        nothing = Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
+        found = _Found(nothing, "contents", True)
+    elif by_books is not None and weight.inside.is_nothing:
+        found = _found(by_books, "patches")
+    else:
+        found = _found(signed_effect(weight.beside, weight.now), "patches")
+    is_effective = _is_effective(weight, found, content_is_rounding)
+    bare = weight.content_changed is True and not weight.inside.now
+    return WeightVerdict(
+        _value_change(weight, found.effect, found.source, by_books, sampled),
+        found.effect,
+        is_effective,
+        bare and content_is_rounding and is_effective is False,
+        bare and not content_is_rounding and not found.explained,
+        _as_predicted(weight, contents, by_books, sampled),
+        content_relative,
+        weight.beside.unread
+        or weight.inside.unread
+        or weight.beside.same_by_name
+        or weight.inside.same_by_name,
+    )
+
+
+def _found(effect: Effect, source: str) -> _Found:
+    return _Found(effect, source if effect.delta_norm is not None else None, True)
+
+
+def _is_rounding(relative: float | None, weight: Tensor) -> bool:
+    return relative is not None and relative <= rounding(weight.dtype)
+
+
+def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bool) -> bool | None:
+    if weight.beside.unread or weight.inside.unread:
+        return None
+    if found.effect.delta_norm is None:
+        depends = weight.beside.net is None or weight.inside.net is None
+        return None if depends and weight.content_changed and found.source is None else True
+    if found.within_rounding or (found.source != "patches" and not weight.inside.now and content_is_rounding):
+        return False
+    return found.effect.delta_norm > 0.0
+
+
+def _by_books(weight: WeightEvidence) -> Effect | None:
+    """What the host says was changed, beside the weight and in it; None if nothing."""
+    beside, inside = weight.beside, weight.inside
+    if inside.is_nothing:
+        return None if beside.is_nothing else signed_effect(beside, weight.now)
+    if beside.net is not None and inside.net is not None:
+        both = joined(inside.net, beside.net, contents=weight.contents)
+        return _with_weight_norm(weight, net_effect(both, None), inside.net)
+    if inside.before or not beside.is_nothing or inside.unread:
+        return signed_effect(replace(inside, unread=inside.unread or beside.unread or _WEIGHT_GONE), None)
+    return signed_effect(inside, weight.original)
+
+
+def _with_weight_norm(weight: WeightEvidence, effect: Effect, inside: Sequence[AppliedPatch]) -> Effect:
+    """The effect with ‖W‖ of the content before."""
+    if weight.original is not None:
+        return with_norm(effect, attempt(lambda: weight_norm(weight.original)).value)
+    of_content = with_unmerged_norm(net_effect(inside, None), weight.now, inside)
+    return with_norm(effect, of_content.weight_norm)
+
+
+def with_norm(effect: Effect, norm: float | None) -> Effect:
+    """An effect with the norm of the unchanged weight."""
+    if not norm or effect.delta_norm is None:
+        reason = "the weight without the changes is gone" if norm is None else "the weight is all zeros"
+        why = dict.fromkeys(("weight_norm", "relative_change"), reason)
+        if norm == 0.0:
+            del why["weight_norm"]
+        return replace(
+            effect, relative_change=None, weight_norm=norm, unavailable={**effect.unavailable, **why}
+        )
+    known = {name: why for name, why in effect.unavailable.items() if name == "delta_norm"}
+    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm, unavailable=known)
+
+
+def _with_content(
+    weight: WeightEvidence, by_books: Effect | None, contents: Effect | None, sampled: Effect | None
+) -> _Found:
+    """The effect of a weight whose content is another."""
+    beside, inside = weight.beside, weight.inside
+    if contents is not None and contents.delta_norm is not None and beside.is_nothing:
+        return _Found(contents, "contents", bool(inside.now))
+    inner = _in_content(weight)
+    if inner is not None and beside.net is not None:
+        both = joined(inner, beside.net, contents=weight.contents)
+        effect = _with_weight_norm(weight, net_effect(both, None), inner)
+        is_guess = inner is not inside.net
+        is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
+        return replace(_found(effect, "patches"), within_rounding=is_small)
+    together = _sampled_together(weight) if beside.net is not None else None
+    if together is not None and together.delta_norm is not None:
+        return _Found(together, "sample", bool(inside.now))
+    if by_books is not None and by_books.delta_norm is not None and beside.is_nothing:
+        return _found(by_books, "patches")
+    if by_books is not None:
+        return _Found(replace(by_books, predicted=False), None, bool(inside.now))
+    why = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _OLD_VALUES_GONE)
+    return _Found(Effect(None, None, None, False, unavailable=why), None, False)
+
+
+def _in_content(weight: WeightEvidence) -> tuple[AppliedPatch, ...] | None:
+    """What was merged into the content: as the host says, or as its elements say; None if neither explains them."""
+    expected, samples_of_both, shape = weight.inside.net, weight.samples, tuple(weight.now.shape)
+    if expected is None:
+        return None
+    if samples_of_both is None or samples_of_both[0].shape != samples_of_both[1].shape:
+        return expected if weight.inside.now or weight.inside.before else None
+    share = rounding(weight.now.dtype)
+    found = attempt(lambda: explain_content(samples_of_both, expected, weight.known, shape, share))
+    if found.value == () and not weight.known:
+        return None  # nothing is known that could be in it
+    return found.value if found.reason is None else expected or None
+
+
+def _sampled_together(weight: WeightEvidence) -> Effect | None:
+    """Of the elements of the content, with what acts beside it."""
+    if weight.samples is None or weight.samples[0].shape != weight.samples[1].shape:
+        return None
+    net, shape = weight.beside.net or (), tuple(weight.now.shape)
+    before, after = map(as_float64, weight.samples)
+    added = attempt(lambda: sum((elements_of(patch, shape) for patch in net), torch.zeros_like(after)))
+    return None if added.value is None else sampled_effect((before, after + added.value), weight.now.numel())
+
+
+def _value_change(
+    weight: WeightEvidence,
+    effect: Effect,
+    source: str | None,
+    predicted: Effect | None,
+    sampled: Effect | None,
+) -> ValueChange:
+    why, by_patches, by_sample = effect.unavailable, predicted or _NO_EFFECT, sampled or _NO_EFFECT
+    why_no_prediction = "no new change affects it" if predicted is None else "unknown"
+    return as_dict(
+        ValueChange,
+        effect,
+        content_changed=Reading(weight.content_changed, NOT_LOOKED_AT),
+        measured_from=Reading(source, why.get("delta_norm")),
+        predicted_delta_norm=Reading(
+            by_patches.delta_norm, by_patches.unavailable.get("delta_norm", why_no_prediction)
+        ),
+        sampled_delta_norm=Reading(by_sample.delta_norm, "the weight was not sampled both before and after"),
+        predicted=source == "patches",
+    )
+
+
+def _as_predicted(
+    weight: WeightEvidence, contents: Effect | None, predicted: Effect | None, sampled: Effect | None
+) -> bool | None:
+    """Whether the content changed by what the merged changes say, but for rounding."""
+    if not weight.is_first or predicted is None or predicted.delta_norm is None:
+        return None
+    if weight.content_changed is False:
+        contents = Effect(0.0, 0.0, None, False)
+    seen, within = (contents, _MEASURED_WITHIN) if contents is not None else (sampled, _SAMPLED_WITHIN)
+    if seen is None or seen.delta_norm is None:
+        return None
+    whole = predicted.weight_norm or seen.weight_norm or 0.0
+    allowed = within * min(predicted.delta_norm, seen.delta_norm) + rounding(weight.now.dtype) * whole
+    return abs(seen.delta_norm - predicted.delta_norm) <= allowed
+
+
+def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
+    """The effect with the norm of the unchanged weight, if it can be calculated.
+
+    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
+    """
+    norm = attempt(lambda: _norm_before(effect, merged, acting)).value
+    if norm is None or effect.delta_norm is None:
+        reason = "the weight without the changes is gone"
+        unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
+        return replace(effect, relative_change=None, weight_norm=None, unavailable=unavailable)
+    return replace(effect, relative_change=effect.delta_norm / norm, weight_norm=norm)
+
+
+def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
+    simple = all(is_product(patch) and patch.strength_model == 1.0 for patch in acting)
+    if effect.delta_norm is None or not simple:
+        return None
+    with torch.no_grad():
+        shape = tuple(merged.shape)
+        whole = blocked_norm(merged)
+        inner = sum(_inner_product(merged, factors_of(patch, shape)) for patch in acting)
+    squared = whole**2 - 2.0 * inner + effect.delta_norm**2
+    return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
+
+
+def _inner_product(merged: Tensor, factors: WeightedFactors) -> float:
+    """<M, w·up·down>; the products in float32, which is eight digits of each."""
+    matrix = merged.detach().flatten(1).to(torch.float32)
+    up, down = (factor.to(matrix.device, torch.float32) for factor in (factors.up, factors.down))
+    return factors.weight * float(as_float64((up.T @ matrix) * down).sum())
+
+
+def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
+    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
+    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
+        return None
+    before, after = (as_float64(sample).cpu() for sample in samples)
+    share = sqrt(elements / before.numel())
+    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
+    if not (isfinite(delta) and isfinite(whole)):
+        return None
+    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
+
+    Two roundings to the nearest are off by 0.3 ε of the larger of W and W + Δ, in the mean over a weight.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    return eps if eps > 1e-6 else 4 * eps
