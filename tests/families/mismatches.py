@@ -147,7 +147,5 @@ MISMATCHES: dict[str, Mismatch] = {
         loaded=50,
         applied="lora_partly_loaded",
     ),
-    "NaN": Mismatch(
-        "flux", "flux", "lora_not_finite", edit=with_nan, loaded=50, applied="lora_partly_loaded"
-    ),
+    "NaN": Mismatch("flux", "flux", "lora_not_finite", edit=with_nan, loaded=50, applied=None),
 }

@@ -39,7 +39,15 @@ from sigmascope.lora.module_names import (
     title_of,
 )
 from sigmascope.lora.reader import OpaqueChange, open_any_kind
-from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, Reason, unreadable, verdict_findings
+from sigmascope.lora.verdict import (
+    ABSENCES,
+    LoraVerdict,
+    ModuleVerdict,
+    Reason,
+    unreadable,
+    verdict_finding,
+    verdict_findings,
+)
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
@@ -78,7 +86,6 @@ _PATCH_NAMES: Final = {
     "set_weight": "set",
 }
 _ADAPTER_KEY_PREFIXES: Final = ("hada_", "lokr_")
-_NO_LORA_ON: Final = "no LoRA is applied to"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -594,7 +601,9 @@ def judge_applied(
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
         for patch in patches:
             by_key[patch.key].append(patch)
-        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora))
+        opened = (
+            nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora), check_finite=False)
+        )
         with opened as file:
             placing = place(file, shapes)
             modules = tuple(_applied_module(file, name, placing, by_key) for name in file.names)
@@ -609,25 +618,46 @@ def _applied_module(
     misfit = placing.misfits.get(name)
     keys = placing.keys.get(name) or (() if misfit is None else (misfit.key,))
     if not keys:
-        return AppliedModule(name, detail="the model has no weight for it")
+        return AppliedModule(name, detail=ABSENCES["no_weight"])
     candidates = [(key, patch) for key in keys for patch in patches.get(key, ())]
     if not candidates:
-        return AppliedModule(name, detail=f"{_NO_LORA_ON} {keys[0]}")
+        return AppliedModule(name, detail=ABSENCES["no_change"].format(key=keys[0]))
     try:
-        own = lora.change(name)
-        same = [
-            (key, patch, change)
-            for key, patch in candidates
-            for change in [_matching_form(own, placing, key, patch)]
-            if change is not None
-        ]
-    except NonFiniteError:
-        return AppliedModule(name, detail="it holds NaN or Inf, so it cannot be recognised")
+        own = _without_nan(lora.change(name))
+    except NonFiniteError:  # of a kind that is read whole
+        return AppliedModule(name, detail=ABSENCES["not_finite"])
+    same = [
+        (key, patch, change)
+        for key, patch in candidates
+        for change in [_matching_form(own, placing, key, _patch_without_nan(patch))]
+        if change is not None
+    ]
     if not same:
         others = {patch.source for _, patch in candidates if patch.source is not None}
-        by = f" of {', '.join(sorted(others))}" if others else ""
-        return AppliedModule(name, detail=f"{keys[0]} has only other changes{by}")
+        sources = f" of {', '.join(sorted(others))}" if others else ""
+        return AppliedModule(name, detail=ABSENCES["others"].format(key=keys[0], sources=sources))
     return _there(name, same)
+
+
+def _without_nan(change: Change) -> Change:
+    """Zeros for NaN and Inf, so that the other numbers can be recognised."""
+    if isinstance(change, LoraFactors) and not (_is_finite(change.up) and _is_finite(change.down)):
+        return replace(
+            change, up=torch.nan_to_num(change.up, 0, 0, 0), down=torch.nan_to_num(change.down, 0, 0, 0)
+        )
+    return change
+
+
+def _patch_without_nan(patch: AppliedPatch) -> AppliedPatch:
+    if all(map(_is_finite, patch.tensors.values())):
+        return patch
+    return replace(
+        patch, tensors={name: torch.nan_to_num(tensor, 0, 0, 0) for name, tensor in patch.tensors.items()}
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.dtype.itemsize == 1 or bool(torch.isfinite(tensor).all())
 
 
 def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
@@ -776,8 +806,10 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
     if not missing:
         return
     details = (module.detail or "" for module in missing)
+    no_change = ABSENCES["no_change"]
+    start = no_change.partition("{key}")[0]
     without_weight = (
-        f"{_NO_LORA_ON} its weights" if detail.startswith(_NO_LORA_ON) else detail for detail in details
+        no_change.format(key="its weights") if detail.startswith(start) else detail for detail in details
     )
     why, _ = Counter(without_weight).most_common(1)[0]
     evidence: dict[str, JsonScalar] = {
@@ -786,13 +818,18 @@ def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         "first": missing[0].name,
         "detail": missing[0].detail,
     }
-    advice = "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module."
+    total = counted(len(modules), "module")
     if len(missing) == len(modules):
-        message = f"None of the file's {counted(len(modules), 'module')} is on the model: {why}."
-        yield Finding("lora_not_loaded", "critical", message, evidence, advice)
+        yield verdict_finding("lora_not_loaded", evidence, modules=total, why=why)
     else:
-        message = f"{len(missing)} of the file's {counted(len(modules), 'module')} {_are(missing)} not on the model: {_named(missing)}."
-        yield Finding("lora_partly_loaded", "error", message, evidence, advice)
+        yield verdict_finding(
+            "lora_partly_loaded",
+            evidence,
+            missing=len(missing),
+            modules=total,
+            are=_are(missing),
+            first=_named(missing),
+        )
 
 
 def _are(modules: Sequence[AppliedModule]) -> str:
@@ -805,14 +842,14 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
         return
     failed = [module for module in idle if "failed" in module.states]
     reason = idle[0].state_reason or "switched off"
-    yield Finding(
+    yield verdict_finding(
         "lora_not_applicable" if failed else "lora_not_acting",
-        "error" if failed else "warning",
-        f"{len(idle)} of the file's {counted(len(modules), 'module')} {'is on the model and changes' if len(idle) == 1 else 'are on the model and change'} nothing ({reason}): {_named(idle)}.",
         {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
-        "Use a LoRA whose shapes fit the model."
-        if failed
-        else "Set its strength, or make the adapter active.",
+        idle=len(idle),
+        modules=counted(len(modules), "module"),
+        are=_are(idle),
+        reason=reason,
+        first=_named(idle),
     )
 
 

@@ -1,20 +1,21 @@
 """The verdict on a LoRA file and a model: module by module, with findings and advice.
 
-A `LoraVerdict` says for each module whether it changes a weight (`ModuleVerdict`), and `MISMATCHES` lists every reason
-why one does not. `verdict_findings` sums it up with numbers and advice. `loader_findings` adds what diffusers 0.42 and
+`VERDICTS` has every reason why a LoRA, or a part of it, does nothing, with its words and advice, whether the file shows
+it, the model or the application. A `LoraVerdict` says for each module whether it changes a weight (`ModuleVerdict`).
+`verdict_findings` sums it up with numbers and advice. `loader_findings` adds what diffusers 0.42 and
 ComfyUI 0.3 to 0.18 do with a file that is correct in itself.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.families import family_named
 from sigmascope.lora.module_names import title_of
-from sigmascope.records.run import Finding, Severity
+from sigmascope.records.run import Finding, JsonScalar, Severity
 from sigmascope.units import counted, first_few
 
 _NOT_READ: Final = "the model's weights were not read"
@@ -31,83 +32,232 @@ Reason = Literal[
 ]
 
 
-class MismatchRow(NamedTuple):
-    """A reason why modules change nothing.
+class VerdictRow(NamedTuple):
+    """A reason why a LoRA, or a part of it, does nothing.
 
     Attributes:
         severity: How bad it is.
-        one: What a message says after "1 module".
-        many: What a message says after "3 modules".
-        advice: What to do.
+        says: The message, with names for its figures.
+        advice: What to do; it may have figures too.
+        one: Of a reason that single modules have: what a message says after "1 module".
+        many: What it says after "3 modules".
     """
 
     severity: Severity
-    one: str
-    many: str
-    advice: str
+    says: str
+    advice: str | None
+    one: str = ""
+    many: str = ""
 
     def words(self, modules: int) -> str:
         """The words of a message after this many modules."""
         return self.one if modules == 1 else self.many
 
 
-MISMATCHES: Final[dict[Reason, MismatchRow]] = {
-    "other_architecture": MismatchRow(
+_OF_MODULES: Final = "{count} of {modules} {words}{families}: {first}."
+_SET_STRENGTH: Final = (
+    "Set its strength: set_adapters in diffusers, strength_model and strength_clip in ComfyUI."
+)
+VERDICTS: Final[dict[str, VerdictRow]] = {
+    # By what is in the file.
+    "lora_unreadable": VerdictRow("critical", "{why}", "{advice}"),
+    "lora_matches_nothing": VerdictRow(
+        "critical",
+        "None of the {modules} changes a weight of the model: {share} {words}{families}, such as {first}.",
+        "{advice}",
+    ),
+    "lora_other_architecture": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Use the LoRA with the model family that it was made for.",
         "is for another architecture",
         "are for another architecture",
-        "Use the LoRA with the model family that it was made for.",
     ),
-    "other_shape": MismatchRow(
+    "lora_other_shape": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Use the LoRA with the model that it was made for: this one has other widths.",
         "is for a weight of another shape",
         "are for weights of another shape",
-        "Use the LoRA with the model that it was made for: this one has other widths.",
     ),
-    "transposed": MismatchRow(
+    "lora_transposed": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Make the file again, with up (out, rank) and down (rank, in).",
         "has transposed factors",
         "have transposed factors",
-        "Make the file again, with up (out, rank) and down (rank, in).",
     ),
-    "text_encoder_missing": MismatchRow(
+    "lora_text_encoder_missing": VerdictRow(
         "warning",
+        _OF_MODULES,
+        "Pass the text encoder too, or accept that the LoRA acts on the denoiser alone.",
         "is for a text encoder that was not given",
         "are for a text encoder that was not given",
-        "Pass the text encoder too, or accept that the LoRA acts on the denoiser alone.",
     ),
-    "part_missing": MismatchRow(
+    "lora_part_missing": VerdictRow(
         "warning",
+        _OF_MODULES,
+        "Pass that part of the model too.",
         "is for a part of the model that was not given",
         "are for a part of the model that was not given",
-        "Pass that part of the model too.",
     ),
-    "prefix": MismatchRow(
+    "lora_prefix": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Rename the keys without the prefix, or tell the loader the prefix if it takes one.",
         "has an unknown prefix before a name that the model has",
         "have an unknown prefix before a name that the model has",
-        "Rename the keys without the prefix, or tell the loader the prefix if it takes one.",
     ),
-    "block_missing": MismatchRow(
+    "lora_block_missing": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
         "is for a block that the model does not have",
         "are for blocks that the model does not have",
-        "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
     ),
-    "twice": MismatchRow(
+    "lora_twice": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Remove one of the two: a loader may apply both.",
         "is for a layer that another module of the file already changes",
         "are for layers that another module of the file already changes",
-        "Remove one of the two: a loader may apply both.",
     ),
-    "unknown": MismatchRow(
+    "lora_unknown": VerdictRow(
         "error",
+        _OF_MODULES,
+        "Compare the names with the model's nearest ones, and convert the file if only the naming differs.",
         "has a name that the model does not have",
         "have names that the model does not have",
-        "Compare the names with the model's nearest ones, and convert the file if only the naming differs.",
+    ),
+    "lora_not_finite": VerdictRow(
+        "error",
+        "{holders} NaN or Inf: {first}.",
+        "Take the LoRA off: it makes images black or noise. Make the file again, in bf16 or float if it was fp16.",
+    ),
+    "lora_is_zero": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: all its changes are zero, in {modules}.",
+        "Train it further or make it again: untrained factors are zero.",
+    ),
+    "lora_alpha_zero": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: alpha 0 scales its factors to zero, in {modules}.",
+        "Set alpha to the rank, or to what it was trained with.",
+    ),
+    # By how far a change has come on the model.
+    "lora_changes_failed": VerdictRow(
+        "error",
+        "{model}: {count} cannot be changed, such as {first}: {reason}.",
+        "If the shapes differ, use the model that the LoRA was made for.",
+    ),
+    "lora_strength_zero": VerdictRow(
+        "warning", "The LoRA changes nothing: it has strength 0 on {weights}.", _SET_STRENGTH
+    ),
+    "lora_disabled": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: adapters are switched off on {weights}.",
+        "Switch them on: enable_lora in diffusers, enable_adapters in PEFT.",
+    ),
+    "lora_not_active": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: its adapter is not active on {weights}.",
+        "Make it active: set_adapters in diffusers, set_adapter in PEFT.",
+    ),
+    "lora_others_merged": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: other adapters are merged into {weights}, and PEFT runs only those.",
+        "Unmerge them: unfuse_lora in diffusers, unmerge_adapter in PEFT.",
+    ),
+    "lora_lost_in_rounding": VerdictRow(
+        "warning",
+        "The LoRA changes nothing: its merged change of {weights} is lost in rounding, below half a step of {dtype}.",
+        "Leave it unmerged, raise its strength, or use a base of more bits.",
+    ),
+    "lora_as_before": VerdictRow(
+        "warning",
+        "Nothing changed: {weights} had the same changes when the baseline was taken.",
+        "Take the baseline before you apply the LoRA.",
+    ),
+    "lora_registered_only": VerdictRow(
+        "info",
+        "{model}: {count} registered but not in the weights yet.",
+        "ComfyUI merges them when it loads the model for sampling; until then the figures are predictions.",
+    ),
+    "lora_inactive": VerdictRow("info", "{model}: {count} off or of strength 0.", None),
+    # By what is on the models as a whole.
+    "lora_not_loaded": VerdictRow(
+        "critical",
+        "None of the file's {modules} is on the model: {why}.",
+        "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module.",
+    ),
+    "lora_partly_loaded": VerdictRow(
+        "error",
+        "{missing} of the file's {modules} {are} not on the model: {first}.",
+        "Run sigmascope lora inspect FILE --model MODEL: it says why, module by module.",
+    ),
+    "lora_not_applicable": VerdictRow(
+        "error",
+        "{idle} of the file's {modules} {are} on the model and cannot act ({reason}): {first}.",
+        "Use a LoRA whose shapes fit the model.",
+    ),
+    "lora_not_acting": VerdictRow(
+        "warning",
+        "{idle} of the file's {modules} {are} on the model and not acting ({reason}): {first}.",
+        "Set its strength, or make the adapter active.",
+    ),
+    "lora_left_off": VerdictRow(
+        "warning",
+        "The models were given back unchanged: both strengths are 0, or the models that the loader returned were not used.",
+        "Set a strength, and pass the models that the loader returned.",
+    ),
+    "lora_in_conditioning": VerdictRow(
+        "info",
+        "The LoRA is a hook in the conditioning and not on the models.",
+        "Sample with this conditioning: ComfyUI applies the LoRA then, and the models stay as they are.",
+    ),
+    "lora_not_applied": VerdictRow(
+        "error",
+        "No weight of the models changed, and no change was registered.",
+        "The host may report this only in its log. Compare the file with the model: "
+        "sigmascope lora inspect FILE --model MODEL.",
+    ),
+    "lora_without_effect": VerdictRow(
+        "warning",
+        "No weight changed though {weights} have changes: why is unknown, because {why}.",
+        "Look at the states of the changes in the analysis.",
+    ),
+    "lora_not_seen": VerdictRow(
+        "warning",
+        "Whether the LoRA acts is unknown, because no change is registered and the earlier weights are not known.",
+        "Take the baseline before you apply the LoRA, while the weights are in memory.",
     ),
 }
-"""In the order in which findings name them."""
+"""Every reason, by the finding's id. Reasons of single modules stand in the order in which findings name them."""
+
+MISMATCHES: Final[dict[Reason, VerdictRow]] = {
+    reason: VERDICTS[f"lora_{reason}"] for reason in get_args(Reason)
+}
+ABSENCES: Final = {
+    "no_weight": "the model has no weight for it",
+    "no_change": "no LoRA is applied to {key}",
+    "not_finite": "it holds NaN or Inf, so whether it is there is unknown",
+    "others": "{key} has only other changes{sources}",
+}
+"""Why a module of a file is not on a model, for `lora_not_loaded` and the detail of the module."""
+
+
+def verdict_finding(id: str, evidence: dict[str, JsonScalar] | None = None, **figures: object) -> Finding:
+    """The finding of a row of `VERDICTS`.
+
+    Args:
+        id: Of the row.
+        evidence: What the finding is concluded from.
+        figures: What the row's message and advice have names for.
+    """
+    row = VERDICTS[id]
+    advice = row.advice and (row.advice.format(**figures) or None)
+    return Finding(id, row.severity, row.says.format(**figures), evidence or {}, advice)
+
 
 _MAX_NAMED: Final = 3
 _SEVERITY_ORDER: Final = ("critical", "error", "warning", "info")
@@ -306,41 +456,44 @@ def verdict_findings(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding
 
 
 def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
-    if verdict.modules and not verdict.matched:
-        reason = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
-        yield Finding(
-            "lora_matches_nothing",
-            "critical",
-            f"None of the {_modules(verdict)} changes a weight of the model: most {MISMATCHES[reason].many}.",
-            {
-                "modules": len(verdict.modules),
-                "matched": 0,
-                "file_family": verdict.file_family,
-                "model_family": verdict.model_family,
-            },
-            MISMATCHES[reason].advice,
-        )
+    if not verdict.modules or verdict.matched:
+        return
+    reason = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
+    first = [module for module in verdict.unmatched if module.reason == reason][:1]
+    families = _families(verdict, reason)
+    yield verdict_finding(
+        "lora_matches_nothing",
+        {
+            "modules": len(verdict.modules),
+            "matched": 0,
+            "file_family": verdict.file_family,
+            "model_family": verdict.model_family,
+            "reason": f"lora_{reason}",
+        },
+        modules=_modules(verdict),
+        share="all" if len(verdict.reasons) == 1 else "most",
+        words=MISMATCHES[reason].many,
+        families=families,
+        first=first[0].name if families else _first_modules(first),
+        advice=MISMATCHES[reason].advice,
+    )
 
 
 def _is_zero(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.changes_nothing:
-        yield Finding(
-            "lora_is_zero",
-            "warning",
-            f"The LoRA changes nothing: all its changes are zero, in {_modules(verdict)}.",
+        by_alpha = all(module.scale == 0.0 for module in verdict.matched)
+        yield verdict_finding(
+            "lora_alpha_zero" if by_alpha else "lora_is_zero",
             {"modules": len(verdict.modules), "matched": len(verdict.matched), "norm": 0.0},
-            "Train it further or make it again: untrained factors are zero.",
+            modules=_modules(verdict),
         )
 
 
 def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
     for reason, count in verdict.reasons.items():
         modules = [module for module in verdict.unmatched if module.reason == reason]
-        row = MISMATCHES[reason]
-        yield Finding(
+        yield verdict_finding(
             f"lora_{reason}",
-            row.severity,
-            f"{count} of {_modules(verdict)} {row.words(count)}{_families(verdict, reason)}: {_first_modules(modules)}.",
             {
                 "modules": count,
                 "of": len(verdict.modules),
@@ -348,7 +501,11 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
                 "detail": modules[0].detail,
                 "nearest": ", ".join(modules[0].nearest),
             },
-            row.advice,
+            count=count,
+            modules=_modules(verdict),
+            words=MISMATCHES[reason].words(count),
+            families=_families(verdict, reason),
+            first=_first_modules(modules),
         )
 
 
@@ -362,12 +519,12 @@ def _families(verdict: LoraVerdict, reason: Reason) -> str:
 def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.not_finite:
         modules = [module for module in verdict.modules if module.finite is False]
-        yield Finding(
+        hold = "holds" if len(modules) == 1 else "hold"
+        yield verdict_finding(
             "lora_not_finite",
-            "error",
-            f"{len(modules)} of {_modules(verdict)} {'holds' if len(modules) == 1 else 'hold'} NaN or Inf: {_first_modules(modules)}.",
             {"modules": len(modules), "first": modules[0].name},
-            "Make the file again, in bf16 or float if it was fp16. As it is, it makes images black.",
+            holders=f"{len(modules)} of {_modules(verdict)} {hold}",
+            first=_first_modules(modules),
         )
 
 
@@ -560,4 +717,4 @@ def unreadable(error: Exception) -> Finding:
     """The finding for a file or model that cannot be read."""
     message = error.message if isinstance(error, SigmascopeError) else str(error)
     hint = error.hint if isinstance(error, SigmascopeError) else None
-    return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)
+    return verdict_finding("lora_unreadable", {"error": type(error).__name__}, why=message, advice=hint or "")

@@ -32,7 +32,7 @@ from sigmascope.pipeline.bench import call_arguments, check_call, check_seed
 from sigmascope.pipeline.measure import compare_images, image_of
 from sigmascope.probes import model_fingerprints
 from sigmascope.probes.models import components_of, modules_in
-from sigmascope.probes.peft import adapters_of, standing_of
+from sigmascope.probes.peft import adapter_states, adapters_of
 from sigmascope.probes.reading import attempt
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BenchCase
@@ -375,7 +375,7 @@ def _content_of(value: object) -> object:
             None if weight is None else [weight.dtype, weight.device.type],
             # A random word for weights that cannot be read, as under offloading: others may take their place.
             [read.value or (read.reason if weight is None else secrets.token_hex()) for read in readings],
-            [repr((standing_of(layer), getattr(layer, "scaling", None))) for layer in layers],
+            [repr((adapter_states(layer), getattr(layer, "scaling", None))) for layer in layers],
             [[lora.scale, lora.factors] for lora in attached_to(value)],
         ]
     if isinstance(value, Tensor):

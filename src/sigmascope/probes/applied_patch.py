@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +21,16 @@ registered: known to the host, in no weight and no forward pass yet; merged: in 
 weight or beside it in each forward pass; inactive: there, but switched off or of strength 0; failed: it cannot be
 applied, as where its shape is not the weight's.
 """
+PatchCause = Literal["strength_zero", "disabled", "not_active", "others_merged"]
+"""Why a change is inactive."""
+
+
+class Standing(NamedTuple):
+    """How far a change has come, what that was read from, and why it is inactive if it is."""
+
+    state: PatchState
+    reason: str
+    cause: PatchCause | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +60,7 @@ class AppliedPatch:
         weight_shape: Of the weight that it is for; None if the model has none of that name.
         offset: (dimension, start, length) of the part of the weight that it changes; None: all of it.
         unavailable: What could not be read, with the reason.
+        cause: Why it is inactive, as `sigmascope.lora.verdict.VERDICTS` lists it (`lora_disabled`, …).
     """
 
     key: str
@@ -69,6 +80,7 @@ class AppliedPatch:
     weight_shape: tuple[int, ...] | None = None
     offset: tuple[int, int, int] | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    cause: PatchCause | None = None
 
 
 def patch_type_by_words(kept: object) -> PatchType:

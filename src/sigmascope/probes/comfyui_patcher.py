@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.applied_patch import AppliedPatch, Standing
 from sigmascope.probes.comfyui_weight_adapter import (
     PatcherEntry,
-    Standing,
     applied,
     is_list_of_patches,
     settled,

@@ -18,8 +18,8 @@ from torch import Tensor
 from sigmascope.probes.applied_patch import (
     AdapterType,
     AppliedPatch,
-    PatchState,
     PatchType,
+    Standing,
     patch_type_by_words,
 )
 from sigmascope.probes.reading import attribute, describe, has, number, sequence
@@ -56,13 +56,6 @@ _ROTATIONS = ("oft", "boft")  # their alpha bounds the rotation and scales nothi
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, Tensor]
-
-
-class Standing(NamedTuple):
-    """How far a change has come, and what that was read from."""
-
-    state: PatchState
-    reason: str
 
 
 class PatcherEntry(NamedTuple):
@@ -106,7 +99,8 @@ def _unreadable(held: PatcherEntry, index: int, reason: str) -> AppliedPatch:
         "unknown",
         patch_type_by_words(held.kept),
         str(type(held.kept)),
-        *held.standing,
+        held.standing.state,
+        held.standing.reason,
         held.source,
         index,
         strength=None,
@@ -184,14 +178,14 @@ def _applied_part(held: PatcherEntry, index: int, part: Part, weight: Tensor | N
     unavailable = {**change.unavailable, **entry.unavailable}
     if shape is None:
         unavailable["weight_shape"] = "the model has no weight of that name"
-    state, reason = _standing_of_part(part, shape, held.standing)
+    standing = _standing_of_part(part, shape, held.standing)
     return AppliedPatch(
         held.key,
         change.adapter_type,
         _PATCH_TYPES.get(change.kind) or patch_type_by_words(part.kept_value),
         str(type(part.kept_value)),
-        state,
-        reason,
+        standing.state,
+        standing.reason,
         held.source,
         index,
         strength=entry.strength,
@@ -203,6 +197,7 @@ def _applied_part(held: PatcherEntry, index: int, part: Part, weight: Tensor | N
         weight_shape=shape,
         offset=entry.offset,
         unavailable=unavailable,
+        cause=standing.cause,
     )
 
 
@@ -214,7 +209,8 @@ def _standing_of_part(part: Part, shape: tuple[int, ...] | None, standing: Stand
     if why is not None:
         return Standing("failed", why)
     if entry.strength == 0 and entry.strength_model == 1 and change.kind != "set":
-        return Standing("inactive", f"its strength is 0 ({standing.state}: {standing.reason})")
+        why = f"its strength is 0 ({standing.state}: {standing.reason})"
+        return Standing("inactive", why, "strength_zero")
     return standing
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchState, PatchType
+from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
 from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, registered
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
@@ -71,16 +71,16 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
 
 
 def _of_layer(name: str, layer: nn.Module, counts: dict[str, int]) -> Iterator[AppliedPatch]:
-    standing = standing_of(layer)
-    for adapter in sorted(adapters_of(layer), key=standing.order):
-        for patch in _of_adapter(name, layer, adapter, standing):
+    states = adapter_states(layer)
+    for adapter in sorted(adapters_of(layer), key=states.order):
+        for patch in _of_adapter(name, layer, adapter, states):
             index = counts.get(patch.key, 0)
             counts[patch.key] = index + 1
             yield replace(patch, index=index)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AdapterStates:
     """Which adapters of a layer act.
 
     Attributes:
@@ -100,36 +100,39 @@ class Standing:
                 return place, names.index(adapter)
         return 2, 0
 
-    def of(self, adapter: str, strength: float | None, kind: AdapterType) -> tuple[PatchState, str]:
-        """How far an adapter has come in this layer, and what that was read from.
+    def of(self, adapter: str, strength: float | None, kind: AdapterType) -> Standing:
+        """How far an adapter has come in this layer.
 
         A DoRA of strength 0 still scales the weight to its own magnitudes.
         """
         if adapter in self.merged:
             if self.disabled:
-                return "merged", UNMERGED_NEXT
-            return "merged", "PEFT lists it among the merged adapters"
+                return Standing("merged", UNMERGED_NEXT)
+            return Standing("merged", "PEFT lists it among the merged adapters")
         if self.disabled:
-            return "inactive", "adapters are switched off"
+            return Standing("inactive", "adapters are switched off", "disabled")
         if adapter not in self.active:
-            return "inactive", f"not among the active adapters: {_listed(self.active)}"
+            return Standing(
+                "inactive", f"not among the active adapters: {_listed(self.active)}", "not_active"
+            )
         if self.merged:
-            return "inactive", f"PEFT does not run it while other adapters are merged: {_listed(self.merged)}"
+            why = f"PEFT does not run it while other adapters are merged: {_listed(self.merged)}"
+            return Standing("inactive", why, "others_merged")
         if strength == 0.0 and kind != "dora":
-            return "inactive", "its strength is 0"
-        return "lazy", "PEFT adds it to the layer's output in each forward pass"
+            return Standing("inactive", "its strength is 0", "strength_zero")
+        return Standing("lazy", "PEFT adds it to the layer's output in each forward pass")
 
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names) if names else "none is"
 
 
-def standing_of(layer: object) -> Standing:
+def adapter_states(layer: object) -> AdapterStates:
     """Read from the layer itself: diffusers and PEFT both set it there."""
     active = attribute(layer, "active_adapters")
     names = (active,) if isinstance(active, str) else sequence(active)
     merged = sequence(attribute(layer, "merged_adapters"))
-    return Standing(
+    return AdapterStates(
         tuple(map(str, names)), tuple(map(str, merged)), attribute(layer, "disable_adapters") is True
     )
 
@@ -141,9 +144,9 @@ def adapters_of(layer: nn.Module) -> list[str]:
     return list(dict.fromkeys(adapter for adapters in held for adapter in adapters))
 
 
-def _of_adapter(name: str, layer: nn.Module, adapter: str, standing: Standing) -> list[AppliedPatch]:
+def _of_adapter(name: str, layer: nn.Module, adapter: str, states: AdapterStates) -> list[AppliedPatch]:
     patches = attempt(
-        lambda: [_applied(name, layer, adapter, change, standing) for change in changes_of(layer, adapter)]
+        lambda: [_applied(name, layer, adapter, change, states) for change in changes_of(layer, adapter)]
     )
     if patches.value is None:
         return [_unreadable(name, layer, adapter, patches.reason or "unknown")]
@@ -169,23 +172,26 @@ class Change:
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
 
-def _applied(name: str, layer: nn.Module, adapter: str, change: Change, standing: Standing) -> AppliedPatch:
+def _applied(
+    name: str, layer: nn.Module, adapter: str, change: Change, states: AdapterStates
+) -> AppliedPatch:
     scales = scales_of(layer, adapter, change)
     shape = _shape(layer, change.parameter)
     unavailable = {**change.unavailable, **scales.unavailable}
     if shape is None:
         unavailable["weight_shape"] = "the layer has no weight of that name"
-    state, reason = standing.of(adapter, scales.strength, change.kind)
+    standing = states.of(adapter, scales.strength, change.kind)
     why = adapter_misfit(change, shape)
     if why is not None:
-        state, reason = "failed", why
+        standing = Standing("failed", why)
     return AppliedPatch(
         key=f"{name}.{change.parameter}" if name else change.parameter,
         adapter_type=change.kind,
         patch_type=_PATCH_TYPES.get(change.kind, "unknown"),
         data_type=str(type(layer)),
-        state=state,
-        state_reason=reason,
+        state=standing.state,
+        state_reason=standing.reason,
+        cause=standing.cause,
         source=adapter,
         strength=scales.strength,
         rank=scales.rank,

@@ -36,9 +36,12 @@ from sigmascope.stages.baseline import (
 )
 from sigmascope.stages.lora_on_model import (
     FUSED,
+    IdleChange,
     application_findings,
     file_findings,
+    has_hooks,
     host_of,
+    idle_changes,
     lora_file_facts,
     match_applied,
     match_file,
@@ -257,6 +260,8 @@ def analyze_lora_application_results(
         applied=applied,
         left_off=left_off,
         before=[patch for model in (unet, clip) for patch in model.patches_before],
+        in_conditioning=has_hooks(node_outputs(lora_result)),
+        idle=_idle_changes(unet, clip) if effective.value is False else (),
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)
     unavailable = reasons({"verdict": verdict, "applied_verdict": on_model, "effective": effective})
@@ -408,6 +413,14 @@ def _is_returned_as_given(analysis: ModelAnalysis, model: object) -> bool:
     if model is None or not is_same(analysis.looks.before, model) or analysis.weights["keys_value_changed"]:
         return model is None
     return analysis.identity["patches_added"] == 0 and host_of(model) == "comfyui"
+
+
+def _idle_changes(*models: ModelAnalysis) -> list[IdleChange]:
+    return [
+        change
+        for model in models
+        for change in attempt(lambda m=model: idle_changes(m.patches_on, m.looks.before)).value or ()  # type: ignore[misc]
+    ]
 
 
 def _count_models(lora_result: object) -> int:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import combinations
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,15 @@ from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.patches import rank_together, sort_patches
 from sigmascope.lora.reader import open_any_kind
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.verdict import LoraVerdict, verdict_finding
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import positions
-from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.reading import Reading, attempt, attribute, lookup, sequence
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.baseline import most_common
-from sigmascope.stages.model_snapshot import ModelPatches, module_of, parts_of
+from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot, mark_of, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
     OnePatch,
@@ -60,6 +60,7 @@ from sigmascope.stages.schema import (
 )
 from sigmascope.stages.signed_patches import Content, contents_of, key_of
 from sigmascope.stages.weight_verdict import NOT_SEEN
+from sigmascope.units import counted
 
 NOT_GIVEN = "no file was given"
 _LEAST_COSINE_OF_FUSED: Final = 0.5
@@ -269,6 +270,19 @@ def host_of(*models: object) -> str:
     return "comfyui" if any_comfyui else "diffusers"
 
 
+def has_hooks(result: object) -> bool:
+    """Whether a node gave ComfyUI's hooks, or conditioning with hooks: ((tensor, options), …), alone or among others."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    return bool(attempt(lambda: any(_is_hooked(output) for output in outputs)).value)
+
+
+def _is_hooked(output: object) -> bool:
+    if isinstance(attribute(output, "hooks"), list):
+        return True
+    entries = sequence(output)
+    return any(len(pair) > 1 and lookup(pair[1], "hooks") is not None for pair in map(sequence, entries))
+
+
 def names_of_all(unet: object, clip: object) -> tuple[Callable[[str], str], Callable[[str], str]]:
     """The names that weights of the denoiser, and of the text encoders, have among those of all models together."""
     modules = _named_modules(unet, clip)
@@ -476,19 +490,24 @@ _ABOUT_NAMES: Final = frozenset(
     {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
 )
 """Those that no longer matter where every module was found on the model."""
-_ACTING: Final = ("registered", "lazy", "merged")
-_OF_MISSING: Final = frozenset({"lora_not_loaded", "lora_partly_loaded"})
-_LEFT_OFF: Final = Finding(
-    "lora_not_applied",
-    "warning",
-    "The models are the same objects as before, and nothing was registered on them.",
-    {"patched_keys": 0},
-    "ComfyUI's loader returns them unchanged if both strengths are 0. Otherwise, pass the models that it returned.",
+_FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
+"""Findings on a file that say already why nothing is on the models."""
+_CONSEQUENCES: Final = frozenset(
+    {"lora_not_loaded", "lora_partly_loaded", "lora_not_acting", "lora_inactive"}
 )
+"""What follows where a LoRA changes nothing for a known reason."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _MUCH_OVERLAP: Final = 0.5
 _Evidence = dict[str, JsonScalar]
 _Models = Sequence[tuple[str, WeightChanges, PatchAnalysis]]
+
+
+class IdleChange(NamedTuple):
+    """A change that has no effect: its weight, the id of the reason, and what only this reason's words need."""
+
+    key: str
+    cause: str
+    why: str = ""
 
 
 def application_findings(
@@ -499,6 +518,8 @@ def application_findings(
     applied: bool,
     left_off: bool,
     before: Sequence[AppliedPatch] = (),
+    in_conditioning: bool = False,
+    idle: Collection[IdleChange] = (),
 ) -> list[Finding]:
     """What is wrong with the application or worth knowing of it, the worst first.
 
@@ -509,6 +530,8 @@ def application_findings(
         applied: Whether the host says that it applied the LoRA.
         left_off: Whether it gave back the models as they went in.
         before: The changes that were on them at the baseline.
+        in_conditioning: Whether it gave back hooks, or conditioning with hooks.
+        idle: Where the models have changes and none has an effect, why each has none.
     """
     findings: list[Finding] = []
     for name, weights, patches in models:
@@ -516,9 +539,16 @@ def application_findings(
     known = {finding.id for finding in findings}
     distinct = {(finding.id, finding.message): finding for finding in of_file if finding.id not in known}
     findings += distinct.values()
-    if left_off:
-        findings = [finding for finding in findings if finding.id not in _OF_MISSING] + [_LEFT_OFF]
-    elif not any(finding.id == "lora_not_loaded" for finding in findings):
+    file_is_why = any(finding.id in _FILE_IS_WHY for finding in of_file)
+    if in_conditioning and not effective.value and not file_is_why:
+        findings = [one for one in findings if one.id not in _CONSEQUENCES]
+        findings.append(verdict_finding("lora_in_conditioning"))
+    elif left_off and not file_is_why:
+        findings = [finding for finding in findings if finding.id not in _CONSEQUENCES]
+        findings.append(verdict_finding("lora_left_off", {"patched_keys": 0}))
+    elif effective.value is False and idle:
+        findings = _with_causes(findings, idle)
+    elif not file_is_why and not any(finding.id == "lora_not_loaded" for finding in findings):
         findings += _on_whole(models, effective, applied, before)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return [replace(finding, stage=STAGE) for finding in findings]
@@ -544,31 +574,35 @@ def _on_whole(
 ) -> Iterator[Finding]:
     patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in models)
     read = any(patches["total_patched_keys"] is not None for _, _, patches in models)
-    evidence = {"patched_keys": patched, "host_says_applied": applied}
+    evidence: _Evidence = {"patched_keys": patched, "host_says_applied": applied}
     if effective.value is None and (read or effective.reason != NOT_SEEN):
-        message = "No change is registered on the models, and their earlier weights are not known."
-        if effective.reason != NOT_SEEN:
-            message = (
-                f"Whether the models compute something else than before is not known: {effective.reason}."
-            )
-        advice = "Take the baseline before you apply the LoRA, while the weights are in memory."
-        yield Finding("lora_not_seen", "warning", message, evidence, advice)
-    if effective.value is not False:
-        return
-    is_acting = any(patches["states"].get(state) for _, _, patches in models for state in _ACTING)
-    if before and (not patched or (is_acting and sort_patches(before).acting)):
-        return  # something idle was taken off, or the same acts as before
-    if patched:
-        message = f"{patched} weights have changes, but none of them has an effect."
-        advice = "Check the states: the strength is 0, the adapter is off, or the shapes do not match."
-        yield Finding("lora_without_effect", "warning", message, evidence, advice)
-    else:
-        message = "No weight of the models changed, and no change was registered."
-        advice = (
-            "The host may report this only in its log. Compare the file with the model: "
-            "sigmascope lora inspect FILE --model MODEL."
+        yield verdict_finding("lora_not_seen", evidence, why=effective.reason)
+    elif effective.value is False and not patched and not before:
+        yield verdict_finding("lora_not_applied", evidence)
+
+
+def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:
+    """The findings with why no change has an effect, the reason of most changes first, and without what follows from it."""
+    by_cause: dict[str, list[IdleChange]] = {}
+    for change in idle:
+        by_cause.setdefault(change.cause, []).append(change)
+    known = {finding.id for finding in findings}
+    causes = [
+        verdict_finding(
+            cause,
+            {"patched_keys": len(changes), "example": changes[0].key},
+            weights=counted(len({change.key for change in changes}), "weight"),
+            modules=counted(len({change.key for change in changes}), "weight"),
+            why=changes[0].why,
+            dtype=changes[0].why,
         )
-        yield Finding("lora_not_applied", "error", message, evidence, advice)
+        for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
+        if cause not in known | {"lora_changes_failed"}
+    ]
+    kept = [one for one in findings if one.id not in _CONSEQUENCES or one.id == "lora_not_loaded"]
+    if any(cause != "lora_without_effect" for cause in by_cause):
+        kept = [one for one in kept if one.id != "lora_not_loaded"]
+    return [*causes, *kept]
 
 
 def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
@@ -577,18 +611,23 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     states, total = patches["states"], patches["total_patched_keys"] or 0
     if failed:
         key, reason = next(iter(failed.items()))
-        message = f"{name}: {len(failed)} weights cannot be changed, such as {key}: {reason}."
-        evidence: _Evidence = {"keys": len(failed), "example": key, "reason": reason}
-        advice = "The LoRA is for a model with other layer sizes."
-        yield Finding("lora_changes_failed", "error", message, evidence, advice)
+        yield verdict_finding(
+            "lora_changes_failed",
+            {"keys": len(failed), "example": key, "reason": reason},
+            model=name,
+            count=counted(len(failed), "weight"),
+            first=key,
+            reason=reason,
+        )
     if not_finite:
         key = not_finite[0]
-        message = f"{name}: the changes of {len(not_finite)} weights hold NaN or Inf, such as {key}."
-        advice = (
-            "Take the LoRA off: every image through these weights is black or noise. "
-            "Train it in bf16 or float32."
+        hold = (
+            "change of 1 weight holds"
+            if len(not_finite) == 1
+            else f"changes of {len(not_finite)} weights hold"
         )
-        yield Finding("lora_not_finite", "error", message, {"keys": len(not_finite), "example": key}, advice)
+        evidence: _Evidence = {"keys": len(not_finite), "example": key}
+        yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
         message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
@@ -596,14 +635,70 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         evidence = {"keys": keys, "example": twice["example"]}
         yield Finding("lora_applied_twice", "warning", message, evidence, advice)
     yield from _on_overlaps(name, patches)
-    if states.get("registered"):
-        message = f"{name}: {states['registered']} changes are registered but not in the weights yet."
-        advice = "ComfyUI merges them when it loads the model for sampling; until then the figures are predictions."
-        evidence = {"registered": states["registered"], "keys": total}
-        yield Finding("lora_registered_only", "info", message, evidence, advice)
-    if states.get("inactive"):
-        message = f"{name}: {states['inactive']} changes are off or have strength 0."
-        yield Finding("lora_inactive", "info", message, {"inactive": states["inactive"], "keys": total})
+    if waiting := states.get("registered"):
+        evidence = {"registered": waiting, "keys": total}
+        count = counted(waiting, "change is", "changes are")
+        yield verdict_finding("lora_registered_only", evidence, model=name, count=count)
+    if inactive := states.get("inactive"):
+        count = counted(inactive, "change is", "changes are")
+        evidence = {"inactive": inactive, "keys": total}
+        yield verdict_finding("lora_inactive", evidence, model=name, count=count)
+
+
+def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChange]:
+    """Why each change on a model has no effect, where none has: of merged ones, by the elements that the baseline has.
+
+    Args:
+        applied: The changes on the model, whose tensors are looked at; an accelerator is waited for.
+        before: The model at the baseline.
+    """
+    return [IdleChange(patch.key, *_why_idle(patch, before)) for patch in applied.patches]
+
+
+def _why_idle(patch: AppliedPatch, before: ModelSnapshot) -> tuple[str, str]:
+    if patch.state == "failed":
+        return "lora_changes_failed", patch.state_reason
+    if patch.scale == 0.0:
+        return "lora_alpha_zero", ""
+    read = attempt(
+        lambda: patch.adapter_type in _PRODUCTS and any(not t.any() for t in patch.tensors.values())
+    )
+    if read.value:
+        return "lora_is_zero", ""
+    if patch.cause is not None:
+        return f"lora_{patch.cause}", ""
+    if mark_of(patch) in before.marks.get(patch.key, ()):
+        return "lora_as_before", ""
+    dtype = attempt(lambda: _lost_in(patch, before)).value
+    if dtype is not None:
+        return "lora_lost_in_rounding", dtype
+    return (
+        "lora_without_effect",
+        f"{patch.state_reason or 'its state is not known'}, and the weight is as before",
+    )
+
+
+_PRODUCTS: Final = frozenset({"lora", "loha", "lokr", "diff"})
+"""Kinds whose change is zero where one of their tensors is."""
+
+
+def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
+    """The weight's dtype if a merged change is below half a step of it, in all elements of the baseline; else None."""
+    sample = before.samples.get(patch.key)
+    if (
+        patch.state != "merged"
+        or patch.adapter_type != "lora"
+        or sample is None
+        or patch.weight_shape is None
+    ):
+        return None
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    factors = LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+    change = _elements_of_change(factors) * (patch.scale or 0.0) * (patch.strength or 0.0)
+    old = as_float64(sample)
+    dtype = sample.dtype
+    is_lost = len(change) == len(old) and torch.equal((old + change).to(dtype), old.to(dtype))
+    return str(dtype).removeprefix("torch.") if is_lost else None
 
 
 def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ def test_strength_of_0_is_no_effective_change(own: Styled) -> None:
     analysis = own.analysis()
     assert analysis["effective"] is False
     assert analysis["unet_weight_changes"]["keys_value_changed"] == {}
-    assert [f["id"] for f in analysis["findings"] if f["severity"] == "warning"].count("lora_without_effect")
+    assert [f["id"] for f in analysis["findings"] if f["severity"] == "warning"].count("lora_strength_zero")
     assert torch.equal(generate(own.pipeline, own.family), own.bare_image)
 
 

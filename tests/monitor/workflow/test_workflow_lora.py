@@ -63,8 +63,8 @@ def test_the_record_is_read_again_as_it_was(monitor: sigmascope.WorkflowMonitor,
 def test_findings_are_the_runs(monitor: sigmascope.WorkflowMonitor, unet: ModelPatcher) -> None:
     apply(monitor, unet, strength=0.0)
     found = {finding.id: finding for finding in monitor.run().findings}
-    assert found["lora_without_effect"].severity == "warning"
-    assert found["lora_without_effect"].stage == "lora_application"
+    assert found["lora_strength_zero"].severity == "warning"
+    assert found["lora_strength_zero"].stage == "lora_application"
 
 
 def test_what_the_step_raised_is_in_the_analysis(

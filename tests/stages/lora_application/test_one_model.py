@@ -56,7 +56,7 @@ def test_a_text_encoder_that_took_nothing_is_found(unet: ModelPatcher, clip: CLI
 def test_strength_zero_for_both_is_no_failure_to_load(unet: ModelPatcher, clip: CLIP, path: Path) -> None:
     baseline = capture_lora_baseline(unet, clip, path)
     found = analyze_lora_application_results(baseline, unet, clip, (unet, clip))
-    assert [(one["id"], one["severity"]) for one in found["findings"]] == [("lora_not_applied", "warning")]
+    assert [(one["id"], one["severity"]) for one in found["findings"]] == [("lora_left_off", "warning")]
     assert found["effective"] is False
 
 

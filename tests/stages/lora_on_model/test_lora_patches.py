@@ -35,7 +35,7 @@ def test_strength_0_has_no_effect(apply: Apply) -> None:
     assert found["unet_lora_patches"]["total_patched_keys"] == 1
     assert found["unet_weight_changes"]["keys_value_changed"] == {}
     assert found["effective"] is False
-    assert found["findings"][0]["id"] == "lora_without_effect"
+    assert found["findings"][0]["id"] == "lora_strength_zero"
 
 
 def test_a_wrong_shape_is_a_finding_with_its_reason(apply: Apply) -> None:

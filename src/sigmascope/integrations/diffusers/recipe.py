@@ -23,7 +23,7 @@ from sigmascope.probes.model_fingerprints import (
     known,
 )
 from sigmascope.probes.models import components_of, modules_in, unwrap
-from sigmascope.probes.peft import adapters_of, number_for, standing_of
+from sigmascope.probes.peft import adapter_states, adapters_of, number_for
 from sigmascope.probes.reading import Reading, attempt
 
 _ATTACHING: Final = "sigmascope.lora.apply"
@@ -146,7 +146,7 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
 
 
 def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
-    standing = standing_of(layer)
+    standing = adapter_states(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
         strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
