@@ -76,7 +76,23 @@ def findings() -> Iterator[str]:
         yield f"| {rule.about} | `{rule.id}` | {' or '.join(rule.severities)} | {rule.says} |"
 
 
-KEPT = {"commands.md": commands, "performance.md": findings}
+def verdicts() -> Iterator[str]:
+    """A row for each reason why a LoRA does nothing: the finding, how grave it is, what it says, what to do."""
+    from sigmascope.lora.verdict import VERDICTS
+
+    yield "| finding | severity | what it says | what to do |\n|---|---|---|---|"
+    for name, row in VERDICTS.items():
+        says = f"… {row.many}" if row.many else row.says
+        shown = re.sub(r"(\{\w+\})+", "…", says).replace("… …", "…").replace("|", "&#124;")
+        advice = row.advice or "Nothing."
+        yield f"| `{name}` | {row.severity} | {shown} | {OF_THE_ERROR.get(name) or advice} |"
+
+
+OF_THE_ERROR = {
+    "lora_unreadable": "What the error says.",
+    "lora_matches_nothing": "What the most frequent reason says.",
+}
+KEPT = {"commands.md": commands, "lora-does-nothing.md": verdicts, "performance.md": findings}
 """What the repository keeps, by page; it stands between two markers."""
 
 
