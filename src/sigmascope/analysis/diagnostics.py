@@ -16,7 +16,7 @@ from sigmascope.analysis.rules import RULES, LooksAt, Rule, Seen, rule
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
 from sigmascope.records.recorded import Recorded, run_of
-from sigmascope.records.run import Finding, Run, Severity, Stage, folded_in_words
+from sigmascope.records.run import IDLE_LORAS, Finding, Run, Severity, Stage, folded_in_words
 from sigmascope.units import printable
 
 __all__ = ["RULES", "diagnose"]
@@ -137,13 +137,19 @@ def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
 
 
 def find_stage_findings(run: Run) -> list[Finding]:
-    """The findings that analyses put on their stages, in the order of the stages."""
-    return [finding for stage in run.walk() for finding in _findings_in_analysis(stage)]
+    """The findings that analyses put on their stages, in the order of the stages; of idle LoRAs each kind once."""
+    findings = [finding for stage in run.walk() for finding in _findings_in_analysis(stage)]
+    known = {finding.id for finding in findings}
+    idle = [finding for stage in run.walk() for finding in _read(stage.facts.get(IDLE_LORAS), stage)]
+    return findings + list({finding.id: finding for finding in idle if finding.id not in known}.values())
 
 
 def _findings_in_analysis(stage: Stage) -> Iterator[Finding]:
     analysis = stage.facts.get(stage.name)
-    findings = analysis.get("findings") if isinstance(analysis, Mapping) else None
+    return _read(analysis.get("findings") if isinstance(analysis, Mapping) else None, stage)
+
+
+def _read(findings: object, stage: Stage) -> Iterator[Finding]:
     for entry in findings if isinstance(findings, list) else ():
         if isinstance(entry, Mapping) and entry.get("severity") in get_args(Severity):
             yield Finding(

@@ -31,6 +31,8 @@ STAGES = (
 Severity = Literal["info", "warning", "error", "critical"]
 DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
+IDLE_LORAS: Final = "idle_loras"
+"""The fact of a generation whose LoRAs all do nothing: findings that say why."""
 RECIPE: Final = "recipe"
 """The fact of a generation that holds what else it was made with: other arguments, models, LoRAs, threads."""
 OUTPUT_HASHES: Final = "output_hashes"

@@ -25,7 +25,7 @@ from sigmascope.integrations.diffusers.arguments import (
 )
 from sigmascope.integrations.diffusers.denoising import Denoising
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
-from sigmascope.integrations.diffusers.recipe import Content, loras_of, models_of
+from sigmascope.integrations.diffusers.recipe import Content, idle_lora_findings, loras_of, models_of
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
     Observer,
@@ -43,7 +43,7 @@ from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.model_fingerprints import told
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
-from sigmascope.records.run import RECIPE, THUMBNAIL, CallFacts
+from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts
 
 GENERATION = "generation"
 RUNS_LATER = "the call returned a generator or coroutine at once: the stages of its work are beside this one, not in it"
@@ -177,6 +177,9 @@ class CallObserver(Observer):
         models = read("watch.recipe", lambda: models_of(pipeline, why_not))
         recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
         recipe |= {"generator_states": states} if states else {}
+        idle = read("watch.lora", lambda: idle_lora_findings(loras or {}))
+        if idle:
+            stage.fact(IDLE_LORAS, idle)
         contents = [*(models or {}).values(), *(lora["content"] for lora in (loras or {}).values())]
 
         def tell() -> None:

@@ -7,6 +7,7 @@ an adapter's file, as download pages give it.
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from sigmascope.probes.model_fingerprints import (
 from sigmascope.probes.models import components_of, modules_in, unwrap
 from sigmascope.probes.peft import adapter_states, adapters_of, number_for
 from sigmascope.probes.reading import Reading, attempt
+from sigmascope.units import counted
 
 _ATTACHING: Final = "sigmascope.lora.apply"
 """Where `attach_lora` is: without it nothing is attached."""
@@ -126,7 +128,7 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
-        number of `layers`, in how many of them it is `active` or merged, the hash of its `content`, and of its file the
+        number of `layers`, in how many of them it is `active` (not of strength 0) or merged, the hash of its `content`, and of its file the
         name and SHA-256 where these are known.
     """
     loras: dict[str, dict[str, Any]] = {}
@@ -145,6 +147,32 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
     return loras
 
 
+def idle_lora_findings(loras: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Why the LoRAs of a call do nothing, where none of them acts.
+
+    A LoRA that was switched off before the watch began has no stage that could say so.
+
+    Args:
+        loras: As `loras_of` gives them.
+    """
+    if not loras or any(lora["active"] for lora in loras.values()):
+        return []
+    causes = {
+        name: "lora_strength_zero" if lora["strength"] == (0.0, 0.0) else "lora_not_active"
+        for name, lora in loras.items()
+    }
+    # Only where a LoRA does nothing is the code loaded that says why.
+    from sigmascope.lora.verdict import verdict_finding
+
+    findings = []
+    for cause in dict.fromkeys(causes.values()):
+        names = [name for name, its in causes.items() if its == cause]
+        layers = sum(loras[name]["layers"] for name in names)
+        evidence = {"layers": layers, "example": names[0]}
+        findings.append(asdict(verdict_finding(cause, evidence, weights=counted(layers, "layer"))))
+    return findings
+
+
 def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
     standing = adapter_states(layer)
     for adapter in adapters_of(layer):
@@ -155,7 +183,7 @@ def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.
             least, most = lora["strength"] or (strength, strength)
             lora["strength"] = (min(least, strength), max(most, strength))
         lora["layers"] += 1
-        is_active = adapter in standing.active and not standing.disabled
+        is_active = adapter in standing.active and not standing.disabled and scale != 0.0
         lora["active"] += is_active or adapter in standing.merged
 
 

@@ -174,3 +174,22 @@ def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
     told = [other_arguments({"image": image})["image"] for image in (first, same, other)]
     assert told[0] == told[1] != told[2]
     assert told[0].startswith("6×4 RGB ")
+
+
+@pytest.mark.parametrize(
+    ("switch_off", "finding", "words"),
+    [
+        (lambda pipeline: pipeline.set_adapters(["style"], [0.0]), "lora_strength_zero", "strength 0"),
+        (lambda pipeline: pipeline.disable_lora(), "lora_not_active", "not active"),
+        (lambda pipeline: pipeline.set_adapters(["style"], [1.0]), None, ""),
+    ],
+)
+def test_a_lora_that_was_off_before_the_watch_began_is_a_finding(
+    switch_off: Any, finding: str | None, words: str, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
+    switch_off(pipeline)
+    found = {one.id: one.message for one in watched(pipeline).findings if one.id.startswith("lora_")}
+    assert list(found) == ([] if finding is None else [finding])
+    assert all(words in message for message in found.values())
