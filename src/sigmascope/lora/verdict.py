@@ -161,7 +161,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_not_active": VerdictRow(
         "warning",
         "The LoRA changes nothing: its adapter is not active on {weights}.",
-        "Make it active: set_adapters in diffusers, set_adapter in PEFT.",
+        "Make it active: set_adapters in diffusers (enable_lora if all are off), set_adapter in PEFT.",
     ),
     "lora_others_merged": VerdictRow(
         "warning",

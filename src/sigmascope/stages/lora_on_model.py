@@ -492,10 +492,10 @@ _ABOUT_NAMES: Final = frozenset(
 """Those that no longer matter where every module was found on the model."""
 _FILE_IS_WHY: Final = frozenset({"lora_matches_nothing", "lora_unreadable"})
 """Findings on a file that say already why nothing is on the models."""
-_CONSEQUENCES: Final = frozenset(
-    {"lora_not_loaded", "lora_partly_loaded", "lora_not_acting", "lora_inactive"}
-)
-"""What follows where a LoRA changes nothing for a known reason."""
+_SAID_BY_CAUSES: Final = frozenset({"lora_not_acting", "lora_inactive"})
+"""What the reasons of idle changes say better."""
+_CONSEQUENCES: Final = _SAID_BY_CAUSES | {"lora_not_loaded", "lora_partly_loaded"}
+"""What follows where the models were given back unchanged."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 _MUCH_OVERLAP: Final = 0.5
 _Evidence = dict[str, JsonScalar]
@@ -599,9 +599,7 @@ def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> l
         for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
         if cause not in known | {"lora_changes_failed"}
     ]
-    kept = [one for one in findings if one.id not in _CONSEQUENCES or one.id == "lora_not_loaded"]
-    if any(cause != "lora_without_effect" for cause in by_cause):
-        kept = [one for one in kept if one.id != "lora_not_loaded"]
+    kept = [one for one in findings if one.id not in _SAID_BY_CAUSES]
     return [*causes, *kept]
 
 

@@ -355,6 +355,22 @@ def in_peft(change: Callable[[Any], None], folder: Path, **how: Any) -> Findings
     return found(analyze_lora_application_results(baseline, model, None, (model, None)))
 
 
+def unlike_its_file(zero: bool, folder: Path) -> Findings:
+    """An adapter whose factors never came from the file, as where a loader ignores that no key matched."""
+    import peft
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"to_q": nn.Linear(8, 8)})
+    factors = {"unet.to_q.lora_A.weight": torch.randn(2, 8), "unet.to_q.lora_B.weight": torch.randn(8, 2)}
+    save_file(factors, folder / "lora.safetensors")
+    baseline = capture_lora_baseline(model, None, folder / "lora.safetensors")
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=zero)
+    peft.inject_adapter_in_model(config, model, "style")
+    if not zero:
+        model["to_q"].set_scale("style", 0.0)  # type: ignore[operator]
+    return found(analyze_lora_application_results(baseline, model, None, (model, None)))
+
+
 def layers(model: nn.Module) -> list[Any]:
     return [model[0], model[1]]  # type: ignore[index]
 
@@ -382,6 +398,9 @@ def peft_plants() -> Iterator[Plant]:
             ("lora_not_active", "not active|no adapter is active", on_layers("set_adapter", [])),
         ):
             yield Plant(reason, phrase, f"PEFT {how}", partial(in_peft, change, **how))
+    for zero in (True, False):
+        ignored = partial(unlike_its_file, zero)
+        yield Plant("lora_not_loaded", "None of the file's 1 module is on the model", f"zero {zero}", ignored)
     merge = on_layers("merge")
     yield Plant(
         "lora_as_before", "when the baseline was taken", "PEFT merged", partial(in_peft, merge, before=True)
