@@ -174,7 +174,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Leave it unmerged, raise its strength, or use a base of more bits.",
     ),
     "lora_as_before": VerdictRow(
-        "warning",
+        "info",
         "Nothing changed: {weights} had the same changes when the baseline was taken.",
         "Take the baseline before you apply the LoRA.",
     ),
@@ -228,7 +228,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_not_seen": VerdictRow(
         "warning",
-        "Whether the LoRA acts is unknown, because no change is registered and the earlier weights are not known.",
+        "Whether the LoRA acts is unknown, because {why}.",
         "Take the baseline before you apply the LoRA, while the weights are in memory.",
     ),
 }

@@ -47,7 +47,7 @@ from sigmascope.probes.reading import Reading, attempt, attribute, lookup, seque
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.stages.baseline import most_common
-from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot, mark_of, module_of, parts_of
+from sigmascope.stages.model_snapshot import ModelPatches, ModelSnapshot, module_of, parts_of
 from sigmascope.stages.schema import (
     LoraFileFacts,
     OnePatch,
@@ -650,10 +650,12 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
         applied: The changes on the model, whose tensors are looked at; an accelerator is waited for.
         before: The model at the baseline.
     """
-    return [IdleChange(patch.key, *_why_idle(patch, before)) for patch in applied.patches]
+    kept = attempt(before.kept.result).value
+    acted = {patch.key for patch in sort_patches(kept.patches if kept else ()).acting}
+    return [IdleChange(patch.key, *_why_idle(patch, before, acted)) for patch in applied.patches]
 
 
-def _why_idle(patch: AppliedPatch, before: ModelSnapshot) -> tuple[str, str]:
+def _why_idle(patch: AppliedPatch, before: ModelSnapshot, acted: Collection[str]) -> tuple[str, str]:
     if patch.state == "failed":
         return "lora_changes_failed", patch.state_reason
     if patch.scale == 0.0:
@@ -665,7 +667,7 @@ def _why_idle(patch: AppliedPatch, before: ModelSnapshot) -> tuple[str, str]:
         return "lora_is_zero", ""
     if patch.cause is not None:
         return f"lora_{patch.cause}", ""
-    if mark_of(patch) in before.marks.get(patch.key, ()):
+    if patch.key in acted:
         return "lora_as_before", ""
     dtype = attempt(lambda: _lost_in(patch, before)).value
     if dtype is not None:
