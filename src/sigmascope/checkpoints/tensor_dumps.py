@@ -521,7 +521,7 @@ def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
     try:
         fields = {name: serialization.loads(texts.get(name, "{}")) for name in _JSON_FIELDS}
         return _parsed_metadata(texts, fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it again."
         ) from error

@@ -55,8 +55,13 @@ class WatchedProcess:
     def start(self) -> None:
         """Wait for the import. Python calls the functions of `atexit` in reverse: ours is the last."""
         atexit.register(self._end)
-        FINDER.time_imports()
-        self._end_waiting = [FINDER.wait(name, self._begin) for name in STARTS_WITH]
+        try:
+            FINDER.time_imports()
+            for name in STARTS_WITH:
+                self._end_waiting.append(FINDER.wait(name, self._begin))
+        except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
+            self._wait_no_more()
+            _say_unwatched(failure)
         if any(name in sys.modules for name in STARTS_WITH):
             self._begin()
 
@@ -84,8 +89,7 @@ class WatchedProcess:
                 self._process_id = os.getpid()
                 self._end_with_multiprocessing()
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
-            is_ours = type(failure).__module__ == "sigmascope.errors"  # these say all in words
-            say(f"nothing is watched: {'' if is_ours else type(failure).__name__ + ': '}{failure}")
+            _say_unwatched(failure)
 
     def _end_with_multiprocessing(self) -> None:
         """Its forked children leave without `atexit`."""
@@ -110,6 +114,11 @@ class WatchedProcess:
 
 
 _process: WatchedProcess | None = None
+
+
+def _say_unwatched(failure: Exception) -> None:
+    is_ours = type(failure).__module__ == "sigmascope.errors"  # these say all in words
+    say(f"nothing is watched: {'' if is_ours else type(failure).__name__ + ': '}{failure}")
 
 
 def say(line: str) -> None:

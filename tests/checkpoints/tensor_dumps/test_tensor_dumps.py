@@ -191,6 +191,7 @@ def header_replaced(path: Path, old: bytes, new: bytes) -> None:
         (b'"sigmascope_dump":"1"', b'"sigmascope_dump":"9"', "version '9'"),
         (b'\\"dtype\\":', b'\\"dtyp\\":', "header is damaged"),
         (b'"tensors":"{', b'"tensors":"[', "header is damaged"),
+        (b'"tensors":', b'"prompt":"{\\"privacy\\":\\"eash\\"}","tensors":', "header is damaged .*eash"),
     ],
 )
 def test_a_damaged_header_is_one_clear_error(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:

@@ -7,8 +7,11 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
+import torch
 
-from sigmascope.integrations.imports import Finder
+from sigmascope.integrations.autostart import WatchedProcess
+from sigmascope.integrations.imports import FINDER, Finder
+from sigmascope.integrations.watch_settings import Settings
 
 
 @pytest.fixture
@@ -113,3 +116,19 @@ def test_what_fails_while_it_begins_to_wait_leaves_nothing(
     end()
     assert finder not in sys.meta_path
     assert finder._waiting == {}
+
+
+@pytest.mark.parametrize("broken", ["time_imports", "wait"])
+def test_a_watch_that_cannot_begin_to_wait_is_told_of_and_not_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    def raise_planted(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(Finder, broken, raise_planted)
+    process = WatchedProcess(Settings())
+    process.start()
+    process._end()
+    assert "nothing is watched: OutOfMemoryError: planted" in capsys.readouterr().err
+    assert FINDER not in sys.meta_path
