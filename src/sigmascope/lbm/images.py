@@ -41,8 +41,17 @@ JPEG_QUALITY = 95
 """Of WebP too."""
 _SSIM_WINDOW: Final = 11
 """Pixels a side under the Gaussian of `ssim`."""
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
-"""What Pillow's decoders raise on damaged files."""
+DECODER_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow's decoders raise on damaged files: a chunk may claim to have gigabytes."""
 PIXEL_LIMIT: Final = "SIGMASCOPE_MAX_PIXELS"
 """The environment variable that says how many pixels a picture may have."""
 _PIXELS: Final = 89_478_485  # where Pillow begins to warn
@@ -89,9 +98,14 @@ def load_image(path: str | Path) -> Image.Image:
     except DECODER_ERRORS as error:
         raise FileError(
             path,
-            f"the picture cannot be decoded ({error}).",
+            f"the picture cannot be decoded ({why_not_decoded(error)}).",
             hint="The file is damaged; download or save it again.",
         ) from error
+
+
+def why_not_decoded(error: Exception) -> str:
+    """What one of `DECODER_ERRORS` says."""
+    return str(error) or "it takes more memory than there is"
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from sigmascope.lbm.images import (
     open_picture,
     to_rgb,
     upright_size,
+    why_not_decoded,
 )
 from sigmascope.lbm.shards import RawSample, find_member, wanted_members
 
@@ -214,7 +215,7 @@ def _opened(stream: ByteFile) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         raise DataError(f"is not a picture in a supported format ({', '.join(FORMATS)})") from error
     except DECODER_ERRORS as error:
-        raise DataError(f"cannot be decoded ({error})") from error
+        raise DataError(f"cannot be decoded ({why_not_decoded(error)})") from error
 
 
 def decode_mask(data: bytes) -> Image.Image:

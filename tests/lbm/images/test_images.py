@@ -1,3 +1,5 @@
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,25 @@ def test_truncated_picture_is_named(suffix: str, tmp_path: Path) -> None:
         load_image(path)
     assert caught.value.path == path
     assert caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux does")
+def test_a_chunk_that_claims_gigabytes_is_named(tmp_path: Path) -> None:
+    import resource
+
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (16, 16), RED).save(path)
+    raw = path.read_bytes()
+    begin = raw.index(b"IDAT") - 4
+    path.write_bytes(raw[:begin] + struct.pack(">I", 0xF000_0000) + raw[begin + 4 :])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
+    try:
+        with pytest.raises(FileError, match="cannot be decoded"):
+            load_image(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_damaged_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
