@@ -27,7 +27,12 @@ __all__ = [  # fixtures
     "tiny_yaml",
 ]
 
-ON_CPU: Final = os.environ.get("CHECK_DEVICE") == "cpu"
+CHECK_DEVICE: Final = os.environ.get("CHECK_DEVICE", "")
+if CHECK_DEVICE not in ("", "cpu"):
+    raise pytest.UsageError(
+        f"CHECK_DEVICE={CHECK_DEVICE}: only cpu can be asked for; without it, the GPU is used."
+    )
+ON_CPU: Final = CHECK_DEVICE == "cpu"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

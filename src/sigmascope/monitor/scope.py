@@ -61,6 +61,7 @@ NOT_MARKED = (
     "events are missing at its beginning or end, for example because the accelerator was not in use yet"
 )
 TWO_STREAMS = "it began and ended on two streams of the accelerator, which do not wait for each other"
+UNREADABLE = "the accelerator gave no time between its beginning and end"
 BACKWARDS = "the accelerator's clock says that it ended before it began"
 NOT_IN_USE = "the accelerator was not in use when the stage began"
 GENERATION: Final = "generation"
@@ -690,7 +691,9 @@ class StepTimings:
             while pending and may_ask_of(thread_id) and pending[0][2].event.query():
                 row, start, end = pending.popleft()
                 seconds = start.event.elapsed_seconds(end.event)
-                if seconds is None or seconds >= 0.0:
+                if seconds is None:
+                    self.untold[UNREADABLE] += 1
+                elif seconds >= 0.0:
                     self.seconds[row] = seconds
                 else:
                     self.untold[BACKWARDS] += 1

@@ -53,7 +53,11 @@ class MatmulPrecision:
         torch.set_float32_matmul_precision(self.by_name or _DEFAULT)
         for backend, precision in zip(_BACKENDS, self.by_backend, strict=True):
             if precision is not None:
-                backend.fp32_precision = precision
+                backend.fp32_precision = (
+                    "none"  # which has the one of torch.backends.fp32_precision, now and later
+                )
+                if backend.fp32_precision != precision:
+                    backend.fp32_precision = precision
 
     def __str__(self) -> str:
         """As `sigmascope doctor` says it."""

@@ -127,3 +127,22 @@ def test_a_host_that_set_one_backend_gets_the_bits_of_others_and_its_setting_bac
         assert backend.fp32_precision == "tf32"
     finally:
         backend.fp32_precision = before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch before 2.9")
+def test_backends_that_follow_one_setting_still_follow_it() -> None:
+    setting: Any = torch.backends
+    backends = [setting.cuda.matmul, setting.mkldnn.matmul]
+    before = setting.fp32_precision, [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "none"
+        setting.fp32_precision = "tf32"
+        assert {backend.fp32_precision for backend in backends} == {"tf32"}
+        list(run_layers({"a": 1}, lambda _: None))
+        setting.fp32_precision = "ieee"
+        assert {backend.fp32_precision for backend in backends} == {"ieee"}
+    finally:
+        setting.fp32_precision = before[0]
+        for backend, own in zip(backends, before[1], strict=True):
+            backend.fp32_precision = own

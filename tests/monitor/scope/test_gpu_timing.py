@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.scope import BACKWARDS, TWO_STREAMS
+from sigmascope.monitor.scope import BACKWARDS, TWO_STREAMS, UNREADABLE
 from sigmascope.probes import AcceleratorEvent, NullAccelerator
 
 if TYPE_CHECKING:
@@ -189,6 +189,18 @@ def test_a_clock_that_goes_backwards_tells_no_time(timed: Recorder, accelerator:
     assert stage.steps.gpu_seconds == (0.5, None)
     assert stage.steps.unavailable["gpu_seconds"] == f"1 step: {BACKWARDS}"
     assert stage.unavailable["device_seconds"] == BACKWARDS
+
+
+def test_a_time_that_the_accelerator_refuses_is_told_of_as_that(
+    timed: Recorder, accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.monitor.conftest import FakeEvent
+
+    monkeypatch.setattr(FakeEvent, "elapsed_seconds", lambda *_: None)
+    with timed.stage("denoising"):
+        launch(accelerator, timed, 0.5)
+    accelerator.done_seconds = 10.0
+    assert timed.run().stages[0].unavailable["device_seconds"] == UNREADABLE
 
 
 def test_an_event_that_a_capture_refuses_is_kept_for_later(
