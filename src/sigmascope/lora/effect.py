@@ -38,6 +38,7 @@ from sigmascope.lora.linalg import (
     max_rank,
     root_sum_square,
 )
+from sigmascope.lora.norms_at_once import known_norm_of_sum, known_weight_norm
 from sigmascope.lora.patches import (
     as_factors,
     change_by,
@@ -146,7 +147,8 @@ def _change_norm(patches: Sequence[AppliedPatch], weight: Tensor | None) -> floa
         return 0.0
     shape = weight_shape_of(acting, weight)
     if shape is not None and all(_is_added(patch, shape) for patch in acting):
-        return finite(norm_of_sum([factors_of(patch, shape) for patch in acting]))
+        known = known_norm_of_sum(acting)
+        return finite(norm_of_sum([factors_of(patch, shape) for patch in acting]) if known is None else known)
     return finite(frobenius_norm(delta_of(acting, weight)))
 
 
@@ -301,7 +303,8 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(blocked_norm(weight), "the weight")
+    known = known_weight_norm(weight)
+    return finite(blocked_norm(weight) if known is None else known, "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:

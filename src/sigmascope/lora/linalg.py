@@ -89,6 +89,43 @@ def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
     return math.sqrt(float(torch.stack(energies).sum())) if energies else 0.0
 
 
+def blocked_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """`blocked_norm` of many tensors, with one read of each device."""
+    pieces: list[tuple[int, Tensor]] = []
+    for index, tensor in enumerate(tensors):
+        flat = where_float64_is(tensor.detach()).reshape(-1)
+        starts = range(0, flat.numel(), _CACHED_ELEMENTS)
+        pieces += [(index, flat[start : start + _CACHED_ELEMENTS]) for start in starts]
+    with torch.no_grad():
+        read = read_numbers([_energy(piece).view(1) for _, piece in pieces])
+    energies = [0.0] * len(tensors)
+    for (index, piece), energy in zip(pieces, read, strict=True):
+        is_told = _LEAST_MEAN_SQUARE * piece.numel() <= energy < math.inf
+        energies[index] += energy if is_told else frobenius_norm(piece) ** 2
+    return [math.sqrt(energy) for energy in energies]
+
+
+def _energy(piece: Float[Tensor, " n"]) -> Tensor:
+    """Float64, in one step for what is small or wide; for the rest as `blocked_energy`, which says when it is right."""
+    if piece.dtype in _UP_TO_FLOAT32 and piece.numel() > _FLOAT32_RUN**2:
+        return _energy_in_runs(piece.to(torch.float32))
+    wide = piece.to(torch.float64)
+    return torch.dot(wide, wide)
+
+
+def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """The elements of flat floating tensors one after the other, with one read of each device."""
+    parts: list[list[float]] = [[] for _ in tensors]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        own = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        numbers = torch.cat([tensors[index] for index in own]).cpu().tolist()
+        start = 0
+        for index in own:
+            parts[index] = numbers[start : start + tensors[index].numel()]
+            start += tensors[index].numel()
+    return [number for part in parts for number in part]
+
+
 def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them (`where_float64_is`).
 
@@ -102,13 +139,18 @@ def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
         A float64 scalar; NaN or Inf when the tensor holds any.
     """
     tensor = where_float64_is(tensor)
+    total = _energy_in_runs(tensor)
+    if _LEAST_MEAN_SQUARE * tensor.numel() <= float(total) < math.inf:
+        return total
+    return torch.full_like(total, frobenius_norm(tensor) ** 2)
+
+
+def _energy_in_runs(tensor: Tensor) -> Tensor:
     whole = tensor.numel() - tensor.numel() % _FLOAT32_RUN
     runs = torch.linalg.vector_norm(tensor[:whole].view(-1, _FLOAT32_RUN), dim=1)
     rest = tensor[whole:].to(torch.float64)
     total: Tensor = runs.to(torch.float64).square().sum() + torch.dot(rest, rest)
-    if _LEAST_MEAN_SQUARE * tensor.numel() <= float(total) < math.inf:
-        return total
-    return torch.full_like(total, frobenius_norm(tensor) ** 2)
+    return total
 
 
 def root_sum_square(norms: list[float]) -> float:

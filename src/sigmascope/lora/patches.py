@@ -44,7 +44,7 @@ _ADAPTERS: Final[dict[str, tuple[str, type[Adapter]]]] = {
 
 _COMFYUI_SKEW_EPSILON = 1e-8  # ComfyUI's guard against a division by zero
 
-_CANCELLATION_SHARE: Final = 1e-6
+CANCELLATION_SHARE: Final = 1e-6
 """If a sum is this much shorter than its parts, squares have lost half of float64's digits, and QR is used."""
 _ROUNDING_SHARE: Final = 1e-13
 """If a sum is this much shorter than its parts, they cancel, and it is only float64 rounding."""
@@ -460,7 +460,7 @@ def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
     if len(parts) == 1:
         return norm
     lengths = sqrt(sum(abs(part.weight) ** 2 * _unweighted(part).frobenius_norm() ** 2 for part in parts))
-    if norm > _CANCELLATION_SHARE * lengths:
+    if norm > CANCELLATION_SHARE * lengths:
         return norm
     _, core, _ = whole.orthogonal_form()
     left = float(torch.linalg.vector_norm(core))

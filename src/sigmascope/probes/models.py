@@ -447,13 +447,26 @@ def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(id(inner))
         yield name, inner
-        start = f"{name}." if name else ""
-        waiting += [(start + own, child) for own, child in reversed(children_of(inner).items())]
+        held = registered(inner, "_modules")
+        if held:
+            start = f"{name}." if name else ""
+            children = [(start + own, child) for own, child in held.items() if isinstance(child, nn.Module)]
+            waiting += reversed(children)
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Each module of a model, itself first."""
-    return (part for _, part in named_modules_in(module))
+    """Each module of a model, itself first: as `named_modules_in`, and faster without the names."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        inner = waiting.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        yield inner
+        held = registered(inner, "_modules")
+        if held:
+            waiting += [child for child in reversed([*held.values()]) if isinstance(child, nn.Module)]
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -472,7 +485,8 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
     """What is registered on a module itself, past any `__getattr__` of its own."""
     held = vars(module).get(holder)
-    return held if isinstance(held, Mapping) else {}
+    # The first is asked first, since asking an abstract class takes long for thousands of modules.
+    return held if type(held) is dict or isinstance(held, Mapping) else {}
 
 
 def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -486,7 +500,7 @@ def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules right inside a module, by name."""
     held = registered(module, "_modules")
-    return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
+    return {name: child for name, child in held.items() if isinstance(child, nn.Module)} if held else {}
 
 
 def file_facts(files: object) -> dict[str, Any]:

@@ -35,8 +35,9 @@ from sigmascope.lora.compatibility import (
 from sigmascope.lora.effect import angles_of, effect_of, overlap
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
-from sigmascope.lora.linalg import as_float64, root_sum_square
+from sigmascope.lora.linalg import as_float64, read_numbers, root_sum_square
 from sigmascope.lora.module_names import parse_name
+from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import rank_together, sort_patches
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, verdict_finding
@@ -302,8 +303,11 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
     Args:
         applied: As read. Its tensors are looked at for NaN, Inf and likeness; an accelerator is waited for.
     """
-    finite = {id(patch): _is_finite(patch) for patch in applied.patches}
+    finite = _are_finite(applied.patches)
     by_key, by_source = applied.by_key(), applied.by_source()
+    of_each = [patches for source in by_source.values() for patches in _by_key_of(source).values()]
+    with norms_at_once(map(_acting, of_each), ()):
+        loras = {name: _source_facts(patches, finite) for name, patches in by_source.items()}
     details = {key: _patch_details(patches, finite) for key, patches in by_key.items()}
     broken = [key for key, patches in by_key.items() if any(finite[id(p)].value is False for p in patches)]
     unknown = dict(applied.unavailable)
@@ -312,7 +316,7 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
         "patch_details": details,
         "states": dict(Counter(patch.state for patch in applied.patches)),
         "adapter_types": dict(Counter(patch.adapter_type for patch in applied.patches)),
-        "loras": {name: _source_facts(patches, finite) for name, patches in by_source.items()},
+        "loras": loras,
         "failed": {
             p.key: p.state_reason or "no reason is known" for p in applied.patches if p.state == "failed"
         },
@@ -321,6 +325,15 @@ def patch_analysis(applied: ModelPatches) -> PatchAnalysis:
         "overlaps": overlaps_of(by_source),
         "unavailable": {"total_patched_keys": "; ".join(unknown.values())} if unknown else {},
     }
+
+
+def _by_key_of(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
+    """The changes of each weight."""
+    return ModelPatches(tuple(patches)).by_key()
+
+
+def _acting(patches: Sequence[AppliedPatch]) -> tuple[AppliedPatch, ...]:
+    return sort_patches(patches).acting
 
 
 def _patch_details(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bool]]) -> PatchDetails:
@@ -344,7 +357,7 @@ def _one_patch(patch: AppliedPatch, finite: Reading[bool]) -> OnePatch:
 
 
 def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[bool]]) -> SourceFacts:
-    by_key = ModelPatches(tuple(patches)).by_key()
+    by_key = _by_key_of(patches)
     effects = [effect_of(changes, None) for changes in by_key.values()]
     norms = [effect.delta_norm for effect in effects if effect.delta_norm is not None]
     why = next((effect.unavailable["delta_norm"] for effect in effects if effect.delta_norm is None), None)
@@ -360,26 +373,38 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
     )
 
 
-def _is_finite(patch: AppliedPatch) -> Reading[bool]:
-    """Whether its strength and tensors are finite, or why that is not known."""
+def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:
+    """By `id` whether strength and tensors of each are finite, or why that is not known; one read of each device."""
+    extremes = {id(patch): _extremes(patch) for patch in patches}
+    known = {patch: found.value for patch, found in extremes.items() if found.value is not None}
+    read = attempt(lambda: read_numbers([ends for found in known.values() for ends in found]))
+    finite: dict[int, Reading[bool]] = {
+        patch: Reading(None, found.reason or read.reason) for patch, found in extremes.items()
+    }
+    numbers = iter(read.value or ())
+    for patch in patches if read.value is not None else ():
+        if id(patch) in known:
+            own = [next(numbers) for _ in range(2 * len(known[id(patch)]))]
+            finite[id(patch)] = Reading(all(map(isfinite, [patch.strength or 0.0, *own])))
+    return finite
+
+
+def _extremes(patch: AppliedPatch) -> Reading[list[Tensor]]:
+    """The least and the largest number of each of its tensors, where they are: not finite if any number is not."""
     unread = next((patch.unavailable[name] for name in _UNREADABLE_PARTS if name in patch.unavailable), None)
     if unread is not None and not patch.tensors:
         return Reading(None, unread)
+    floating = [tensor for tensor in patch.tensors.values() if tensor.numel() and tensor.is_floating_point()]
+    if any(tensor.is_meta for tensor in floating):
+        return Reading(None, "its tensors have no values: they are on the meta device")
     with torch.no_grad():
-        return attempt(
-            lambda: (
-                isfinite(patch.strength or 0.0)
-                and all(_has_finite(t.detach()) for t in patch.tensors.values())
-            )
-        )
+        return attempt(lambda: [_ends(tensor.detach()) for tensor in floating])
 
 
-def _has_finite(tensor: Tensor) -> bool:
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
+def _ends(tensor: Tensor) -> Tensor:
     values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
-    low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    ends = torch.stack(torch.aminmax(values))
+    return ends if ends.dtype == torch.float64 else ends.to(torch.float32)
 
 
 def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwice]:

@@ -318,15 +318,19 @@ def explain_content(
     before, after = map(as_float64, samples)
     seen = after - before
     allowed = rounding * float(max(torch.linalg.vector_norm(before), torch.linalg.vector_norm(after)))
-    rest = _length(seen - sum((elements_of(patch, shape) for patch in expected), torch.zeros_like(seen)))
     units = [at_weight(patch, 1.0) for patch in known if not needs_weight(patch) and patch.tensors]
+    elements = {id(unit.tensors): elements_of(unit, shape) for unit in units if unit.offset is None}
+    rest = _length(seen - sum((_added(patch, shape, elements) for patch in expected), torch.zeros_like(seen)))
     count = len(units)
     if not 0 < count < len(seen):
         return tuple(expected) if rest <= allowed else None
-    basis = torch.stack([elements_of(unit, shape) for unit in units], dim=1)
+    basis = torch.stack([_added(unit, shape, elements) for unit in units], dim=1)
     lengths = torch.linalg.vector_norm(basis, dim=0)
     scaled = basis / torch.where(lengths > 0, lengths, 1.0)
-    fitted: Tensor = torch.linalg.lstsq(scaled, seen.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    if count == 1:
+        fitted: Tensor = scaled.mT @ seen
+    else:
+        fitted = torch.linalg.lstsq(scaled, seen.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     rest_of_fit = _length(seen - scaled @ fitted)
     by_chance = rest_of_fit**2 * (1.0 + _BETTER * count / (len(seen) - count))
     if rest <= allowed and rest**2 <= by_chance + (_CANCELLED * allowed) ** 2:
@@ -335,6 +339,14 @@ def explain_content(
         return None
     pairs = zip(units, fitted.tolist(), lengths.tolist(), strict=True)
     return tuple(at_weight(unit, value / length) for unit, value, length in pairs if length > 0 and value)
+
+
+def _added(patch: AppliedPatch, shape: tuple[int, ...], elements: Mapping[int, Tensor]) -> Tensor:
+    """`elements_of`, from what is known of the patch at weight 1."""
+    unit = elements.get(id(patch.tensors))
+    if unit is None or patch.offset is not None or needs_weight(patch):
+        return elements_of(patch, shape)
+    return unit.mul(strength_of(patch) * scale_of_patch(patch))
 
 
 def _length(values: Tensor) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sigmascope.lora.effect import Effect, by_block
 from sigmascope.lora.linalg import root_sum_square
+from sigmascope.lora.norms_at_once import norms_at_once
 from sigmascope.lora.patches import needs_weight
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import Pending
@@ -150,6 +151,18 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
 
 def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
+    evidence = dict(_evidence(looks))
+    sums = [(*(weight.beside.net or ()), *(weight.inside.net or ())) for weight in evidence.values()]
+    with norms_at_once(sums, [weight.now for weight in evidence.values()]):
+        verdicts = {key: judge_weight(weight) for key, weight in evidence.items()}
+    for key, verdict in verdicts.items():
+        is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False
+        if evidence[key].content_changed or is_told:
+            yield key, verdict
+
+
+def _evidence(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightEvidence]]:
+    """What is known of each weight whose content or changes are other than before."""
     before = looks.before
     held, kept = looks.held, looks.kept.value or KeptPatches()
     patches_now, patches_before = looks.applied.by_key(), by_key(kept.patches)
@@ -174,19 +187,19 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
         has_samples = key in samples_before and key in samples_after
-        evidence = WeightEvidence(
-            weight,
-            original_of(key) if key in before.weights else None,
-            beside,
-            inside,
-            content,
-            (samples_before[key], samples_after[key]) if has_samples else None,
-            _distinct((patch for side in sides for patch in side), contents),
-            contents,
+        yield (
+            key,
+            WeightEvidence(
+                weight,
+                original_of(key) if key in before.weights else None,
+                beside,
+                inside,
+                content,
+                (samples_before[key], samples_after[key]) if has_samples else None,
+                _distinct((patch for side in sides for patch in side), contents),
+                contents,
+            ),
         )
-        verdict = judge_weight(evidence)
-        if content or verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False:
-            yield key, verdict
 
 
 def _is_same_by_name(*signed: SignedPatches) -> bool:

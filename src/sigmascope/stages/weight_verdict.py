@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sigmascope.lora.effect import Effect, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm
+from sigmascope.lora.norms_at_once import known_weight_norm
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
@@ -211,9 +212,12 @@ def _with_content(
         return _Found(contents, "contents", bool(inside.now))
     inner = _in_content(weight)
     if inner is not None and beside.net is not None:
-        both = joined(inner, beside.net, contents=weight.contents)
-        effect = _with_weight_norm(weight, net_effect(both, None), inner)
         is_guess = inner is not inside.net
+        if is_guess or by_books is None or inside.is_nothing:
+            both = joined(inner, beside.net, contents=weight.contents)
+            effect = _with_weight_norm(weight, net_effect(both, None), inner)
+        else:  # the same, calculated already
+            effect = by_books
         is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
         return replace(_found(effect, "patches"), within_rounding=is_small)
     together = _sampled_together(weight) if beside.net is not None else None
@@ -308,7 +312,8 @@ def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch])
         return None
     with torch.no_grad():
         shape = tuple(merged.shape)
-        whole = blocked_norm(merged)
+        known = known_weight_norm(merged)
+        whole = blocked_norm(merged) if known is None else known
         inner = sum(_inner_product(merged, factors_of(patch, shape)) for patch in acting)
     squared = whole**2 - 2.0 * inner + effect.delta_norm**2
     return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None

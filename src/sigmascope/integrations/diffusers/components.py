@@ -34,7 +34,6 @@ from sigmascope.integrations.diffusers.watch_session import (
     StageStack,
     WatchedParts,
     current_stack,
-    take_apart,
 )
 from sigmascope.monitor.hooks import (
     After,
@@ -45,7 +44,7 @@ from sigmascope.monitor.hooks import (
     holder_of,
 )
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.probes.models import components_of, file_facts, key_facts, unwrap
+from sigmascope.probes.models import components_of, file_facts, key_facts, module_facts, unwrap
 from sigmascope.probes.reading import keeping_words
 from sigmascope.records.latents import Direction
 from sigmascope.records.prompts import PromptPrivacy
@@ -274,7 +273,7 @@ class LoraObserver(Observer):
         guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
         with self.session.own_work():
-            baseline = guard.read("watch.lora", lambda: LoraModels(target).baseline(path))
+            seen = guard.read("watch.lora", lambda: self._seen_before(target, path))
             adapters = guard.read("watch.lora", lambda: adapters_in(target))
         stage = stack.enter(LORA_STAGE)
 
@@ -287,15 +286,26 @@ class LoraObserver(Observer):
                 if method.startswith("load_") and error is None:
                     asked = kwargs.get("adapter_name")
                     guard.read("watch.lora", lambda: LORA_FILES.loaded(path, adapters or {}, target, asked))
-                self._analyse(stage, target, baseline, error)
+                models, baseline = seen or (LoraModels.of(target, self.session), None)
+                self._analyse(stage, target, models, baseline, error)
 
         return after
 
-    def _analyse(self, stage: LiveStage, target: object, baseline: Any, error: BaseException | None) -> None:
+    def _seen_before(self, target: object, path: str | None) -> tuple["LoraModels", Any]:
+        models = LoraModels.of(target, self.session)
+        return models, models.baseline(path)
+
+    def _analyse(
+        self,
+        stage: LiveStage,
+        target: object,
+        models: "LoraModels",
+        baseline: Any,
+        error: BaseException | None,
+    ) -> None:
         # Only where a LoRA is put on is the code loaded that reads LoRAs.
         from sigmascope.stages.lora_application import analyze_lora_application_results, in_short
 
-        models = LoraModels(target)
         record = stage.record()
         analysis = analyze_lora_application_results(
             baseline,
@@ -309,22 +319,31 @@ class LoraObserver(Observer):
         stage.fact(LORA_STAGE, in_short(analysis))
 
 
+@dataclass(frozen=True, slots=True)
 class LoraModels:
     """The denoiser (or several by name) and text encoders of a pipeline, or a denoiser alone."""
 
-    def __init__(self, target: object) -> None:
-        parts = take_apart(target)
+    denoiser: object
+    encoders: Mapping[str, object] | None
+
+    @classmethod
+    def of(cls, target: object, session: Session) -> "LoraModels":
+        """Those of a pipeline, or a denoiser alone."""
+        if isinstance(target, nn.Module):
+            return cls(target, None)
+        parts = session.parts_of(target)
         denoisers: dict[str, object] = dict(denoisers_of(parts)) or dict(parts.components)
-        self.denoiser: object = next(iter(denoisers.values())) if len(denoisers) == 1 else denoisers
-        self.encoders: Mapping[str, object] | None = dict(parts.of_role("text_encoder")) or None
-        modules = [part.module for part in parts.facts.components.values()]
-        self._nbytes = sum(module.nbytes or 0 for module in modules if module is not None)
-        self._devices = {device for module in modules if module is not None for device in module.devices}
+        denoiser = next(iter(denoisers.values())) if len(denoisers) == 1 else denoisers
+        return cls(denoiser, dict(parts.of_role("text_encoder")) or None)
 
     def keys_to_read(self, path: str | None) -> Literal["lora", "none"]:
         """The weights to compare by content: those that the file changes, or none if that would take long."""
-        small = self._nbytes <= _MOST_BYTES_READ and self._devices <= {"cpu"}
-        return "lora" if small and path is not None else "none"
+        if path is None:
+            return "none"
+        named = self.denoiser if isinstance(self.denoiser, Mapping) else {"": self.denoiser}
+        facts = module_facts({**named, **(self.encoders or {})})
+        is_small = (facts.nbytes or 0) <= _MOST_BYTES_READ and facts.devices.keys() <= {"cpu"}
+        return "lora" if is_small else "none"
 
     def baseline(self, path: str | None) -> LoraBaseline:
         """The models before a LoRA is put on.

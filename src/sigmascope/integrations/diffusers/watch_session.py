@@ -215,6 +215,13 @@ class Session:
         others = list(OPEN_SESSIONS)
         return not any(other.recorder in around and other.wants(pipeline) for other in others)
 
+    def parts_of(self, pipeline: object) -> "WatchedParts":
+        """A pipeline taken apart; with the facts of when it was, as long as it has the same components."""
+        known = self._known.get(pipeline)
+        if known is None or _components_in(known[0]) != _components_in(set_up_of(pipeline)):
+            return take_apart(pipeline)
+        return take_apart(pipeline, known[1])
+
     def _parts(self, pipeline: object) -> "WatchedParts":
         for watched in (pipeline, *pipelines_in(pipeline)):
             self._watched.put(watched, True)
@@ -311,6 +318,11 @@ def pipelines_in(pipeline: object) -> list[object]:
 def set_up_of(pipeline: object) -> tuple[object, ...]:
     """A cheap mark of a pipeline's set-up. If it changes, the pipeline's facts must be read again."""
     return tuple((name, id(part), *_state(part)) for name, part in components_of(pipeline).items())
+
+
+def _components_in(set_up: tuple[object, ...]) -> list[object]:
+    """The names and identities of the components."""
+    return [mark[:2] for mark in set_up if isinstance(mark, tuple)]
 
 
 def _state(part: object) -> tuple[object, ...]:

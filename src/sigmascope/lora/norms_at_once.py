@@ -1,0 +1,137 @@
+"""Norms of many weights and many low-rank changes at once: few operations, and one read of each device.
+
+Within `norms_at_once` the effects of single weights (`sigmascope.lora.effect`) find here what would take a dozen small
+operations each, and on an accelerator a read each that waits. Changes of weights of one shape are stacked: with
+U = [up₁ up₂ …] and D = [down₁; down₂; …] of a weight, all <ΔWᵢ, ΔWⱼ> are sums over blocks of (UᵀU) ∘ (DDᵀ).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from math import sqrt
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigmascope.lora.linalg import as_float64, blocked_norms, is_real, read_numbers
+from sigmascope.lora.patches import CANCELLATION_SHARE, is_product, scale_of_patch, strength_of
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.reading import attempt
+from sigmascope.probes.tensors import why_unreadable
+
+_MOST_BYTES: Final = 1 << 26
+"""Of factors that are stacked in float64 at once."""
+_Factors = tuple[Tensor, Tensor]
+
+
+class _Known(NamedTuple):
+    """What was calculated: <ΔWᵢ, ΔWⱼ> without strengths by the ids of their tensors, ‖W‖ by the id of the weight."""
+
+    products: Mapping[tuple[int, int], float]
+    weights: Mapping[int, float]
+
+
+_NOTHING: Final = _Known({}, {})
+_KNOWN: ContextVar[_Known] = ContextVar("sigmascope_norms_at_once", default=_NOTHING)
+
+
+@contextmanager
+def norms_at_once(changes: Iterable[Sequence[AppliedPatch]], weights: Iterable[Tensor]) -> Iterator[None]:
+    """Let the effects of these changes and weights be found calculated within the block.
+
+    What cannot be calculated here is left to whoever asks, who says why.
+
+    Args:
+        changes: Of each weight those whose sum is asked for. They must live as long as the block.
+        weights: Likewise.
+    """
+    products = attempt(lambda: _products(changes)).value or {}
+    norms = attempt(lambda: _weight_norms(weights)).value or {}
+    token = _KNOWN.set(_Known(products, norms))
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+def known_weight_norm(weight: Tensor) -> float | None:
+    """‖W‖; None if it was not calculated."""
+    return _KNOWN.get().weights.get(id(weight))
+
+
+def known_norm_of_sum(patches: Sequence[AppliedPatch]) -> float | None:
+    """‖Σ sᵢ·ΔWᵢ‖; None if it was not calculated, or if so little is left of the sum that squares do not tell it."""
+    products = _KNOWN.get().products
+    if any((id(patch.tensors), id(patch.tensors)) not in products for patch in patches):
+        return None
+    weights = [strength_of(patch) * scale_of_patch(patch) for patch in patches]
+    ids = [id(patch.tensors) for patch in patches]
+    if len(patches) == 1:
+        return abs(weights[0]) * sqrt(max(products[ids[0], ids[0]], 0.0))
+    pairs = [
+        (one, other) for one in zip(ids, weights, strict=True) for other in zip(ids, weights, strict=True)
+    ]
+    if any((first, second) not in products for (first, _), (second, _) in pairs):
+        return None
+    total = sum(one * other * products[first, second] for (first, one), (second, other) in pairs)
+    lengths = sqrt(sum(weight**2 * max(products[i, i], 0.0) for i, weight in zip(ids, weights, strict=True)))
+    norm = sqrt(max(total, 0.0))
+    return norm if norm > CANCELLATION_SHARE * lengths else None
+
+
+def _products(changes: Iterable[Sequence[AppliedPatch]]) -> dict[tuple[int, int], float]:
+    alike: dict[object, list[dict[int, _Factors]]] = {}
+    for patches in changes:
+        plain = {id(patch.tensors): factors for patch in patches if (factors := _plain_factors(patch))}
+        form = tuple((*map(_form, factors),) for factors in plain.values())
+        if len({device for sides in form for *_, device in sides}) == 1:
+            alike.setdefault(form, []).append(plain)
+    names: list[tuple[int, int]] = []
+    sums: list[Tensor] = []
+    with torch.no_grad():
+        for members in alike.values():
+            first = members[0].values()
+            rank = sum(up.shape[1] for up, _ in first)
+            numbers = sum(up.numel() + down.numel() for up, down in first) + 2 * rank**2
+            step = max(1, _MOST_BYTES // (8 * numbers))
+            for start in range(0, len(members), step):
+                some = members[start : start + step]
+                sums.append(_sums_of_blocks(some).flatten())
+                names += [(one, other) for plain in some for one in plain for other in plain]
+    return dict(zip(names, read_numbers(sums), strict=True))
+
+
+def _plain_factors(patch: AppliedPatch) -> _Factors | None:
+    """Up (out, r) and down (r, in) of a change that is nothing else and has the shape of its weight."""
+    if not is_product(patch) or len(patch.tensors) != 2 or patch.offset is not None:
+        return None
+    up, down = patch.tensors["up"], patch.tensors["down"]
+    if why_unreadable(up) or why_unreadable(down) or up.ndim < 2 or down.ndim < 2:
+        return None
+    up, down = up.detach().flatten(1), down.detach().flatten(1)
+    is_pair = up.shape[1] == down.shape[0] and is_real(up.dtype) and is_real(down.dtype)
+    return (up, down) if is_pair else None
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _sums_of_blocks(members: Sequence[Mapping[int, _Factors]]) -> Tensor:
+    """(weights, n, n): the inner products of the n changes of each weight."""
+    of_each = list(zip(*(plain.values() for plain in members), strict=True))
+    ups = torch.cat([as_float64(torch.stack([up for up, _ in same])) for same in of_each], dim=2)
+    downs = torch.cat([as_float64(torch.stack([down for _, down in same])) for same in of_each], dim=1)
+    products = (ups.mT @ ups) * (downs @ downs.mT)
+    ranks = [same[0][0].shape[1] for same in of_each]
+    ends = [*accumulate(ranks)]
+    blocks = [slice(end - rank, end) for end, rank in zip(ends, ranks, strict=True)]
+    sums = [products[:, one, other].sum((1, 2)) for one in blocks for other in blocks]
+    return torch.stack(sums, dim=1)
+
+
+def _weight_norms(weights: Iterable[Tensor]) -> dict[int, float]:
+    known = {id(weight): weight for weight in weights if is_real(weight.dtype) and not why_unreadable(weight)}
+    return dict(zip(known, blocked_norms([*known.values()]), strict=True))
