@@ -249,6 +249,13 @@ def by_adapter(layer: object, name: str) -> dict[str, Any]:
     return {str(adapter): held[adapter] for adapter in list(held.keys())}
 
 
+def held_by(layer: object, name: str, adapter: str) -> Any:
+    """What a layer keeps under `name` for one adapter; None if it keeps nothing."""
+    held = attribute(layer, name)
+    is_kept = isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict) and adapter in held
+    return held[adapter] if is_kept else None
+
+
 def tensor_of(held: object) -> Tensor | None:
     """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
     tensor = held if isinstance(held, Tensor) else attribute(held, "weight")
@@ -256,7 +263,7 @@ def tensor_of(held: object) -> Tensor | None:
 
 
 def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
-    down, up = (tensor_of(by_adapter(layer, name).get(adapter)) for name in ("lora_A", "lora_B"))
+    down, up = (tensor_of(held_by(layer, name, adapter)) for name in ("lora_A", "lora_B"))
     parameter = _parameter(layer)
     reason = _why_no_product(layer, adapter)
     if reason is not None or up is None or down is None:
@@ -264,7 +271,7 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
     if attribute(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
         up, down = down.mT, up.mT
     changes = [_low_rank_change(layer, adapter, parameter, up, down)]
-    bias = attribute(by_adapter(layer, "lora_B").get(adapter), "bias")
+    bias = attribute(held_by(layer, "lora_B", adapter), "bias")
     if isinstance(bias, Tensor):
         changes.append(Change("bias", "diff", {"diff": bias.detach()}))
     return changes
@@ -273,7 +280,7 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
 def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
     """PEFT keeps A (r, words) and B (width, r) of a weight (words, width)."""
     names = ("lora_embedding_A", "lora_embedding_B")
-    first, second = (tensor_of(by_adapter(layer, name).get(adapter)) for name in names)
+    first, second = (tensor_of(held_by(layer, name, adapter)) for name in names)
     if first is None or second is None:
         return [_unknown_change(layer, "weight", "its factors are not where PEFT keeps them")]
     return [_low_rank_change(layer, adapter, "weight", first.mT, second.mT)]
@@ -281,7 +288,7 @@ def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
 
 def _low_rank_change(layer: nn.Module, adapter: str, parameter: str, up: Tensor, down: Tensor) -> Change:
     tensors = {"up": up, "down": down}
-    magnitude = tensor_of(by_adapter(layer, "lora_magnitude_vector").get(adapter))
+    magnitude = tensor_of(held_by(layer, "lora_magnitude_vector", adapter))
     if magnitude is None:
         return Change(parameter, "lora", tensors)
     return Change(parameter, "dora", tensors | {"dora_scale": magnitude})
@@ -291,7 +298,7 @@ def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
     """Why a LoRA is not up · down of the weight, if it is not."""
     if by_adapter(layer, "lora_E"):
         return "AdaLoRA's singular values are not read"
-    variant = by_adapter(layer, "lora_variant").get(adapter)
+    variant = held_by(layer, "lora_variant", adapter)
     name = getattr(variant, "__name__", type(variant).__name__)
     if variant is not None and not name.startswith("Dora"):
         return f"PEFT's {name.removesuffix('Variant')} does more than up · down"
@@ -305,7 +312,7 @@ def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
 def _read_lycoris(
     kind: AdapterType, prefix: str, parts: tuple[str, ...], layer: nn.Module, adapter: str
 ) -> list[Change]:
-    found = {part: tensor_of(by_adapter(layer, prefix + part).get(adapter)) for part in parts}
+    found = {part: tensor_of(held_by(layer, prefix + part, adapter)) for part in parts}
     return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
 
 
@@ -398,14 +405,14 @@ def _strength_and_scale(layer: nn.Module, adapter: str, whole: float) -> Scales:
     if rank is None or alpha is None or rank <= 0:
         why = dict.fromkeys(("rank", "alpha"), "the layer does not store it; the strength includes it")
         return Scales(strength=whole, unavailable=why)
-    scale = alpha / (sqrt(rank) if by_adapter(layer, "use_rslora").get(adapter) is True else rank)
+    scale = alpha / (sqrt(rank) if held_by(layer, "use_rslora", adapter) is True else rank)
     strength = round(whole / scale, _STRENGTH_DIGITS) if scale else 1.0
     return Scales(strength, int(rank), alpha, scale)
 
 
 def number_for(layer: object, name: str, adapter: str) -> float | None:
     """A number that a layer keeps for an adapter."""
-    value = by_adapter(layer, name).get(adapter)
+    value = held_by(layer, name, adapter)
     return None if value is None else number(value)
 
 
@@ -435,17 +442,18 @@ def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    module = _unwrapped(module)
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield name, module
-    inner = wrapped(module)
-    if inner is not None:
-        yield from _walk(name, inner, seen)
-        return
-    for own, child in children_of(module).items():
-        yield from _walk(f"{name}.{own}" if name else own, child, seen)
+    waiting = [(name, module)]
+    while waiting:
+        name, around = waiting.pop()
+        module = _unwrapped(around)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        inner = wrapped(module)
+        start = f"{name}." if name else ""
+        children = [(start + own, child) for own, child in children_of(module).items()]
+        waiting += reversed(children) if inner is None else [(name, inner)]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -456,7 +464,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _inside(module: nn.Module) -> nn.Module | None:
     held = registered(module, "_modules")
-    for name, kinds in _AROUND_WHOLE_MODELS.items():
+    for name, kinds in _AROUND_WHOLE_MODELS.items() if held else ():
         inner = held.get(name)
         if isinstance(inner, nn.Module) and any(base.__name__ in kinds for base in type(module).__mro__):
             return inner

@@ -714,6 +714,7 @@ def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:
         patch.state != "merged"
         or patch.adapter_type != "lora"
         or sample is None
+        or not sample.is_floating_point()
         or patch.weight_shape is None
     ):
         return None

@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -86,7 +86,7 @@ class ModelSnapshot:
         adapter_keys: Names of adapters' own tensors.
         wrapped_keys: How many weights are in layers that an adapter wraps.
         fingerprints: Of the weights that were looked at, as they are without what ComfyUI merged into them.
-        begun_samples: Of the same and of those that had changes, a thousand elements each.
+        begun_samples: Of all weights that can be read, a thousand elements each.
         forwards: What stands before, in place of or behind the modules' own forward passes, and the module's name.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
@@ -172,7 +172,7 @@ def take_snapshot(
     prints = fingerprints(wanted)
     known = {name: reading.value for name, reading in prints.items() if reading.value is not None}
     seen = {name: wanted[name] for name in known}
-    taken = begin_samples(seen | _with_patches(tensors, applied if since is None else since, known))
+    taken = begin_samples(seen | _others(tensors, since, known), floating_only=False)
     seconds = time.perf_counter() - began
     kept = Reading(NOTHING_KEPT)
     if since is None:
@@ -260,12 +260,10 @@ class ModelPatches:
         return _grouped((patch.source or UNNAMED, patch) for patch in self.patches)
 
 
-def _with_patches(
-    weights: Weights, having: ModelPatches | ModelSnapshot, seen: Collection[str]
-) -> dict[str, Tensor]:
-    """The weights with changes at the baseline that are not looked at in full."""
-    keys = having.by_key() if isinstance(having, ModelPatches) else having.samples
-    unpatched = {} if all(key in seen for key in keys) else weights.unpatched
+def _others(weights: Weights, since: ModelSnapshot | None, seen: Collection[str]) -> dict[str, Tensor]:
+    """The weights that are not looked at in full: all of a baseline, later those that it has samples of."""
+    unpatched = weights.unpatched
+    keys: Collection[str] = unpatched if since is None else since.samples
     return {key: unpatched[key] for key in keys if key not in seen and key in unpatched}
 
 
@@ -274,6 +272,8 @@ def _forwards(parts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for prefix, part in parts.items():
         for name, module in adapted_modules(module_of(part)):
             held = vars(module)
+            if not (held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held):
+                continue
             hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
             for around in (*hooks, *filter(None, (held.get("forward"),))):
                 function = getattr(around, "func", around)
@@ -400,11 +400,12 @@ def weights_in(model: object, model_type: str) -> Weights:
     for prefix, part in parts_of(model, model_type).items():
         module = module_of(part)
         kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
+        named = _namer(module)
         for place, tensor in () if module is None else _walk_tensors(module, _Place("", "")):
             if place.in_adapter:
                 adapters[prefix + place.path] = tensor
                 continue
-            name = prefix + _without_wrappers(place.name, module)
+            name = prefix + named(place.name)
             base[name] = tensor
             if place.wrapped:
                 wrapped.add(name)
@@ -421,29 +422,30 @@ class _Place(NamedTuple):
 
 
 def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
-    children = children_of(module)
-    wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
-    in_adapter = place.in_adapter or wraps
-    for own, tensor in (*own_parameters(module), *own_buffers(module, transient=False)):
-        yield _Place(place.name + own, place.path + own, in_adapter, place.wrapped), tensor
-    for child_name, child in children.items():
-        is_inner = wraps and child_name in _WRAPPED
-        name = place.name if is_inner or child_name in _TRANSPARENT else f"{place.name}{child_name}."
-        inner = _Place(
-            name,
-            f"{place.path}{child_name}.",
-            place.in_adapter if is_inner else in_adapter,
-            place.wrapped or is_inner,
-        )
-        yield from _walk_tensors(child, inner)
+    waiting = [(place, module)]
+    while waiting:
+        place, module = waiting.pop()
+        children = children_of(module)
+        wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
+        in_adapter = place.in_adapter or wraps
+        for own, tensor in (*own_parameters(module), *own_buffers(module, transient=False)):
+            yield _Place(place.name + own, place.path + own, in_adapter, place.wrapped), tensor
+        inner: list[tuple[_Place, nn.Module]] = []
+        for child_name, child in children.items():
+            is_inner = wraps and child_name in _WRAPPED
+            name = place.name if is_inner or child_name in _TRANSPARENT else f"{place.name}{child_name}."
+            path = f"{place.path}{child_name}."
+            is_adapter = place.in_adapter if is_inner else in_adapter
+            inner.append((_Place(name, path, is_adapter, place.wrapped or is_inner), child))
+        waiting += reversed(inner)
 
 
-def _without_wrappers(name: str, module: nn.Module | None) -> str:
-    """Without what PEFT's and data parallelism's classes put around a whole model."""
+def _namer(module: nn.Module | None) -> Callable[[str], str]:
+    """Takes off names what PEFT's and data parallelism's classes put around a whole model."""
     classes = {base.__name__ for base in type(module).__mro__}
-    if classes.intersection(_REPLICATING):
-        name = name.removeprefix(_REPLICATED)
-    return name.removeprefix(_BY_PEFT) if "PeftModel" in classes else name
+    replicated = _REPLICATED if classes.intersection(_REPLICATING) else ""
+    by_peft = _BY_PEFT if "PeftModel" in classes else ""
+    return lambda name: name.removeprefix(replicated).removeprefix(by_peft)
 
 
 def weights_nbytes(weights: Weights) -> int | None:

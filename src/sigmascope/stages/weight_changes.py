@@ -55,10 +55,13 @@ class BeforeAndAfter:
     def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The elements that were taken of each weight at both moments, where its content is another now."""
         before, after = self.before, self.after
+        samples, samples_now = before.samples, after.samples
         return {
-            key: (sample, after.samples[key])
-            for key, sample in before.samples.items()
-            if key in after.samples and before.fingerprints.get(key) != after.fingerprints.get(key)
+            key: (sample, samples_now[key])
+            for key, sample in samples.items()
+            if key in samples_now
+            and sample.is_floating_point()
+            and _is_changed(key, before, after, samples, samples_now)
         }
 
 
@@ -126,11 +129,25 @@ def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
     if why:
         return Reading(None, why)
     if looks.applied.patches or (looks.kept.value or KeptPatches()).patches:
-        return Reading(False)
+        unseen = _why_not_seen(before, after)
+        return Reading(None, unseen) if unseen else Reading(False)
     if any(key in after.fingerprints for key in before.fingerprints):
         return Reading(False)
     unavailable = before.unavailable.get("fingerprints") or after.unavailable.get("fingerprints")
     return Reading(None, unavailable or NOT_SEEN)
+
+
+def _why_not_seen(before: ModelSnapshot, after: ModelSnapshot) -> str | None:
+    """Where a LoRA may have been fused that is on the model at neither moment; None if it would have been seen."""
+    read = [snapshot.fingerprints.keys() | snapshot.samples.keys() for snapshot in (before, after)]
+    unseen = [
+        key
+        for key, outline in before.weights.items()
+        if len(outline.shape) > 1 and key in after.weights and not (key in read[0] and key in read[1])
+    ]
+    if not unseen:
+        return None
+    return f"{len(unseen)} weights could not be read at both moments, such as {unseen[0]}"
 
 
 def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | None:
@@ -186,7 +203,8 @@ def _evidence(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightEvidence]]:
         inside = signed_patches(_inside(sides[0]), _inside(sides[1]), contents)
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
-        has_samples = key in samples_before and key in samples_after
+        is_sampled = key in samples_before and key in samples_after
+        has_samples = is_sampled and samples_before[key].is_floating_point()  # codes are no numbers
         yield (
             key,
             WeightEvidence(
@@ -247,7 +265,8 @@ def _is_changed(
         return prints[0] != prints[1]
     if key not in sampled or key not in sampled_now:
         return None
-    return not torch.equal(*(values[key].view(torch.uint8) for values in (sampled, sampled_now)))  # NaN too
+    before_now = sampled[key], sampled_now[key]
+    return not torch.equal(*(values.view(torch.uint8) for values in before_now))  # NaN too
 
 
 def _originals(

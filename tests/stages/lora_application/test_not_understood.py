@@ -183,3 +183,32 @@ def test_comfyuis_patches_are_after_minus_before(
     assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(
         left * delta_norm(), rel=1e-5, abs=0.0
     )
+
+
+@pytest.mark.parametrize("keys", ["none", ["0.weight"]])
+@pytest.mark.parametrize("came_and_went", [False, True])
+def test_a_lora_that_was_fused_and_deleted_between_is_seen_in_weights_that_were_not_read(
+    keys: Any, came_and_went: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 32, bias=False))
+    model = inject_adapter_in_model(LoraConfig(target_modules=["0"], init_lora_weights=False), model, "a")
+    before, baseline = used(model), capture_lora_baseline(model, None, keys=keys)
+    if came_and_went:
+        config = LoraConfig(target_modules=["1"], init_lora_weights=False)
+        model = inject_adapter_in_model(config, model, "b")
+        model[1].merge(adapter_names=["b"])
+        model[1] = model[1].base_layer
+        model[0].set_adapter("a")  # "b" alone was active
+    analysis = told(baseline, model)
+    assert analysis["effective"] is came_and_went is not torch.equal(used(model), before)
+    assert list(analysis["unet_weight_changes"]["keys_value_changed"]) == ["1.weight"] * came_and_went
+
+
+def test_weights_that_cannot_be_read_are_open() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 32, bias=False, device="meta"))
+    model = inject_adapter_in_model(LoraConfig(target_modules=["0"], init_lora_weights=False), model, "a")
+    analysis = told(capture_lora_baseline(model, None, keys="none"), model)
+    assert analysis["effective"] is None
+    assert "1 weights could not be read at both moments" in analysis["unavailable"]["effective"]
