@@ -1,4 +1,4 @@
-"""Norms of many weights and many low-rank changes at once: few operations, and one read of each device.
+"""Norms and elements of many weights and many low-rank changes at once: few operations, and few reads of each device.
 
 Within `norms_at_once` the effects of single weights (`sigmascope.lora.effect`) find here what would take a dozen small
 operations each, and on an accelerator a read each that waits. Changes of weights of one shape are stacked: with
@@ -18,6 +18,8 @@ from torch import Tensor
 from sigmascope.lora.linalg import as_float64, blocked_norms, is_real, read_numbers
 from sigmascope.lora.patches import CANCELLATION_SHARE, is_product, scale_of_patch, strength_of
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.copies import copy_to_device
+from sigmascope.probes.fingerprints import SAMPLE_SIZE, positions
 from sigmascope.probes.reading import attempt
 from sigmascope.probes.tensors import why_unreadable
 
@@ -26,19 +28,33 @@ _MOST_BYTES: Final = 1 << 26
 _Factors = tuple[Tensor, Tensor]
 
 
+Merged = Iterable[tuple[Tensor, Sequence[AppliedPatch]]]
+
+
 class _Known(NamedTuple):
-    """What was calculated: <ΔWᵢ, ΔWⱼ> without strengths by the ids of their tensors, ‖W‖ by the id of the weight."""
+    """What was calculated, of changes without their strengths, by the ids of their tensors and of weights.
+
+    Attributes:
+        products: <ΔWᵢ, ΔWⱼ>.
+        weights: ‖W‖.
+        inner: <W, ΔWᵢ>.
+        elements: Those of ΔWᵢ that samples take, on the CPU.
+    """
 
     products: Mapping[tuple[int, int], float]
     weights: Mapping[int, float]
+    inner: Mapping[tuple[int, int], float]
+    elements: Mapping[int, Tensor]
 
 
-_NOTHING: Final = _Known({}, {})
+_NOTHING: Final = _Known({}, {}, {}, {})
 _KNOWN: ContextVar[_Known] = ContextVar("sigmascope_norms_at_once", default=_NOTHING)
 
 
 @contextmanager
-def norms_at_once(changes: Iterable[Sequence[AppliedPatch]], weights: Iterable[Tensor]) -> Iterator[None]:
+def norms_at_once(
+    changes: Iterable[Sequence[AppliedPatch]], weights: Iterable[Tensor] = (), merged: Merged = ()
+) -> Iterator[None]:
     """Let the effects of these changes and weights be found calculated within the block.
 
     What cannot be calculated here is left to whoever asks, who says why.
@@ -46,14 +62,30 @@ def norms_at_once(changes: Iterable[Sequence[AppliedPatch]], weights: Iterable[T
     Args:
         changes: Of each weight those whose sum is asked for. They must live as long as the block.
         weights: Likewise.
+        merged: Weights with what may be in them.
     """
+    inside = list(merged)
     products = attempt(lambda: _products(changes)).value or {}
     norms = attempt(lambda: _weight_norms(weights)).value or {}
-    token = _KNOWN.set(_Known(products, norms))
+    inner = attempt(lambda: _inner_products(inside)).value or {}
+    elements = attempt(lambda: _elements(patch for _, patches in inside for patch in patches)).value or {}
+    token = _KNOWN.set(_Known(products, norms, inner, elements))
     try:
         yield
     finally:
         _KNOWN.reset(token)
+
+
+def known_inner_product(weight: Tensor, patch: AppliedPatch) -> float | None:
+    """<W, s·ΔW>; None if it was not calculated."""
+    found = _KNOWN.get().inner.get((id(weight), id(patch.tensors)))
+    return None if found is None else found * strength_of(patch) * scale_of_patch(patch)
+
+
+def known_elements(patch: AppliedPatch) -> Tensor | None:
+    """The elements of s·ΔW that samples take; None if they were not calculated."""
+    found = _KNOWN.get().elements.get(id(patch.tensors)) if patch.offset is None else None
+    return None if found is None else found.mul(strength_of(patch) * scale_of_patch(patch))
 
 
 def known_weight_norm(weight: Tensor) -> float | None:
@@ -82,25 +114,30 @@ def known_norm_of_sum(patches: Sequence[AppliedPatch]) -> float | None:
 
 
 def _products(changes: Iterable[Sequence[AppliedPatch]]) -> dict[tuple[int, int], float]:
-    alike: dict[object, list[dict[int, _Factors]]] = {}
-    for patches in changes:
-        plain = {id(patch.tensors): factors for patch in patches if (factors := _plain_factors(patch))}
-        form = tuple((*map(_form, factors),) for factors in plain.values())
-        if len({device for sides in form for *_, device in sides}) == 1:
-            alike.setdefault(form, []).append(plain)
     names: list[tuple[int, int]] = []
     sums: list[Tensor] = []
     with torch.no_grad():
-        for members in alike.values():
-            first = members[0].values()
-            rank = sum(up.shape[1] for up, _ in first)
-            numbers = sum(up.numel() + down.numel() for up, down in first) + 2 * rank**2
-            step = max(1, _MOST_BYTES // (8 * numbers))
-            for start in range(0, len(members), step):
-                some = members[start : start + step]
-                sums.append(_sums_of_blocks(some).flatten())
-                names += [(one, other) for plain in some for one in plain for other in plain]
+        for some in _alike(changes):
+            sums.append(_sums_of_blocks(some).flatten())
+            names += [(one, other) for plain in some for one in plain for other in plain]
     return dict(zip(names, read_numbers(sums), strict=True))
+
+
+def _alike(changes: Iterable[Sequence[AppliedPatch]]) -> Iterator[list[dict[int, _Factors]]]:
+    """The factors of weights whose plain changes have the same shapes, dtypes and device, some at a time."""
+    alike: dict[object, list[dict[int, _Factors]]] = {}
+    for patches in changes:
+        plain = {id(patch.tensors): factors for patch in patches if (factors := _plain_factors(patch))}
+        for device in dict.fromkeys(up.device for up, _ in plain.values()):
+            own = {name: (up, down) for name, (up, down) in plain.items() if up.device == device}
+            alike.setdefault(tuple((*map(_form, factors),) for factors in own.values()), []).append(own)
+    for members in alike.values():
+        first = members[0].values()
+        rank = sum(up.shape[1] for up, _ in first)
+        numbers = sum(up.numel() + down.numel() for up, down in first) + 2 * rank * max(rank, SAMPLE_SIZE)
+        step = max(1, _MOST_BYTES // (8 * numbers))
+        for start in range(0, len(members), step):
+            yield members[start : start + step]
 
 
 def _plain_factors(patch: AppliedPatch) -> _Factors | None:
@@ -111,7 +148,12 @@ def _plain_factors(patch: AppliedPatch) -> _Factors | None:
     if why_unreadable(up) or why_unreadable(down) or up.ndim < 2 or down.ndim < 2:
         return None
     up, down = up.detach().flatten(1), down.detach().flatten(1)
-    is_pair = up.shape[1] == down.shape[0] and is_real(up.dtype) and is_real(down.dtype)
+    is_pair = (
+        up.shape[1] == down.shape[0]
+        and up.device == down.device
+        and is_real(up.dtype)
+        and is_real(down.dtype)
+    )
     return (up, down) if is_pair else None
 
 
@@ -135,3 +177,56 @@ def _sums_of_blocks(members: Sequence[Mapping[int, _Factors]]) -> Tensor:
 def _weight_norms(weights: Iterable[Tensor]) -> dict[int, float]:
     known = {id(weight): weight for weight in weights if is_real(weight.dtype) and not why_unreadable(weight)}
     return dict(zip(known, blocked_norms([*known.values()]), strict=True))
+
+
+def _inner_products(merged: Merged) -> dict[tuple[int, int], float]:
+    """In float32, which is eight digits of each product; the sums in float64."""
+    names: list[tuple[int, int]] = []
+    sums: list[Tensor] = []
+    with torch.no_grad():
+        for weight, patches in merged:
+            if not is_real(weight.dtype) or why_unreadable(weight):
+                continue
+            matrix = weight.detach().flatten(1).to(torch.float32)
+            for patch in patches:
+                up, down = _plain_factors(patch) or (matrix, matrix)
+                if (up.shape[0], down.shape[1]) != matrix.shape or up is matrix:
+                    continue
+                up, down = (factor.to(matrix.device, torch.float32) for factor in (up, down))
+                sums.append(as_float64((up.mT @ matrix) * down).sum().view(1))
+                names.append((id(weight), id(patch.tensors)))
+    return dict(zip(names, read_numbers(sums), strict=True))
+
+
+def _elements(patches: Iterable[AppliedPatch]) -> dict[int, Tensor]:
+    found: list[tuple[list[int], Tensor]] = []
+    with torch.no_grad():
+        for some in _alike([patch] for patch in patches):
+            ups, downs = (
+                as_float64(torch.stack([factors[side] for plain in some for factors in plain.values()]))
+                for side in (0, 1)
+            )
+            columns = downs.shape[2]
+            where = positions(ups.shape[1] * columns)
+            rows, places = (copy_to_device(part, ups.device) for part in (where // columns, where % columns))
+            elements = (ups[:, rows] * downs[:, :, places].mT).sum(2)
+            found.append(([name for plain in some for name in plain], elements))
+        whole = _on_cpu([elements for _, elements in found])
+    return {
+        name: row
+        for (names, _), rows in zip(found, whole, strict=True)
+        for name, row in zip(names, rows, strict=True)
+    }
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, with one read of each device."""
+    copies = list(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        own = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[index].flatten() for index in own]).cpu()
+        for index, part in zip(
+            own, torch.split(flat, [tensors[index].numel() for index in own]), strict=True
+        ):
+            copies[index] = part.view(tensors[index].shape)
+    return copies

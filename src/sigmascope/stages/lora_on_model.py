@@ -375,18 +375,28 @@ def _source_facts(patches: Sequence[AppliedPatch], finite: dict[int, Reading[boo
 
 def _are_finite(patches: Sequence[AppliedPatch]) -> dict[int, Reading[bool]]:
     """By `id` whether strength and tensors of each are finite, or why that is not known; one read of each device."""
+    strengths = {id(patch): patch.strength or 0.0 for patch in patches}
+    return {
+        patch: Reading(None, found.reason)
+        if found.value is None
+        else Reading(all(map(isfinite, [strengths[patch], *found.value])))
+        for patch, found in _read_extremes(patches).items()
+    }
+
+
+def _read_extremes(patches: Sequence[AppliedPatch]) -> dict[int, Reading[list[float]]]:
+    """By `id` what `_extremes` gives, with one read of each device."""
     extremes = {id(patch): _extremes(patch) for patch in patches}
     known = {patch: found.value for patch, found in extremes.items() if found.value is not None}
     read = attempt(lambda: read_numbers([ends for found in known.values() for ends in found]))
-    finite: dict[int, Reading[bool]] = {
-        patch: Reading(None, found.reason or read.reason) for patch, found in extremes.items()
-    }
     numbers = iter(read.value or ())
-    for patch in patches if read.value is not None else ():
-        if id(patch) in known:
-            own = [next(numbers) for _ in range(2 * len(known[id(patch)]))]
-            finite[id(patch)] = Reading(all(map(isfinite, [patch.strength or 0.0, *own])))
-    return finite
+    told: dict[int, Reading[list[float]]] = {}
+    for patch, found in extremes.items():
+        if patch not in known or read.value is None:
+            told[patch] = Reading(None, found.reason or read.reason)
+        else:
+            told[patch] = Reading([next(numbers) for _ in range(2 * len(known[patch]))])
+    return told
 
 
 def _extremes(patch: AppliedPatch) -> Reading[list[Tensor]]:
@@ -677,18 +687,22 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
     """
     kept = attempt(before.kept.result).value
     acted = {patch.key for patch in sort_patches(kept.patches if kept else ()).acting}
-    return [IdleChange(patch.key, *_why_idle(patch, before, acted)) for patch in applied.patches]
+    ends = {patch: found.value or [] for patch, found in _read_extremes(applied.patches).items()}
+    zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
+    return [
+        IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
+        for patch in applied.patches
+    ]
 
 
-def _why_idle(patch: AppliedPatch, before: ModelSnapshot, acted: Collection[str]) -> tuple[str, str]:
+def _why_idle(
+    patch: AppliedPatch, holds_zero: bool, before: ModelSnapshot, acted: Collection[str]
+) -> tuple[str, str]:
     if patch.state == "failed":
         return "lora_changes_failed", patch.state_reason
     if patch.scale == 0.0:
         return "lora_alpha_zero", ""
-    read = attempt(
-        lambda: patch.adapter_type in _PRODUCTS and any(not t.any() for t in patch.tensors.values())
-    )
-    if read.value:
+    if holds_zero and patch.adapter_type in _PRODUCTS:
         return "lora_is_zero", ""
     if patch.cause is not None:
         return f"lora_{patch.cause}", ""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sigmascope.lora.effect import Effect, delta_of, effect_of, finite, weight_norm
 from sigmascope.lora.linalg import as_float64, frobenius_norm
+from sigmascope.lora.norms_at_once import known_elements
 from sigmascope.lora.patches import (
     factors_of,
     is_product,
@@ -32,6 +33,7 @@ from sigmascope.lora.patches import (
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.copies import HostCopy, Pending, copy_to_host
 from sigmascope.probes.fingerprints import (
+    SAMPLE_SIZE,
     Fingerprint,
     Readings,
     begin_fingerprints,
@@ -319,12 +321,11 @@ def explain_content(
     seen = after - before
     allowed = rounding * float(max(torch.linalg.vector_norm(before), torch.linalg.vector_norm(after)))
     units = [at_weight(patch, 1.0) for patch in known if not needs_weight(patch) and patch.tensors]
-    elements = {id(unit.tensors): elements_of(unit, shape) for unit in units if unit.offset is None}
-    rest = _length(seen - sum((_added(patch, shape, elements) for patch in expected), torch.zeros_like(seen)))
+    rest = _length(seen - sum((elements_of(patch, shape) for patch in expected), torch.zeros_like(seen)))
     count = len(units)
     if not 0 < count < len(seen):
         return tuple(expected) if rest <= allowed else None
-    basis = torch.stack([_added(unit, shape, elements) for unit in units], dim=1)
+    basis = torch.stack([elements_of(unit, shape) for unit in units], dim=1)
     lengths = torch.linalg.vector_norm(basis, dim=0)
     scaled = basis / torch.where(lengths > 0, lengths, 1.0)
     if count == 1:
@@ -341,14 +342,6 @@ def explain_content(
     return tuple(at_weight(unit, value / length) for unit, value, length in pairs if length > 0 and value)
 
 
-def _added(patch: AppliedPatch, shape: tuple[int, ...], elements: Mapping[int, Tensor]) -> Tensor:
-    """`elements_of`, from what is known of the patch at weight 1."""
-    unit = elements.get(id(patch.tensors))
-    if unit is None or patch.offset is not None or needs_weight(patch):
-        return elements_of(patch, shape)
-    return unit.mul(strength_of(patch) * scale_of_patch(patch))
-
-
 def _length(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values))
 
@@ -360,6 +353,9 @@ def elements_of(patch: AppliedPatch, shape: tuple[int, ...]) -> Tensor:
         SigmascopeError: It cannot be calculated.
     """
     rows, columns = shape[0], prod(shape[1:])
+    known = known_elements(patch)
+    if known is not None and len(known) == min(SAMPLE_SIZE, rows * columns):
+        return known
     where = positions(rows * columns)
     if not is_product(patch):
         return delta_of([patch], None).flatten()[where.to(next(iter(patch.tensors.values())).device)].cpu()

@@ -170,7 +170,12 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
     """Of each weight whose content or changes are other than before and that is affected by it."""
     evidence = dict(_evidence(looks))
     sums = [(*(weight.beside.net or ()), *(weight.inside.net or ())) for weight in evidence.values()]
-    with norms_at_once(sums, [weight.now for weight in evidence.values()]):
+    merged = [
+        (weight.now, (*weight.inside.net, *weight.known))
+        for weight in evidence.values()
+        if weight.inside.net is not None and weight.content_changed
+    ]
+    with norms_at_once(sums, [weight.now for weight in evidence.values()], merged):
         verdicts = {key: judge_weight(weight) for key, weight in evidence.items()}
     for key, verdict in verdicts.items():
         is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sigmascope.lora.effect import Effect, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm
-from sigmascope.lora.norms_at_once import known_weight_norm
+from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import Reading, attempt
@@ -314,7 +314,10 @@ def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch])
         shape = tuple(merged.shape)
         known = known_weight_norm(merged)
         whole = blocked_norm(merged) if known is None else known
-        inner = sum(_inner_product(merged, factors_of(patch, shape)) for patch in acting)
+        inner = 0.0
+        for patch in acting:
+            product = known_inner_product(merged, patch)
+            inner += _inner_product(merged, factors_of(patch, shape)) if product is None else product
     squared = whole**2 - 2.0 * inner + effect.delta_norm**2
     return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
 
