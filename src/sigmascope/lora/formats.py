@@ -280,10 +280,14 @@ def alphas_mislead(lora_format: LoraFormat, ranks: Mapping[str, int], layout: Mo
         return False
     models = _by_start(ranks, "_", 2).values()
     return not all(
-        {rank for name, rank in of_model.items() if name.endswith(_ATTENTION_PROJECTIONS)}
-        <= {_usual_rank(of_model)}
+        {rank for name, rank in of_model.items() if is_attention_projection(name)} <= {_usual_rank(of_model)}
         for of_model in models
     )
+
+
+def is_attention_projection(name: str) -> bool:
+    """Whether a module of kohya's format is a projection of attention, by its name."""
+    return name.endswith(_ATTENTION_PROJECTIONS)
 
 
 def _by_start(ranks: Mapping[str, int], separator: str, words: int) -> dict[str, dict[str, int]]:

@@ -25,12 +25,15 @@ from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
 from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
+from sigmascope.lora.hosts import HostReading, host_findings, host_readings
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
+from sigmascope.lora.module_names import file_family
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
@@ -147,6 +150,8 @@ class LoraInspection:
         modules: Every module and change, in the file's order.
         unused_keys: Keys that belong to none.
         metadata: The header.
+        hosts: What diffusers and ComfyUI make of it.
+        findings: `lora_hosts_differ`, if they differ.
     """
 
     path: Path
@@ -155,6 +160,8 @@ class LoraInspection:
     modules: tuple[ModuleStrength, ...]
     unused_keys: tuple[str, ...]
     metadata: dict[str, str]
+    hosts: tuple[HostReading, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def training(self) -> TrainingFacts:
@@ -240,6 +247,8 @@ class LoraInspection:
             "unused_keys": list(self.unused_keys),
             "training": asdict(self.training),
             "metadata": self.metadata,
+            "hosts": [host.as_dict() for host in self.hosts],
+            "findings": [asdict(finding) for finding in self.findings],
             "blocks": [asdict(block) for block in self.blocks],
             "modules": [module.as_dict(spectrum=spectra) for module in self.modules],
         }
@@ -266,6 +275,7 @@ def inspect_lora(
         for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
             strengths[name] = module
             progress(len(strengths), len(sizes), name)
+        hosts = host_readings(path)
         return LoraInspection(
             path=Path(path),
             format=lora.format,
@@ -273,6 +283,8 @@ def inspect_lora(
             modules=tuple(strengths[name] for name in lora.names),
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
+            hosts=hosts,
+            findings=host_findings(hosts, Path(path), file_family(lora).family),
         )
 
 

@@ -6,7 +6,7 @@ can be named and judged, but not formed (`OpaqueChange`).
 
 A module's own alpha overrides PEFT's configuration; without either, the scale is 1. diffusers writes the configuration
 of each component as JSON into the header (`lora_adapter_metadata`: `unet.r`, `unet.lora_alpha`, …), PEFT writes
-`adapter_config.json` beside `adapter_model.safetensors` (`_read_configs`).
+`adapter_config.json` beside `adapter_model.safetensors` (`read_configs`).
 
 Some tools store the requested rank as alpha although the layer allows only r = min(rank, out, in·kh·kw): rank 16 for an
 output convolution of 4 channels gives r = 4 and alpha 16. The factors already are the whole ΔW, and alpha / r = 4 would
@@ -123,7 +123,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     keys = checkpoint.keys()
     groups = group_keys(checkpoint.path, keys)
     lora_format = recognised(checkpoint.path, keys, groups)
-    configs = _read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
+    configs = read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else {}
     reader = EntryReader(checkpoint, configs, check_finite, keep_float8)
     entries = entries_of(checkpoint.path, groups)
     _refuse_twice(checkpoint.path, entries)
@@ -545,7 +545,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
+def read_configs(path: Path, metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """PEFT's configurations of a file, by component.
 
     Args:

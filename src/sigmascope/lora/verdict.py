@@ -144,6 +144,8 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: alpha 0 scales its factors to zero, in {modules}.",
         "Set alpha to the rank, or to what it was trained with.",
     ),
+    # By what hosts make of the file.
+    "lora_hosts_differ": VerdictRow("warning", "{first}; {second}.", "{advice}"),
     # By how far a change has come on the model.
     "lora_changes_failed": VerdictRow(
         "error",

@@ -200,6 +200,8 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
     listed(console, "Measured only beside their base model", waiting, style="cyan")
     listed(console, "Keys that belong to no module", report.unused_keys)
     console.print(facts(_header_facts(report)))
+    console.print(_hosts(report))
+    console.print(findings(report.findings))
 
 
 def _totals(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
@@ -230,6 +232,19 @@ def _blocks(report: "LoraInspection") -> Table:
         for block in report.blocks
     )
     return table("Block", "Modules", "Rank", "Effective", "Strength", "Share", rows=rows)
+
+
+def _hosts(report: "LoraInspection") -> Table:
+    """What each host makes of the denoiser's modules."""
+    from sigmascope.lora.hosts import strengths_in_words
+
+    made = table("Host", "Modules taken", "Strength", "Not known", left=("Not known",))
+    for host in report.hosts:
+        taken = "unknown" if host.taken is None else f"{host.taken} of {host.modules}"
+        made.add_row(
+            plain(host.host), taken, strengths_in_words(host), plain("; ".join(host.unavailable.values()))
+        )
+    return made
 
 
 def _modules(heading: str, modules: "Sequence[ModuleStrength]") -> Table:

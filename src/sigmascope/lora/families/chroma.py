@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX
 
 CHROMA: Final = Family(
@@ -32,4 +32,15 @@ CHROMA: Final = Family(
     """,
     blocks="distilled_guidance_layer\n" + FLUX.blocks,
     encoders={"text_encoder": ("t5xxl",)},
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("comfyui", "lora_transformer_", "diffusers"),
+        Reads("comfyui", "", "diffusers", since="0.33"),
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha"),
+        Reads("diffusers", "transformer.", "diffusers", "down down+alpha", folds_alpha=False),
+        Reads("diffusers", "lora_unet_", "original", "down down+alpha", known=False),
+        Reads("diffusers", "diffusion_model.", "original", "down down+alpha", known=False),
+    ),
 )

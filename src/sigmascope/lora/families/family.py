@@ -136,6 +136,38 @@ class Lost:
     or_refused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Names of a denoiser's modules that a host's loader reads. What `Lost` has is left out all the same.
+
+    Attributes:
+        host: As in `lora.hosts.HOSTS`, without the version.
+        start: What names begin with.
+        naming: Whose paths follow; `also` is `Row.also`.
+        endings: How the tensors' keys may end (`lora.hosts.ending_of`), separated by spaces; "" for any ending.
+        since: The first version that reads them; None if all of `lora.hosts.HOSTS` do.
+        width: The loader divides fused layers at this width, and no other.
+        known: Whether what it does was measured. If not, all that is known is that it might read them.
+        folds_alpha: Whether it multiplies by alpha / rank; otherwise it ignores `.alpha` tensors.
+    """
+
+    host: Literal["diffusers", "comfyui"]
+    start: str
+    naming: Literal["diffusers", "original", "also"]
+    endings: str = ""
+    since: str | None = None
+    width: int | None = None
+    known: bool = True
+    folds_alpha: bool = True
+
+
+COMFYUI_READS: Final = (
+    Reads("comfyui", "lora_unet_", "original"),
+    Reads("comfyui", "diffusion_model.", "original"),
+)
+"""What ComfyUI reads for every model."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models. To add one, write a file with its record beside this one; `known` reads them all.
@@ -173,6 +205,8 @@ class Family:
         kohya_encoders: Prefixes of text encoders' modules in kohya's files.
         kohya_naming: The naming in kohya's files of this family.
         lost: What hosts silently do not load from the formats' files.
+        reads: The names that hosts read; those of a host that is not there were not measured.
+        in_comfyui_since: The first version of ComfyUI in `lora.hosts.HOSTS` that has such models; None for all.
         context_widths: For a U-Net: widths of the context that its cross attention reads; the first is the base
             model's.
         unet_blocks: For a U-Net: its published blocks.
@@ -206,6 +240,8 @@ class Family:
     kohya_encoders: Mapping[Part, str] = field(default_factory=lambda: KOHYA_ENCODERS)
     kohya_naming: Naming = "original"
     lost: tuple[Lost, ...] = ()
+    reads: tuple[Reads, ...] = ()
+    in_comfyui_since: str | None = None
     context_widths: tuple[int, ...] = ()
     unet_blocks: UnetBlocks = UnetBlocks()
     projects_by_convolution: bool = False

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import KOHYA_ENCODERS, Family, Lost, Ratio
+from sigmascope.lora.families.family import COMFYUI_READS, KOHYA_ENCODERS, Family, Lost, Ratio, Reads
 
 BLOCK_LAYERS: Final = """
     double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
@@ -98,4 +98,18 @@ FLUX: Final = Family(
     decides=("clip_l", "t5xxl"),
     kohya_encoders={**KOHYA_ENCODERS, "text_encoder_2": "lora_te3_"},
     lost=(Lost("diffusers", "comfyui", down="lora_A"), Lost("diffusers", "kohya")),
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("comfyui", "lora_transformer_", "diffusers"),
+        Reads("comfyui", "", "diffusers", since="0.33"),
+        Reads("diffusers", "lora_unet_", "original", "down down+alpha", width=3072),
+        Reads("diffusers", "diffusion_model.", "original", "down down+alpha", width=3072),
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha"),
+        Reads("diffusers", "transformer.", "diffusers", "down down+alpha", folds_alpha=False),
+        Reads("diffusers", "lora_transformer_", "diffusers", "down down+alpha", known=False),
+        Reads("diffusers", "base_model.model.", "diffusers", known=False),
+        Reads("diffusers", "base_model.model.", "original", known=False),
+    ),
 )

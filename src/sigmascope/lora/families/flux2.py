@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family, Lost, Ratio
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
 
 FLUX2: Final = Family(
     name="flux2",
@@ -76,4 +76,22 @@ FLUX2: Final = Family(
     """,
     encoders={"text_encoder": ("mistral3_24b", "qwen3_4b", "qwen3_8b")},
     lost=(Lost("diffusers", "comfyui", down="lora_down"),),
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("comfyui", "lora_transformer_", "diffusers"),
+        Reads("comfyui", "", "diffusers"),
+        Reads("diffusers", "lora_unet_", "original", "down down+alpha"),
+        Reads("diffusers", "diffusion_model.", "original", "A"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
+        Reads("diffusers", "base_model.model.", "original", "A"),
+        Reads("diffusers", "base_model.model.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "lycoris_", "diffusers", "lokr lokr+alpha"),
+        Reads("diffusers", "", "diffusers", "lokr lokr+alpha"),
+        Reads("diffusers", "diffusion_model.", "original", "lokr lokr+alpha", known=False),
+        Reads("diffusers", "base_model.model.", "original", "lokr lokr+alpha", known=False),
+    ),
+    in_comfyui_since="0.33",
 )

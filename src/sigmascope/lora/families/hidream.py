@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 
 _BLOCK: Final = """
     LIST.#.block.attn1.to_q
@@ -72,4 +72,11 @@ HIDREAM: Final = Family(
         "text_encoder_4": ("llama",),
     },
     kohya_naming="diffusers",
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+    ),
 )

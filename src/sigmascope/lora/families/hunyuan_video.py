@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, POOLED_TEXT
 
 HUNYUAN_VIDEO: Final = Family(
@@ -64,4 +64,16 @@ HUNYUAN_VIDEO: Final = Family(
     around=FLUX.around,
     encoders={"text_encoder": ("llama",), "text_encoder_2": ("clip_l",)},
     decides=("llama",),
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "diffusion_model.", "also"),
+        Reads("comfyui", "transformer.", "also"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "lora_unet_", "original", known=False),
+        Reads("diffusers", "lora_unet_", "also", known=False),
+        Reads("diffusers", "diffusion_model.", "original", known=False),
+        Reads("diffusers", "diffusion_model.", "also", known=False),
+        Reads("diffusers", "transformer.", "original", known=False),
+        Reads("diffusers", "transformer.", "also", known=False),
+    ),
 )

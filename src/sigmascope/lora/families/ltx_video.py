@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family, Ratio
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
 
 LTX_VIDEO: Final = Family(
     name="ltx_video",
@@ -45,4 +45,11 @@ LTX_VIDEO: Final = Family(
         proj_out
     """,
     encoders={"text_encoder": ("t5xxl",)},
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "", "original", since="0.33"),
+        Reads("diffusers", "diffusion_model.", "original", "A"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
+from sigmascope.lora.families.family import COMFYUI_READS, KOHYA_ENCODERS, Family, Reads
 
 _LISTS: Final = ("noise_refiner", "context_refiner", "layers")
 _BLOCK: Final = """
@@ -50,4 +50,15 @@ LUMINA2: Final = Family(
     around=r"\.feed_forward\.",
     kohya_encoders={**KOHYA_ENCODERS, "text_encoder": "lora_te_"},
     encoders={"text_encoder": ("gemma2_2b",)},
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "", "original", known=False),
+        Reads("comfyui", "", "diffusers", known=False),
+        Reads("comfyui", "transformer.", "original", known=False),
+        Reads("comfyui", "transformer.", "diffusers", known=False),
+        Reads("comfyui", "lycoris_", "original", known=False),
+        Reads("comfyui", "lycoris_", "diffusers", known=False),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "diffusion_model.", "original", known=False),
+    ),
 )

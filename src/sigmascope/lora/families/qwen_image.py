@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 
 QWEN_IMAGE: Final = Family(
     name="qwen_image",
@@ -43,4 +43,14 @@ QWEN_IMAGE: Final = Family(
     """,
     encoders={"text_encoder": ("qwen25_7b",)},
     kohya_naming="diffusers",
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("comfyui", "", "diffusers"),
+        Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
+        Reads("diffusers", "diffusion_model.", "diffusers", "A A+alpha down down+alpha A.default"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "", "diffusers", "A+alpha down+alpha A.default"),
+    ),
 )

@@ -3,7 +3,7 @@
 from typing import Final
 
 from sigmascope.lora.families.family import KOHYA_ENCODERS, Family
-from sigmascope.lora.families.unet import BLOCKS, LOST, SD_BLOCKS, SIGNATURES
+from sigmascope.lora.families.unet import BLOCKS, LOST, READS, SD_BLOCKS, SIGNATURES
 
 SD15: Final = Family(
     name="sd15",
@@ -18,6 +18,7 @@ SD15: Final = Family(
     kohya_encoders={**KOHYA_ENCODERS, "text_encoder": "lora_te_"},
     kohya_naming="diffusers",
     lost=LOST,
+    reads=READS,
     context_widths=(768,),
     unet_blocks=SD_BLOCKS,
     projects_by_convolution=True,

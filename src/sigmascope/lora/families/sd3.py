@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family, Lost, Ratio
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
 
 SD3: Final = Family(
     name="sd3",
@@ -59,4 +59,12 @@ SD3: Final = Family(
     """,
     encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("clip_g",), "text_encoder_3": ("t5xxl",)},
     lost=(Lost("diffusers", "comfyui", or_refused=True), Lost("diffusers", "kohya")),
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "base_model.model.", "diffusers"),
+        Reads("comfyui", "lora_transformer_", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+    ),
 )

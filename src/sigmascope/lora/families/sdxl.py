@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family
-from sigmascope.lora.families.unet import BLOCKS, LOST, SDXL_BLOCKS, SIGNATURES
+from sigmascope.lora.families.family import Family, Reads
+from sigmascope.lora.families.unet import BLOCKS, LOST, READS, SDXL_BLOCKS, SIGNATURES
 
 SDXL: Final = Family(
     name="sdxl",
@@ -16,6 +16,7 @@ SDXL: Final = Family(
     blocks=BLOCKS,
     encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("clip_g",)},
     lost=LOST,
+    reads=(*READS, Reads("diffusers", "lora_unet_", "original", "down down+alpha")),
     context_widths=(2048, 1280),
     unet_blocks=SDXL_BLOCKS,
 )

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Lost, UnetBlocks
+from sigmascope.lora.families.family import COMFYUI_READS, Lost, Reads, UnetBlocks
 
 SIGNATURES: Final = {
     "diffusers": "conv_in.weight conv_out.weight time_embedding.linear_1.weight",
@@ -28,6 +28,13 @@ BLOCKS: Final = """
 """
 LOST: Final = (Lost("diffusers", "comfyui", or_refused=True), Lost("comfyui", "peft", r".*\.attn.*\.to_.*"))
 """ComfyUI finds 234 of SDXL's 794 layers by PEFT's names; those of attention are lost."""
+READS: Final = (
+    *COMFYUI_READS,
+    *(Reads("comfyui", start, "diffusers") for start in ("lora_unet_", "lycoris_", "unet.", "")),
+    Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
+    Reads("diffusers", "lora_unet_", "original", "down down+alpha", known=False),
+    Reads("diffusers", "unet.", "diffusers", "A"),
+)
 SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
 """SD 1 and SD 2."""
 SDXL_BLOCKS: Final = UnetBlocks()

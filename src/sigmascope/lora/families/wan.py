@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family, Lost
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Reads
 
 WAN: Final = Family(
     name="wan",
@@ -69,4 +69,10 @@ WAN: Final = Family(
     extra_blocks=("audio_injector", "casual_audio_encoder"),
     encoders={"text_encoder": ("umt5xxl",)},
     lost=(Lost("diffusers", "kohya"),),
+    reads=(
+        *COMFYUI_READS,
+        Reads("diffusers", "lora_unet_", "original", "down+alpha"),
+        Reads("diffusers", "diffusion_model.", "original", "A A+alpha down down+alpha"),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+    ),
 )

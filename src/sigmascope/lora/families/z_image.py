@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import Family, Lost, Ratio
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
 
 _LISTS: Final = ("noise_refiner", "context_refiner", "layers")
 _BLOCK: Final = """
@@ -66,4 +66,25 @@ Z_IMAGE: Final = Family(
         Lost("diffusers", "comfyui", r".*\.attention\.out", down="lora_A"),
         Lost("diffusers", "kohya", r"x_embedder|final_layer_.*"),
     ),
+    reads=(
+        *COMFYUI_READS,
+        Reads("comfyui", "diffusion_model.", "diffusers"),
+        Reads("comfyui", "transformer.", "diffusers"),
+        Reads("comfyui", "lycoris_", "diffusers"),
+        Reads("comfyui", "", "diffusers"),
+        Reads("diffusers", "lora_unet_", "original", "down down+alpha"),
+        Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
+        Reads("diffusers", "diffusion_model.", "original", "A down down+alpha"),
+        Reads("diffusers", "diffusion_model.", "original", "lokr lokr+alpha A.default", known=False),
+        Reads(
+            "diffusers",
+            "diffusion_model.",
+            "diffusers",
+            "A A+alpha down down+alpha lokr lokr+alpha A.default",
+        ),
+        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "", "diffusers", "A+alpha down+alpha lokr lokr+alpha A.default"),
+        Reads("diffusers", "", "original", known=False),
+    ),
+    in_comfyui_since="0.33",
 )

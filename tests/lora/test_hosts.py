@@ -1,0 +1,239 @@
+"""What hosts make of a file, held to what diffusers' own loader makes of it. ComfyUI's is in `test_hosts_comfyui`."""
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from sigmascope.cli.root import app
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.hosts import HOSTS, HostReading, host_readings
+from sigmascope.lora.inspect import inspect_lora
+from sigmascope.lora.reader import load_lora
+
+Save = Callable[..., Path]
+Pipelines = Callable[[str], Any]
+pytestmark = pytest.mark.filterwarnings("ignore:The following alpha_pattern")
+METADATA = "lora_adapter_metadata"
+
+
+def of_host(path: Path, host: str = "diffusers", version: str = "") -> HostReading:
+    readings = zip(HOSTS, host_readings(path), strict=True)
+    return next(one for known, one in readings if known.name == host and version in known.version)
+
+
+def in_diffusers(pipeline: Any, path: Path) -> tuple[int, dict[float, int]]:
+    """How many modules diffusers' loader takes, and the factors on up·down, measured on the weights."""
+    pipeline = copy.copy(pipeline)
+    part = "unet" if hasattr(pipeline, "unet") else "transformer"
+    setattr(pipeline, part, copy.deepcopy(getattr(pipeline, part)))
+    model = getattr(pipeline, part)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    pipeline.load_lora_weights(path)
+    if not getattr(model, "peft_config", None):
+        return 0, {}
+    model.fuse_lora()
+    model.unload_lora()
+    after = model.state_dict()
+    lora, factors = load_lora(path), []
+    for module in judge_lora(
+        path, {f"{part}.{key}": tuple(value.shape) for key, value in before.items()}
+    ).matched:
+        keys = [layer.removeprefix(f"{part}.") for layer in module.layers]
+        change = torch.cat([(after[key] - before[key]).flatten(1) for key in keys])
+        product = (lora.modules[module.name].up @ lora.modules[module.name].down).reshape(change.shape)
+        factor = float((change * product).sum() / (product * product).sum())
+        assert factor == 0.0 or (change - factor * product).norm() < 1e-3 * change.norm(), module.name
+        factors += [round(factor, 2)] if factor else []
+    return len(factors), dict(Counter(factors))
+
+
+def rounded(reading: HostReading) -> tuple[int | None, dict[float, int]]:
+    return reading.taken, {round(factor, 2): count for factor, count in (reading.strengths or {}).items()}
+
+
+def rewritten(path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], **header: Any) -> Path:
+    save_file(
+        edit(load_file(path)),
+        path,
+        metadata={"format": "pt"} | {METADATA: json.dumps(header)} if header else None,
+    )
+    return path
+
+
+def with_header(path: Path, **more: Any) -> Path:
+    """Alpha 16 in the header alone, as diffusers writes it."""
+    targets = [name.removeprefix("transformer.") for name in load_lora(path).modules]
+    config = {"r": 2, "lora_alpha": 16, "target_modules": targets, **more}
+    return rewritten(path, dict, **{f"transformer.{name}": value for name, value in config.items()})
+
+
+def with_alphas(*alphas: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    def edit(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        modules = sorted({re.sub(r"\.(lora_\w+(\.weight)?|alpha)$", "", key) for key in state})
+        return state | {
+            f"{name}.alpha": torch.tensor(alphas[number % len(alphas)]) for number, name in enumerate(modules)
+        }
+
+    return edit
+
+
+@pytest.mark.parametrize(("stabilised", "factor"), [(False, 16 / 2), (True, 16 / math.sqrt(2))])
+def test_an_alpha_in_the_header_counts_in_diffusers_alone(
+    pipelines: Pipelines, save: Save, stabilised: bool, factor: float
+) -> None:
+    path = with_header(save(pipelines("flux"), "transformer"), use_rslora=stabilised)
+    reading = of_host(path)
+    assert rounded(reading) == in_diffusers(pipelines("flux"), path)
+    assert rounded(reading) == (50, {round(factor, 2): 50})
+    assert rounded(of_host(path, "comfyui")) == (50, {1.0: 50})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alphas", [(1.0,), (1.0, 2.0), (1.0, 1.0, 4.0)])
+def test_alphas_of_a_unet_in_diffusers(pipelines: Pipelines, save: Save, alphas: tuple[float, ...]) -> None:
+    path = rewritten(save(pipelines("sd15"), "unet", format="kohya"), with_alphas(*alphas))
+    reading = of_host(path)
+    assert rounded(reading) == in_diffusers(pipelines("sd15"), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "wan", "sd15", "sd3"])
+@pytest.mark.parametrize("format", ["peft", "kohya", "comfyui"])
+def test_what_diffusers_makes_of_each_format(
+    pipelines: Pipelines, save: Save, family: str, format: str
+) -> None:
+    part = "unet" if family == "sd15" else "transformer"
+    path = save(pipelines(family), part, format=format)
+    reading = of_host(path)
+    if reading.taken is None:
+        assert reading.unavailable["taken"]
+        return
+    try:
+        measured = in_diffusers(pipelines(family), path)
+    except Exception:  # noqa: BLE001 - whatever the loader raises, it takes nothing
+        measured = (0, {})
+    assert rounded(reading) == measured
+
+
+def test_the_advice_mends_a_file_that_hosts_apply_differently(pipelines: Pipelines, save: Save) -> None:
+    path = with_header(save(pipelines("flux"), "transformer"))
+    (finding,) = inspect_lora(path).findings
+    assert finding.id == "lora_hosts_differ"
+    assert finding.message == (
+        "diffusers 0.42 with PEFT takes 50 of 50 modules with strength 8; "
+        "ComfyUI 0.33 takes 50 of 50 modules with strength 1."
+    )
+    command = re.search(r"sigmascope (lora convert .*):", finding.advice or "")
+    assert command is not None
+    words = [
+        str(path.with_name(word)) if word.endswith(".safetensors") else word for word in command[1].split()
+    ]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    mended = path.with_name("NEW.safetensors")
+    assert inspect_lora(mended).findings == ()
+    assert [(one.taken, dict(one.strengths or {})) for one in host_readings(mended)] == [(50, {1.0: 50})] * 3
+    assert in_diffusers(pipelines("flux"), mended) == (50, {1.0: 50})
+    own, new = load_lora(path).modules, load_lora(mended).modules
+    for name, factors in own.items():
+        assert torch.allclose(new[name].delta(), factors.delta(), atol=1e-5), name
+
+
+def flux_block(
+    ending: Mapping[str, Callable[[int, int], Tensor]], prefix: str = "lora_unet_"
+) -> dict[str, Tensor]:
+    """Four layers of one of FLUX' blocks, of their real widths."""
+    shapes = {
+        "double_blocks_0_img_attn_qkv": (9216, 3072),
+        "double_blocks_0_txt_attn_qkv": (9216, 3072),
+        "double_blocks_0_img_attn_proj": (3072, 3072),
+        "single_blocks_0_linear1": (21504, 3072),
+    }
+    return {
+        f"{prefix}{name}.{end}": make(*shape)
+        for name, shape in shapes.items()
+        for end, make in ending.items()
+    }
+
+
+def test_a_tripled_rank_with_the_alpha_kept_is_a_third_of_the_strength(tmp_path: Path) -> None:
+    state = flux_block(
+        {
+            "lora_down.weight": lambda _, width: torch.ones(2, width),
+            "lora_up.weight": lambda out, _: torch.ones(out, 2),
+            "alpha": lambda *_: torch.tensor(2.0),
+        }
+    )
+    for name in [name for name in state if "qkv" in name]:  # as sd-scripts writes it with split_qkv
+        state[name] = (
+            torch.ones(6, 3072) if "down" in name else torch.ones(9216, 6) if "up" in name else state[name]
+        )
+    save_file(state, tmp_path / "split.safetensors")
+    third = pytest.approx(1 / 3)
+    for reading in host_readings(tmp_path / "split.safetensors"):
+        assert reading.taken == 4
+        assert sorted(reading.strengths or {}) == [third, 1.0]
+    mine = FluxPipeline.lora_state_dict(tmp_path / "split.safetensors")
+    product = (
+        mine["transformer.transformer_blocks.0.attn.to_q.lora_B.weight"]
+        @ (mine["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"])
+    )
+    assert float(product[0, 0]) == pytest.approx(6 / 3)
+
+
+def test_whole_differences_with_alphas_are_comfyuis_alone(tmp_path: Path) -> None:
+    state = {
+        f"diffusion_model.double_blocks.0.img_attn.proj.{end}": value
+        for end, value in (("diff", torch.ones(32, 32)), ("alpha", torch.tensor(4.0)))
+    }
+    save_file(state, tmp_path / "full.safetensors")
+    assert of_host(tmp_path / "full.safetensors").taken == 0
+    assert rounded(of_host(tmp_path / "full.safetensors", "comfyui")) == (1, {1.0: 1})
+
+
+def test_names_of_no_known_family_are_unknown_and_not_0(tmp_path: Path) -> None:
+    factors = {"lora_A.weight": torch.ones(2, 8), "lora_B.weight": torch.ones(8, 2)}
+    save_file(
+        {f"encoder.stack.3.wide.{end}": value for end, value in factors.items()}, tmp_path / "odd.safetensors"
+    )
+    for reading in host_readings(tmp_path / "odd.safetensors"):
+        assert reading.taken is None
+        assert reading.unavailable == {"taken": "the model family is not known"}
+
+
+def test_a_header_that_cannot_be_read_leaves_the_strength_unknown(tmp_path: Path) -> None:
+    kohya = tmp_path / "kohya.safetensors"
+    state = flux_block(
+        {
+            "lora_down.weight": lambda _, width: torch.ones(1, width),
+            "lora_up.weight": lambda out, _: torch.ones(out, 1),
+        }
+    )
+    save_file(state, kohya, metadata={METADATA: "no JSON"})
+    reading = of_host(kohya)
+    assert reading.taken == 4
+    assert reading.strengths is None
+    assert "not valid JSON" in reading.unavailable["strengths"]
+    assert rounded(of_host(kohya, "comfyui")) == (4, {1.0: 4})
+
+
+def test_inspect_ends_with_what_hosts_make_of_the_file(pipelines: Pipelines, save: Save) -> None:
+    path = with_header(save(pipelines("flux"), "transformer"))
+    said = CliRunner().invoke(app, ["lora", "inspect", str(path)]).output
+    table = said[said.index("Host ") :].splitlines()
+    assert table[2].split() == ["diffusers", "0.42", "with", "PEFT", "50", "of", "50", "8"]
+    assert table[3].split() == ["ComfyUI", "0.33", "50", "of", "50", "1"]
+    stated = json.loads(CliRunner().invoke(app, ["lora", "inspect", "--json", str(path)]).output)
+    assert [host["taken"] for host in stated["hosts"]] == [50, 50, 50]
+    assert [finding["id"] for finding in stated["findings"]] == ["lora_hosts_differ"]
