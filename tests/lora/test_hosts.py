@@ -132,10 +132,10 @@ def test_the_advice_mends_a_file_that_hosts_apply_differently(pipelines: Pipelin
     (finding,) = inspect_lora(path).findings
     assert finding.id == "lora_hosts_differ"
     assert finding.message == (
-        "diffusers 0.42 with PEFT takes 50 of 50 modules with strength 8; "
+        "Hosts apply the file differently: diffusers 0.42 with PEFT takes 50 of 50 modules with strength 8; "
         "ComfyUI 0.33 takes 50 of 50 modules with strength 1."
     )
-    command = re.search(r"sigmascope (lora convert .*):", finding.advice or "")
+    command = re.search(r"sigmascope (lora convert .*)\.", finding.advice or "")
     assert command is not None
     words = [
         str(path.with_name(word)) if word.endswith(".safetensors") else word for word in command[1].split()

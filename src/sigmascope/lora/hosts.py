@@ -23,6 +23,7 @@ from sigmascope.lora.families import family_named, row_of_diffusers, row_of_orig
 from sigmascope.lora.families.family import Family, Reads, Row
 from sigmascope.lora.file import PEFT_CONFIGS, LoraFile
 from sigmascope.lora.formats import is_attention_projection
+from sigmascope.lora.layer_names import block_of_module
 from sigmascope.lora.module_names import FileFamily, file_family, flat, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, open_any_kind, read_configs
 from sigmascope.lora.verdict import verdict_finding
@@ -308,6 +309,12 @@ def _diffusers(host: Host, modules: Sequence[_Module], family: Family) -> tuple[
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
     is_peft = (start, ending) == (f"{family.component}.", "A")
+    if row.block_layers is not None:
+        in_block = Counter(block_of_module(module.path) for module in modules).values()
+        if min(in_block) < row.block_layers:
+            return ()
+        if max(in_block) > row.block_layers:
+            raise _Unknown(f"blocks of more than {row.block_layers} layers were not measured")
     outside = next(
         (module.name for module in modules if not any(map(str.isdigit, module.path.split(".")))), None
     )
@@ -401,7 +408,7 @@ def host_findings(readings: Sequence[HostReading], path: Path, family: str | Non
             {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
             first=_in_words(first),
             second=_in_words(second),
-            advice=_advice(path, family_named(family)),
+            how=_conversion(path, family_named(family)),
         ),
     )
 
@@ -424,11 +431,11 @@ def strengths_in_words(reading: HostReading) -> str:
     return ", ".join(f"{factor:.3g} ({count})" for factor, count in shown[:3]) + more
 
 
-def _advice(path: Path, family: Family) -> str:
+def _conversion(path: Path, family: Family) -> str:
     format = _read_by_both(family)
     if format is None:
-        return "Convert it for the host in question: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)."
-    return f"Run sigmascope lora convert {path.name} NEW.safetensors --format {format}: both apply it alike."
+        return " for each host: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)"
+    return f" to what both apply alike: sigmascope lora convert {path.name} NEW.safetensors --format {format}"
 
 
 _WRITTEN: Final = (

@@ -145,7 +145,9 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "Set alpha to the rank, or to what it was trained with.",
     ),
     # By what hosts make of the file.
-    "lora_hosts_differ": VerdictRow("warning", "{first}; {second}.", "{advice}"),
+    "lora_hosts_differ": VerdictRow(
+        "warning", "Hosts apply the file differently: {first}; {second}.", "Convert the file{how}."
+    ),
     # By how far a change has come on the model.
     "lora_changes_failed": VerdictRow(
         "error",

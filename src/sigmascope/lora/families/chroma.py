@@ -39,6 +39,7 @@ CHROMA: Final = Family(
         Reads("comfyui", "lora_transformer_", "diffusers"),
         Reads("comfyui", "", "diffusers", since="0.33"),
         Reads("diffusers", "transformer.", "diffusers", "A A+alpha"),
+        Reads("diffusers", "lora_transformer_", "diffusers", "down down+alpha", known=False),
         Reads("diffusers", "transformer.", "diffusers", "down down+alpha", folds_alpha=False),
         Reads("diffusers", "lora_unet_", "original", "down down+alpha", known=False),
         Reads("diffusers", "diffusion_model.", "original", "down down+alpha", known=False),

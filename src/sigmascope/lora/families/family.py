@@ -147,6 +147,7 @@ class Reads:
         endings: How the tensors' keys may end (`lora.hosts.ending_of`), separated by spaces; "" for any ending.
         since: The first version that reads them; None if all of `lora.hosts.HOSTS` do.
         width: The loader divides fused layers at this width, and no other.
+        block_layers: The loader refuses the file unless every block has this many layers.
         known: Whether what it does was measured. If not, all that is known is that it might read them.
         folds_alpha: Whether it multiplies by alpha / rank; otherwise it ignores `.alpha` tensors.
     """
@@ -157,6 +158,7 @@ class Reads:
     endings: str = ""
     since: str | None = None
     width: int | None = None
+    block_layers: int | None = None
     known: bool = True
     folds_alpha: bool = True
 

@@ -71,7 +71,7 @@ WAN: Final = Family(
     lost=(Lost("diffusers", "kohya"),),
     reads=(
         *COMFYUI_READS,
-        Reads("diffusers", "lora_unet_", "original", "down+alpha"),
+        Reads("diffusers", "lora_unet_", "original", "down+alpha", block_layers=10),
         Reads("diffusers", "diffusion_model.", "original", "A A+alpha down down+alpha"),
         Reads("diffusers", "transformer.", "diffusers", "A"),
     ),
