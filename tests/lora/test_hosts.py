@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from sigmascope.cli.root import app
 from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.hosts import HOSTS, HostReading, host_readings
 from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.reader import load_lora
@@ -200,6 +201,13 @@ def test_whole_differences_with_alphas_are_comfyuis_alone(tmp_path: Path) -> Non
     save_file(state, tmp_path / "full.safetensors")
     assert of_host(tmp_path / "full.safetensors").taken == 0
     assert rounded(of_host(tmp_path / "full.safetensors", "comfyui")) == (1, {1.0: 1})
+    (finding,) = inspect_lora(tmp_path / "full.safetensors").findings
+    assert (finding.advice or "").endswith("full.safetensors NEW.safetensors --format peft --rank 9999.")
+    convert_lora(tmp_path / "full.safetensors", tmp_path / "NEW.safetensors", "peft", rank=9999)
+    assert inspect_lora(tmp_path / "NEW.safetensors").findings == ()
+    assert [rounded(reading) for reading in host_readings(tmp_path / "NEW.safetensors")] == [
+        (1, {1.0: 1})
+    ] * 3
 
 
 def test_names_of_no_known_family_are_unknown_and_not_0(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ The factor differs where the hosts look for alpha in different places. ComfyUI r
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -72,6 +72,10 @@ _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """What a loader looks for, and what `Reads.endings` calls it, by the kind of change."""
 _BIAS: Final = ".bias"
+_TO_FACTORS: Final = frozenset({"lora", "tucker", "loha", "lokr", "diff"})
+"""Kinds of change that become plain factors without the model."""
+_WHOLE_RANK: Final = 9999
+"""Keeps all of a change; see `convert_lora`."""
 _NEVER_IN_DIFFUSERS: Final = frozenset({"diff", "loha", "oft", "boft", "glora"})
 _SGM: Final = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "label_emb.", "out.")
 
@@ -383,13 +387,16 @@ def _of_unet(module: _Module, usual_alpha: float | None) -> float:
     return scale_of(usual_alpha, module.rank)
 
 
-def host_findings(readings: Sequence[HostReading], path: Path, family: str | None) -> tuple[Finding, ...]:
+def host_findings(
+    readings: Sequence[HostReading], path: Path, family: str | None, kinds: Collection[str]
+) -> tuple[Finding, ...]:
     """`lora_hosts_differ`, if the newest hosts take other modules, or apply them with another strength.
 
     Args:
         readings: Of the file, as `host_readings` gives them.
         path: The file, for the command.
         family: The model family that it is for.
+        kinds: Of its modules.
     """
     first, second = (
         reading for reading, host in zip(readings, HOSTS, strict=True) if host.version != "0.3.64"
@@ -408,7 +415,7 @@ def host_findings(readings: Sequence[HostReading], path: Path, family: str | Non
             {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
             first=_in_words(first),
             second=_in_words(second),
-            how=_conversion(path, family_named(family)),
+            how=_conversion(path, family_named(family), kinds),
         ),
     )
 
@@ -431,11 +438,12 @@ def strengths_in_words(reading: HostReading) -> str:
     return ", ".join(f"{factor:.3g} ({count})" for factor, count in shown[:3]) + more
 
 
-def _conversion(path: Path, family: Family) -> str:
+def _conversion(path: Path, family: Family, kinds: Collection[str]) -> str:
     format = _read_by_both(family)
-    if format is None:
+    if format is None or not _TO_FACTORS.issuperset(kinds):
         return " for each host: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)"
-    return f" to what both apply alike: sigmascope lora convert {path.name} NEW.safetensors --format {format}"
+    rank = "" if set(kinds) == {"lora"} else f" --rank {_WHOLE_RANK}"
+    return f" to what both apply alike: sigmascope lora convert {path.name} NEW.safetensors --format {format}{rank}"
 
 
 _WRITTEN: Final = (

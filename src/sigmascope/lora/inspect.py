@@ -284,7 +284,9 @@ def inspect_lora(
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
             hosts=hosts,
-            findings=host_findings(hosts, Path(path), file_family(lora).family),
+            findings=host_findings(
+                hosts, Path(path), file_family(lora).family, {module.kind for module in strengths.values()}
+            ),
         )
 
 
