@@ -128,6 +128,7 @@ def test_what_diffusers_makes_of_each_format(
     assert rounded(reading) == measured
 
 
+@pytest.mark.slow
 def test_the_advice_mends_a_file_that_hosts_apply_differently(pipelines: Pipelines, save: Save) -> None:
     path = with_header(save(pipelines("flux"), "transformer"))
     (finding,) = inspect_lora(path).findings
