@@ -473,6 +473,10 @@ def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield key, packed.get(key, tuple(tensor.shape))
 
 
+_CANCELLED: Final = 1e-6
+"""A sum of strengths below this is rounding."""
+
+
 @dataclass(frozen=True, slots=True)
 class AppliedModule:
     """One module of a LoRA file, and where its numbers were found on the model.
@@ -507,6 +511,12 @@ class AppliedModule:
     def acts(self) -> bool:
         """Whether it changes, or will change, the model's outputs."""
         return bool({"merged", "lazy", "registered"} & set(self.states))
+
+    @property
+    def cancels(self) -> bool:
+        """Whether it is applied more than once, with strengths that sum to 0."""
+        sums_to_0 = self.strength is not None and abs(self.strength) < _CANCELLED
+        return self.times > 1 and self.acts and sums_to_0
 
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
@@ -854,7 +864,16 @@ def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
 
 
 def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
-    twice = [module for module in modules if module.times > 1]
+    several = [module for module in modules if module.times > 1]
+    cancelled = [module for module in several if module.cancels]
+    twice = [module for module in several if not module.cancels]
+    if cancelled:
+        yield verdict_finding(
+            "lora_cancelled",
+            {"modules": len(cancelled), "strength": 0.0},
+            holders=f"{len(cancelled)} of the file's {counted(len(modules), 'module')}",
+            weights=_named(cancelled),
+        )
     if twice:
         yield Finding(
             "lora_applied_twice",

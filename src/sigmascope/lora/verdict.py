@@ -167,6 +167,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: its adapter is not active on {weights}.",
         "Make it active: set_adapters in diffusers (enable_lora if all are off), set_adapter in PEFT.",
     ),
+    "lora_cancelled": VerdictRow(
+        "warning",
+        "{holders}: the same changes cancel each other on {weights}, since their strengths sum to 0.",
+        "Remove one of them, or change a strength.",
+    ),
     "lora_others_merged": VerdictRow(
         "warning",
         "The LoRA changes nothing: other adapters are merged into {weights}, and PEFT runs only those.",

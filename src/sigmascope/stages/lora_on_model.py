@@ -59,7 +59,7 @@ from sigmascope.stages.schema import (
     WeightChanges,
     as_dict,
 )
-from sigmascope.stages.signed_patches import Content, contents_of, key_of
+from sigmascope.stages.signed_patches import Content, contents_of, key_of, signed_patches
 from sigmascope.stages.weight_verdict import NOT_SEEN
 from sigmascope.units import counted
 
@@ -425,21 +425,28 @@ def applied_twice(by_key: Mapping[str, Sequence[AppliedPatch]]) -> list[SameTwic
         if len({patch.index for patch in patches} | {patch.source for patch in patches}) > 1
         and len(acting := sort_patches(patches).acting) > 1
     }
-    contents = contents_of(patch for patches in several.values() for patch in patches)
-    keys_by_sources: dict[tuple[str, ...], list[str]] = {}
-    for key, patches in several.items():
-        alike: dict[Content, list[str]] = {}
+    found: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+    for key, patches, cancelled in _alike(several):
+        names = tuple(patch.source or "" for patch in patches)
+        found.setdefault((names, cancelled), []).append(key)
+    return [
+        {"sources": list(names), "keys": len(keys), "example": keys[0], "cancelled": cancelled}
+        for (names, cancelled), keys in found.items()
+    ]
+
+
+def _alike(acting: _ByKey) -> Iterator[tuple[str, list[AppliedPatch], bool]]:
+    """Of each weight the changes that have the same contents, and whether they sum to nothing."""
+    contents = contents_of(patch for patches in acting.values() for patch in patches)
+    for key, patches in acting.items():
+        alike: dict[Content, list[AppliedPatch]] = {}
         for patch in patches:
             content = contents.get(key_of(patch))
             if content is not None:
-                alike.setdefault(content, []).append(patch.source or "")
-        for sources in alike.values():
-            if len(sources) > 1:
-                keys_by_sources.setdefault(tuple(sources), []).append(key)
-    return [
-        {"sources": list(names), "keys": len(keys), "example": keys[0]}
-        for names, keys in keys_by_sources.items()
-    ]
+                alike.setdefault(content, []).append(patch)
+        for same in alike.values():
+            if len(same) > 1:
+                yield key, same, signed_patches(same, (), contents).is_nothing
 
 
 def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[str, Any]]:
@@ -621,20 +628,22 @@ def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> l
     by_cause: dict[str, list[IdleChange]] = {}
     for change in idle:
         by_cause.setdefault(change.cause, []).append(change)
-    known = {finding.id for finding in findings}
+    known = {finding.id for finding in findings} - {"lora_cancelled"}
     causes = [
         verdict_finding(
             cause,
             {"patched_keys": len(changes), "example": changes[0].key},
             weights=counted(len({change.key for change in changes}), "weight"),
             modules=counted(len({change.key for change in changes}), "weight"),
+            holders="The LoRAs change nothing",
             why=changes[0].why,
             dtype=changes[0].why,
         )
         for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
         if cause not in known | {"lora_changes_failed"}
     ]
-    kept = [one for one in findings if one.id not in _SAID_BY_CAUSES]
+    said = _SAID_BY_CAUSES | (by_cause.keys() & {"lora_cancelled"})
+    kept = [one for one in findings if one.id not in said]
     return [*causes, *kept]
 
 
@@ -663,9 +672,13 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
         yield verdict_finding("lora_not_finite", evidence, holders=f"{name}: the {hold}", first=key)
     for twice in patches["applied_twice"]:
         sources, keys = " and ".join(twice["sources"]), twice["keys"]
+        evidence = {"keys": keys, "example": twice["example"]}
+        if twice["cancelled"]:
+            weights = f"{counted(keys, 'weight')} ({sources})"
+            yield verdict_finding("lora_cancelled", evidence, holders=name, weights=weights)
+            continue
         message = f"{name}: the same change is applied more than once to {keys} weights ({sources})."
         advice = "Load it once; if you meant both, add the strengths."
-        evidence = {"keys": keys, "example": twice["example"]}
         yield Finding("lora_applied_twice", "warning", message, evidence, advice)
     yield from _on_overlaps(name, patches)
     if waiting := states.get("registered"):
@@ -689,8 +702,13 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
     acted = {patch.key for patch in sort_patches(kept.patches if kept else ()).acting}
     ends = {patch: found.value or [] for patch, found in _read_extremes(applied.patches).items()}
     zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
+    acting = {key: sort_patches(patches).acting for key, patches in applied.by_key().items()}
+    several = {key: patches for key, patches in acting.items() if len(patches) > 1}
+    cancelled = {id(patch) for _, same, is_nothing in _alike(several) if is_nothing for patch in same}
     return [
-        IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
+        IdleChange(patch.key, "lora_cancelled")
+        if id(patch) in cancelled and patch.key not in acted
+        else IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
         for patch in applied.patches
     ]
 

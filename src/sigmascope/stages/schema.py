@@ -365,11 +365,12 @@ class SourceFacts(TypedDict):
 
 
 class SameTwice(TypedDict):
-    """Changes with the same tensors that act on one weight more than once."""
+    """Changes with the same tensors that act on one weight more than once; cancelled where their strengths sum to 0."""
 
     sources: list[str]
     keys: int
     example: str
+    cancelled: bool
 
 
 class PatchAnalysis(TypedDict):

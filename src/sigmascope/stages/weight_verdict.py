@@ -163,7 +163,8 @@ def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bo
     if found.effect.delta_norm is None:
         depends = weight.beside.net is None or weight.inside.net is None
         return None if depends and weight.content_changed and found.source is None else True
-    if found.within_rounding or (found.source != "patches" and not weight.inside.now and content_is_rounding):
+    nothing_inside = not weight.inside.now or weight.inside.is_nothing
+    if found.within_rounding or (found.source != "patches" and nothing_inside and content_is_rounding):
         return False
     return found.effect.delta_norm > 0.0
 

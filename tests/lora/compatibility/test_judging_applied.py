@@ -97,6 +97,16 @@ def test_two_adapters_of_one_file_are_told(sd15: Any, save: Save) -> None:
     assert [finding.id for finding in verdict.findings] == ["lora_applied_twice"]
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_two_adapters_of_one_file_cancel_each_other(sd15: Any, save: Save) -> None:
+    path = save(sd15, "unet", only="attn1.to_q")
+    for name in ("a", "b"):
+        sd15.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
+    sd15.set_adapters(["a", "b"], [0.8, -0.8])
+    verdict = judge_applied(path, patches_of(sd15), sd15)
+    assert [finding.id for finding in verdict.findings] == ["lora_cancelled"]
+
+
 def test_switched_off_adapters_are_there_and_do_not_act(sd15: Any, save: Save) -> None:
     path = save(sd15, "unet", only="attn1.to_q")
     sd15.load_lora_weights(str(path.parent), weight_name=path.name)

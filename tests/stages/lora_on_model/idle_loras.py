@@ -243,11 +243,14 @@ def applied_in_comfyui(
     load: bool = False,
     lowvram: bool = False,
     dtype: torch.dtype = torch.float32,
+    again: float | None = None,
 ) -> Findings:
     unet = version(BaseModel().to(dtype))
     baseline = capture_lora_baseline(unet, None)
     changed = unet.clone()
     changed.add_patches(patches(), strength)
+    if again is not None:
+        changed.add_patches(patches(), again)
     if load:
         changed.load(lowvram=lowvram)
     return found(analyze_lora_application_results(baseline, changed, None, (changed, None)))
@@ -323,6 +326,14 @@ def comfyui_plants() -> Iterator[Plant]:
         yield plant(
             "lora_lost_in_rounding", "rounding|half a step", "", tiny, load=True, dtype=torch.bfloat16
         )
+        both: dict[str, Any] = {"strength": 0.8, "again": -0.8}
+        ways: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("registered", {}),
+            ("merged", {"load": True}),
+            ("low VRAM", {"load": True, "lowvram": True}),
+        )
+        for what, how in ways:
+            yield plant("lora_cancelled", "change nothing.*cancel", what, matrix(lora_adapter), **both, **how)
         yield plant("lora_not_applied", "no change was registered", "", dict)
         yield Plant(
             "lora_left_off", "given back|unchanged", f"{name} both", partial(given_back, version, "unet clip")

@@ -64,6 +64,24 @@ def test_the_same_lora_twice_is_found(apply: Apply, unet: ModelPatcher) -> None:
     assert change["delta_norm"] == pytest.approx(delta_norm(strength=1.5))
 
 
+def test_the_same_lora_forth_and_back_cancels_where_another_acts(unet: ModelPatcher) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    several = unet.clone()
+    for changes, strength in (
+        ({Q: lora_adapter()}, 0.8),
+        ({Q: lora_adapter()}, -0.8),
+        ({OUT: LoRAAdapter(FILES[1], lora_parts(6))}, 1.0),
+    ):
+        several.add_patches(changes, strength)
+    found = analyze_lora_application_results(baseline, several, None, (several, None))
+    assert found["effective"] is True
+    assert found["unet_weight_changes"]["keys_value_changed"].keys() == {OUT}
+    assert "UNet: the same changes cancel each other on 1 weight (LoRA 1 and LoRA 2), since" in next(
+        finding["message"] for finding in found["findings"] if finding["id"] == "lora_cancelled"
+    )
+    assert "lora_applied_twice" not in {finding["id"] for finding in found["findings"]}
+
+
 FILES: tuple[set[str], set[str]] = ({"one"}, {"other"})
 
 
