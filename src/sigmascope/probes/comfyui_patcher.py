@@ -130,6 +130,10 @@ class Standings:
         module, name = owner_of(self._model, key)
         if any(_holds(lookup(patches, key), entry) for patches in lazy_patches(module, name)):
             return Standing("lazy", f"applied by a function of {type(module).__name__} in each forward pass")
+        if any(_is_moved(held, entry) for held in _on_packed_weight(attribute(module, name), key)):
+            return Standing(
+                "lazy", f"applied to the dequantised weight of {type(module).__name__} in each forward pass"
+            )
         if not self._names_its_set:
             return self._by_what_is_kept(key)
         if self._loaded is None or not _holds(self._loaded_patches.get(key), entry):
@@ -210,6 +214,26 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
         if function is not None and attribute(function, "key") is not None:
             patches = attribute(function, "patches")
             yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
+
+
+def _on_packed_weight(weight: object, key: str) -> Iterator[object]:
+    """The entries on a packed weight itself: ComfyUI-GGUF puts pairs (entries, key) there and keeps no original."""
+    for pair in map(sequence, sequence(attribute(weight, "patches"))):
+        if len(pair) > 1 and pair[1] == key:
+            yield from sequence(pair[0])
+
+
+def _is_moved(held: object, entry: object) -> bool:
+    """Whether it is the entry, or made from it with its tensors on another device."""
+    if held is entry:
+        return True
+    if isinstance(held, Tensor) and isinstance(entry, Tensor):
+        is_elsewhere = held.device != entry.device
+        return is_elsewhere and (held.shape, held.dtype) == (entry.shape, entry.dtype)
+    parts, own = sequence(held), sequence(entry)
+    if parts or own:
+        return len(parts) == len(own) and all(map(_is_moved, parts, own))
+    return number(held) is not None and number(held) == number(entry)
 
 
 def _is_dynamic(patcher: Any) -> bool:
