@@ -129,3 +129,34 @@ def test_the_output_is_bit_identical_with_and_without_the_monitor(
             analyze_lora_application_results(baseline, result[0], result[1], result)
         outputs.append(denoise(result[0]))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_one_file_forth_and_back_is_said_to_cancel(
+    comfy: Checkout, unet: Any, file: dict[str, Tensor], path: Path, loaded: bool
+) -> None:
+    before = denoise(unet)
+    baseline = capture_lora_baseline(unet, None, path)
+    load = comfy.module("comfy.sd").load_lora_for_models
+    changed = load(load(unet, None, file, 0.8, 0.0)[0], None, file, -0.8, 0.0)[0]
+    if loaded:
+        changed.patch_model(device_to=CPU)
+        torch.testing.assert_close(denoise(changed), before, rtol=1e-4, atol=1e-5)
+    analysis = analyze_lora_application_results(baseline, changed, None, (changed, None))
+    found = [finding["id"] for finding in analysis["findings"]]
+    assert analysis["effective"] is False
+    assert found[0] == "lora_cancelled"
+    assert "lora_applied_twice" not in found
+
+
+def test_a_hook_in_the_conditioning_is_named(
+    comfy: Checkout, unet: Any, clip: Any, file: dict[str, Tensor], path: Path
+) -> None:
+    hooks = comfy.module("comfy.hooks")
+    baseline = capture_lora_baseline(unet, clip, path)
+    group = hooks.create_hook_lora(lora=file, strength_model=0.8, strength_clip=0.8)
+    conditioning = hooks.set_hooks_for_conditioning([[random(1, 7, 32), {}]], group)
+    analysis = analyze_lora_application_results(baseline, unet, clip, (conditioning,))
+    found = [finding["id"] for finding in analysis["findings"]]
+    assert "lora_in_conditioning" in found
+    assert not {"lora_not_applied", "lora_not_loaded"} & set(found)
