@@ -15,7 +15,7 @@ import hashlib
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +55,20 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How numbers are rounded when they are stored like a tensor.
+
+    Attributes:
+        stored: How that is, in words.
+        again: The largest magnitude of all numbers, and some rows of them as a float32 matrix (the first row a multiple
+            of 128), to what is read once they are stored.
+    """
+
+    stored: str
+    again: Callable[[Tensor, Tensor], Tensor]
 
 
 class Checkpoint(ABC):
@@ -150,6 +164,19 @@ class Checkpoint(ABC):
         info = self.info(key)
         _check_buffer(buffer, info, needed=_MIN_PIECE_BYTES)
         yield from self._read_pieces(info, buffer)
+
+    def rounding(self, key: str) -> Rounding:
+        """How numbers are rounded when they are stored like a tensor, to the nearest.
+
+        Raises:
+            CheckpointError: There is no such key, or numbers cannot be stored in its format here.
+        """
+        dtype = self.info(key).dtype
+        limit = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+        return Rounding(
+            str(dtype).removeprefix("torch."),
+            lambda _, rows: rows.clamp(-limit, limit).to(dtype).to(torch.float32),
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -271,6 +298,12 @@ class CompositeCheckpoint(Checkpoint):
     def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
         source, key = self._places[info.name]
         return source.pieces(key, buffer)
+
+    def rounding(self, key: str) -> Rounding:
+        """As in the source that holds the key."""
+        self.info(key)
+        source, own = self._places[key]
+        return source.rounding(own)
 
     def close(self) -> None:
         """Close every source."""

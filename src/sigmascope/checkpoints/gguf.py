@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo, read_exactly, reading, shortened
+from sigmascope.checkpoints.checkpoint import (
+    Checkpoint,
+    Rounding,
+    TensorInfo,
+    read_exactly,
+    reading,
+    shortened,
+)
 from sigmascope.errors import CheckpointError
 from sigmascope.installation import install_extra
 
@@ -176,6 +183,25 @@ class GgufCheckpoint(Checkpoint):
             numbers[done : done + part.numel()] = part
             done += part.numel()
         return tensor
+
+    def rounding(self, key: str) -> Rounding:
+        """See `Checkpoint.rounding`. The package quantises Q4_0 to Q8_0, not the K-quants."""
+        if key not in self.dequantised:
+            return super().rounding(key)
+        kind = self._kinds[key]
+        block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        try:
+            self._gguf.quants.quantize(np.zeros((1, block), dtype=np.float32), kind)
+        except NotImplementedError as error:
+            message = f"numbers cannot be stored as {kind.name}, the type of {shortened(key)}: the gguf package only reads it."
+            raise CheckpointError(self.path, message, hint=_OTHER_FILE_HINT) from error
+
+        def again(_: Tensor, rows: Tensor) -> Tensor:
+            codes = self._gguf.quants.quantize(rows.numpy().reshape(-1, block), kind)
+            numbers = _dequantised(self._gguf, codes.reshape(-1, block_bytes), kind)
+            return torch.from_numpy(numbers).reshape(rows.shape)
+
+        return Rounding(self.dequantised[key], again)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,4 +1,4 @@
-"""Open a checkpoint file or folder (`open_checkpoint`), and undo its quantisation (`dequantised`).
+"""Open a checkpoint file or folder (`open_checkpoint`).
 
 A folder is searched for the names that diffusers and transformers use: `model.safetensors`,
 `diffusion_pytorch_model.safetensors`, their indexes (`….safetensors.index.json`), and with a variant in the name
@@ -8,31 +8,22 @@ A folder is searched for the names that diffusers and transformers use: `model.s
 A diffusers folder has a `model_index.json` and a folder for each component. It is opened as one checkpoint
 (`PipelineCheckpoint`) with keys `<component>.<key>`, such as `unet.conv_in.weight` and
 `text_encoder.text_model.….weight`.
-
-Keys, types and shapes tell which tensors are quantised, and how. ComfyUI's `scale_weight` (with its mark `scaled_fp8`)
-and `weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or channel, and `weight_scale_inv`
-for blocks of 128×128 are dequantised. An 8-bit float without a scale is its own value. Any other quantisation is refused
-by name.
 """
 
 import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
-
-import torch
-from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import (
     HEAD_BYTES,
     Checkpoint,
     CompositeCheckpoint,
-    TensorInfo,
     foreign_file_error,
     is_existing,
     is_folder,
@@ -52,6 +43,7 @@ from sigmascope.checkpoints.hub import (
     not_cached,
     rest_command,
 )
+from sigmascope.checkpoints.quantisation import dequantised
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PICKLE_SUFFIXES, PickleCheckpoint
 from sigmascope.errors import CheckpointError
@@ -78,7 +70,11 @@ _ZERO_SCRIPT: Final = "zero_to_fp32.py"
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, variant: str | None = None, dequantise: bool = True
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    dequantise: bool = True,
+    keep_unread: bool = False,
 ) -> Checkpoint:
     """Open weights for reading one tensor at a time.
 
@@ -91,6 +87,8 @@ def open_checkpoint(
             plain file, or else the first of fp32, bf16 and fp16 that is there.
         dequantise: Return quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
             Otherwise codes and scales are returned as stored (those of a GGUF file are always dequantised).
+        keep_unread: Open a checkpoint that has weights whose quantisation cannot be undone: they have their names and
+            shapes, and reading one is an error.
 
     Returns:
         The opened checkpoint: use it in a `with` block.
@@ -104,7 +102,7 @@ def open_checkpoint(
     if not dequantise:
         return opened
     try:
-        return dequantised(opened)
+        return dequantised(opened, keep_unread=keep_unread)
     except BaseException:
         opened.close()
         raise
@@ -503,158 +501,3 @@ def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Pat
         return chosen
     has_any = any(name.endswith((".safetensors", *PICKLE_SUFFIXES)) for name in names_in(component))
     return only_file(component) if has_any else None
-
-
-FP8: Final = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
-SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
-"""Endings of the scale of a `.weight`. The weight is multiplied by its scale, even by one named `inv`."""
-_BLOCK_SIZE: Final = 128
-_ACTIVATION_SCALES: Final = (".scale_input", ".input_scale")
-_QUANTISATION_MARKS: Final = ("scaled_fp8", ".comfy_quant")
-_SCALE_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-_REFUSED_QUANTISATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("bitsandbytes NF4 or FP4", (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")),
-    ("bitsandbytes int8", (".SCB",)),
-    ("SVDQuant (nunchaku)", (".wscales", ".smooth_factor", ".wtscale")),
-    ("GPTQ or AWQ", (".qweight",)),
-    ("HQQ", (".W_q",)),
-    ("optimum-quanto", (".weight._data", ".weight._scale")),
-    ("torchao", (":_data", ":int_data", "_weight_qdata")),
-    ("NVFP4", (".weight_scale_2", ".weight_global_scale")),
-    ("compressed-tensors (packed integers)", (".weight_packed",)),
-)
-_QUANTISED_HINT: Final = (
-    "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."
-)
-
-
-def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one that undoes its quantisation.
-
-    Raises:
-        CheckpointError: It is quantised in a way that cannot be undone here; the message names it.
-    """
-    _refuse_named(checkpoint)
-    scales: dict[str, str] = {}
-    hidden: dict[str, str] = {}
-    for key in checkpoint:
-        ending = next((ending for ending in SCALES if key.endswith(ending)), None)
-        weight = "" if ending is None else f"{key.removesuffix(ending)}.weight"
-        if weight in checkpoint and _is_coded(checkpoint.info(weight)):
-            _check_scale(checkpoint, checkpoint.info(weight), checkpoint.info(key))
-            scales[weight] = key
-            hidden[key] = f"is the scale of {weight}, which is dequantised on reading"
-        elif key.endswith(_ACTIVATION_SCALES):
-            hidden[key] = "is a scale of activations, not a weight"
-        elif key.endswith(_QUANTISATION_MARKS) and _is_mark(checkpoint.info(key)):
-            hidden[key] = "marks a quantisation and is not a weight"
-    # Without a quantised weight those are names like any other.
-    return DequantisedCheckpoint(checkpoint, scales, hidden) if scales else checkpoint
-
-
-def _refuse_named(checkpoint: Checkpoint) -> None:
-    for name, endings in _REFUSED_QUANTISATIONS:
-        key = _first_ending(checkpoint, endings)
-        if key is not None:
-            message = f"is quantised by {name} ({shortened(key)}), which cannot be undone here."
-            raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
-
-
-def _first_ending(keys: Iterable[str], endings: tuple[str, ...]) -> str | None:
-    return next((key for key in keys if key.endswith(endings)), None)
-
-
-def _is_coded(info: TensorInfo) -> bool:
-    """Whether a weight's numbers are codes: any other type beside a `weight_scale` is a model's own affair."""
-    return info.dtype in FP8 or not (info.dtype.is_floating_point or info.dtype.is_complex)
-
-
-def _check_scale(checkpoint: Checkpoint, weight: TensorInfo, scale: TensorInfo) -> None:
-    if weight.dtype not in FP8:
-        kind = str(weight.dtype).removeprefix("torch.")
-        message = (
-            f"{weight.name} is {kind} with scales ({scale.name}), a quantisation that cannot be undone here."
-        )
-        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
-    if scale.dtype not in _SCALE_DTYPES:
-        kind = "MXFP8" if str(scale.dtype).endswith("e8m0fnu") else str(scale.dtype).removeprefix("torch.")
-        message = f"the scales of {weight.name} are {kind}, which cannot be undone here."
-        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
-    if scale_kind(weight.shape, scale.shape) is None:
-        message = f"{scale.name} of shape {scale.shape} does not fit as the scale of {weight.name} of shape {weight.shape}."
-        raise CheckpointError(checkpoint.path, message, hint=_QUANTISED_HINT)
-
-
-def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
-    """How a scale of one shape acts on a weight of another: per tensor, channel or block; None if it cannot."""
-    if set(scale) <= {1}:
-        return "per tensor"
-    if weight and scale[0] == weight[0] and set(scale[1:]) <= {1} and len(scale) <= len(weight):
-        return "per channel"
-    blocks = tuple(-(-size // _BLOCK_SIZE) for size in weight)
-    return f"in blocks of {_BLOCK_SIZE}" if len(weight) == 2 and scale == blocks else None
-
-
-def _is_mark(info: TensorInfo) -> bool:
-    return info.dtype == torch.uint8 or info.dtype in FP8
-
-
-class DequantisedCheckpoint(CompositeCheckpoint):
-    """Weights of 8-bit floats times their scales, in float32.
-
-    Args:
-        source: The opened file.
-        scales: Key of the scale, by key of the weight.
-        hidden: Keys that only serve the quantisation, and what each is.
-    """
-
-    def __init__(self, source: Checkpoint, scales: dict[str, str], hidden: dict[str, str]) -> None:
-        self.format = source.format
-        self._scales = scales
-        places = {key: (source, key) for key in source if key not in hidden}
-        super().__init__(source.path, [source], places, source.metadata, {**source.skipped, **hidden})
-        how = dict(self.dequantised)
-        for key, scale in scales.items():
-            coded = self._infos[key]
-            kind = str(coded.dtype).removeprefix("torch.")
-            how[key] = f"{kind} scaled {scale_kind(coded.shape, source.info(scale).shape)}"
-            self._infos[key] = replace(
-                coded, dtype=torch.float32, nbytes=4 * coded.nbytes
-            )  # a byte each before
-        self.dequantised = how
-
-    def _read(self, info: TensorInfo) -> Tensor:
-        if info.name not in self._scales:
-            return super()._read(info)
-        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
-
-    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
-        if info.name not in self._scales:
-            return super()._read_into(info, buffer)
-        source, key = self._places[info.name]
-        scale = source.tensor(self._scales[key]).to(torch.float32)
-        numbers = buffer.view(torch.float32).reshape(info.shape)
-        numbers.copy_(source.tensor(key))
-        return numbers.mul_(_spread(scale, info.shape))
-
-    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
-        if info.name not in self._scales:
-            return super()._read_pieces(info, buffer)
-        return Checkpoint._read_pieces(self, info, buffer)
-
-
-def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The scale in a shape that multiplies the weight."""
-    kind = scale_kind(shape, tuple(scale.shape))
-    if kind == "per tensor":
-        return scale.reshape(())
-    if kind == "per channel":
-        return scale.reshape(-1, *(1 for _ in shape[1:]))
-    rows, columns = shape
-    return scale.repeat_interleave(_BLOCK_SIZE, 0)[:rows].repeat_interleave(_BLOCK_SIZE, 1)[:, :columns]

@@ -182,6 +182,18 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "The LoRA changes nothing: its merged change of {weights} is lost in rounding, below half a step of {dtype}.",
         "Leave it unmerged, raise its strength, or use a base of more bits.",
     ),
+    "lora_arrives_weak": VerdictRow(
+        "warning",
+        "Only {share} of the LoRA arrives in {weights}, with noise of {noise} of its size: merged, the sum is rounded to {stored}.",
+        "Leave it unmerged (100 % arrive, without noise), or merge it into a base in bf16 or fp16 and quantise the "
+        "result. In ComfyUI, int8 ConvRot and scaled fp8 keep more than NVFP4 and int8 per tensor.",
+    ),
+    "lora_arrives_noisy": VerdictRow(
+        "warning",
+        "The LoRA arrives with noise of {noise} of its size in {weights} ({share} of it arrives): merged, the sum is "
+        "rounded to {stored}.",
+        "Leave it unmerged (100 % arrive, without noise), raise its strength, or use a base of more bits.",
+    ),
     "lora_as_before": VerdictRow(
         "info",
         "Nothing changed: {weights} had the same changes when the baseline was taken.",

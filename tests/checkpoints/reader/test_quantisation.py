@@ -1,5 +1,6 @@
-"""Quantised checkpoints: 8-bit floats with scales are undone, all other kinds refused by name."""
+"""Quantised checkpoints: codes with scales are undone, kinds without a reader refused by name or kept unread."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,13 +125,10 @@ def test_a_parameter_named_as_a_scale_beside_plain_weights_is_a_parameter(
 @pytest.mark.parametrize(
     ("keys", "name"),
     [
-        (["a.weight", "a.weight.absmax", "a.weight.quant_map"], "bitsandbytes NF4 or FP4"),
-        (["a.weight", "a.weight.quant_state.bitsandbytes__nf4"], "bitsandbytes NF4 or FP4"),
         (["a.weight", "a.SCB"], "bitsandbytes int8"),
         (["a.qweight", "a.wscales", "a.smooth_factor"], "SVDQuant"),
         (["a.qweight", "a.qzeros", "a.scales"], "GPTQ or AWQ"),
         (["a.weight._data", "a.weight._scale"], "optimum-quanto"),
-        (["a.weight", "a.weight_scale", "a.weight_scale_2"], "NVFP4"),
         (["a.weight_packed", "a.weight_scale"], "compressed-tensors"),
     ],
 )
@@ -148,13 +146,17 @@ def test_other_quantisations_are_refused_by_name(
 @pytest.mark.parametrize(
     ("weight", "scale", "message"),
     [
-        (torch.zeros(4, 6, dtype=torch.int8), torch.ones(4, 1), r"a\.weight is int8 with scales"),
+        (torch.zeros(4, 6, dtype=torch.int16), torch.ones(4, 1), r"a\.weight is int16 with scales"),
         (
             torch.zeros(4, 6, dtype=FP8),
             torch.ones(4, 2),
             r"shape \(4, 2\) does not fit as the scale of a\.weight",
         ),
-        (torch.zeros(4, 6, dtype=FP8), torch.ones(4, 1, dtype=torch.float8_e8m0fnu), "MXFP8"),
+        (
+            torch.zeros(4, 32, dtype=FP8),
+            torch.ones(4, 1, dtype=torch.float8_e8m0fnu),
+            r"a\.weight_scale of shape \(4, 1\) does not fit as the scale of a\.weight of shape \(4, 32\)",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(
@@ -162,3 +164,93 @@ def test_scales_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(save({"a.weight": weight, "a.weight_scale": scale}))
+
+
+def quant_state(**facts: object) -> Tensor:
+    return torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+
+
+def comfy_quant(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([[0.5], [2.0]])], ids=["tensor", "row"])
+def test_int8_is_multiplied_by_its_scale(save: Callable[[State], Path], scale: Tensor) -> None:
+    codes = torch.tensor([[-128, 1, 2], [3, 4, 127]], dtype=torch.int8)
+    state = {
+        "a.weight": codes,
+        "a.weight_scale": scale,
+        "a.comfy_quant": comfy_quant('{"format": "int8_tensorwise"}'),
+    }
+    with open_checkpoint(save(state)) as checkpoint:
+        assert list(checkpoint) == ["a.weight"]
+        assert torch.equal(checkpoint.tensor("a.weight"), codes.float() * scale)
+
+
+def test_bitsandbytes_codes_are_places_in_a_map(save: Callable[[State], Path]) -> None:
+    """Two in a byte, the first above, times the largest magnitude of their block."""
+    values = torch.linspace(-1, 1, 16)
+    state = {
+        "a.weight": torch.tensor([[0x0F], [0x12], [0x3F], [0xF0]], dtype=torch.uint8),
+        "a.weight.absmax": torch.tensor([2.0, 10.0]),
+        "a.weight.quant_map": values,
+        "a.weight.quant_state.bitsandbytes__nf4": quant_state(quant_type="nf4", blocksize=4, shape=[2, 4]),
+    }
+    with open_checkpoint(save(state)) as checkpoint:
+        places = torch.tensor([[0, 15, 1, 2], [3, 15, 15, 0]])
+        assert torch.equal(checkpoint.tensor("a.weight"), values[places] * torch.tensor([[2.0], [10.0]]))
+        assert dict(checkpoint.dequantised) == {"a.weight": "bitsandbytes NF4"}
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"a.comfy_quant": comfy_quant('{"format": "float8_e4m3fn"}')}, r"a\.weight_scale, .*is missing"),
+        (
+            {"a.comfy_quant": comfy_quant('{"format": "nvfp4"}'), "a.weight_scale": torch.ones(128, 4)},
+            "a.weight is float8_e4m3fn",
+        ),
+        ({"a.comfy_quant": comfy_quant("nonsense")}, r"a\.comfy_quant' is no JSON text"),
+        (
+            {"a.comfy_quant": comfy_quant('{"format": "fp2"}')},
+            "a.weight is stored in ComfyUI's format 'fp2'",
+        ),
+        ({"a.weight.absmax": torch.ones(2)}, "a.weight is float8_e4m3fn"),
+    ],
+    ids=["scale missing", "other codes", "no text", "unknown format", "bitsandbytes"],
+)
+def test_what_is_wrong_with_a_scale_names_itself(
+    save: Callable[[State], Path], state: State, names: str
+) -> None:
+    with pytest.raises(CheckpointError, match=names) as caught:
+        open_checkpoint(save({"a.weight": torch.zeros(4, 64, dtype=FP8), **state}))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("state", "shape"),
+    [
+        ({"a.qweight": torch.zeros(6, 4, dtype=torch.int8), "a.wscales": torch.ones(2, 6)}, (6, 8)),
+        (
+            {
+                "a.qweight": torch.zeros(2, 6, dtype=torch.int32),
+                "a.qzeros": torch.ones(1),
+                "a.scales": torch.ones(1, 6),
+            },
+            (6, 16),
+        ),
+        ({"a.weight_packed": torch.zeros(6, 2, dtype=torch.int32)}, (6, 16)),
+        (
+            {"a.weight": torch.zeros(6, 8, dtype=FP8), "a.comfy_quant": comfy_quant('{"format": "fp2"}')},
+            (6, 8),
+        ),
+    ],
+    ids=["SVDQuant", "GPTQ", "compressed-tensors", "unknown format"],
+)
+def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
+    save: Callable[[State], Path], state: State, shape: tuple[int, ...]
+) -> None:
+    with open_checkpoint(save(state), keep_unread=True) as checkpoint:
+        assert checkpoint.info("a.weight").shape == shape
+        with pytest.raises(CheckpointError, match="has no reader here"):
+            checkpoint.tensor("a.weight")

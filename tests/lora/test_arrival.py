@@ -1,0 +1,213 @@
+"""How much of a LoRA arrives in a coarsely stored base, beside the quantisation of the packages themselves."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import CheckpointError
+from sigmascope.lora.arrival import Arrival, Arrivals, arrivals
+
+KEY = "transformer_blocks.0.attn.to_q"
+RANK = 16
+Quantise = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+"""Numbers to what a file holds of them, and what that is read as."""
+
+
+def weight_with_outliers(size: int = 512) -> Tensor:
+    """A few columns are much larger than the others, as in real models."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, size, generator=generator) * 0.02
+    weight[:, torch.randperm(size, generator=generator)[:6]] *= 5.0
+    return weight
+
+
+def change_of(weight: Tensor, relative: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    up = torch.randn(weight.shape[0], RANK, generator=generator)
+    down = torch.randn(RANK, weight.shape[1], generator=generator)
+    return up * (relative * weight.norm() / (up @ down).norm()), down
+
+
+def by_kitchen(layout: str, config: Mapping[str, Any], **how: Any) -> Quantise:
+    def quantise(numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensor = pytest.importorskip("comfy_kitchen.tensor", reason="comfy-kitchen is not installed")
+        made = getattr(tensor, layout)
+        codes, facts = made.quantize(numbers.clone(), **how)
+        state = {f"{KEY}.weight{end}": part for end, part in made.state_dict_tensors(codes, facts).items()}
+        text = torch.tensor(list(json.dumps(dict(config)).encode()), dtype=torch.uint8)
+        return {**state, f"{KEY}.comfy_quant": text}, made.dequantize(codes, facts).float()
+
+    return quantise
+
+
+INT8 = {"is_weight": True, "per_channel": True}
+CONVROT = {"convrot": True, "convrot_groupsize": 256}
+KITCHEN: dict[str, Quantise] = {
+    "fp8": by_kitchen("TensorCoreFP8Layout", {"format": "float8_e4m3fn"}, scale="recalculate"),
+    "nvfp4": by_kitchen("TensorCoreNVFP4Layout", {"format": "nvfp4"}),
+    "mxfp8": by_kitchen("TensorCoreMXFP8Layout", {"format": "mxfp8"}),
+    "int8": by_kitchen("TensorWiseINT8Layout", {"format": "int8_tensorwise"}, is_weight=True),
+    "int8 rows": by_kitchen("TensorWiseINT8Layout", {"format": "int8_tensorwise"}, **INT8),
+    "convrot": by_kitchen(
+        "TensorWiseINT8Layout", {"format": "int8_tensorwise", **CONVROT}, **INT8, **CONVROT
+    ),
+}
+
+
+def figures(real: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """The definitions, in float64."""
+    real, wanted = real.double(), wanted.double()
+    share = float((real * wanted).sum() / (wanted * wanted).sum())
+    return share, float((real - share * wanted).norm() / wanted.norm())
+
+
+def arriving(folder: Path, base: Path, factors: tuple[Tensor, Tensor], strength: float = 1.0) -> Arrivals:
+    up, down = factors
+    state = {f"transformer.{KEY}.lora_A.weight": down, f"transformer.{KEY}.lora_B.weight": up}
+    save_file(state, folder / "lora.safetensors")
+    with open_checkpoint(base) as checkpoint:
+        return arrivals(folder / "lora.safetensors", checkpoint, strength=strength)
+
+
+@pytest.mark.parametrize("relative", [0.01, 0.03])
+@pytest.mark.parametrize("name", KITCHEN)
+def test_share_and_noise_are_those_of_comfyui_s_kernels(tmp_path: Path, name: str, relative: float) -> None:
+    quantise = KITCHEN[name]
+    state, numbers = quantise(weight_with_outliers())
+    save_file(state, tmp_path / "base.safetensors")
+    up, down = change_of(numbers, relative)
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down))
+    share, noise = figures(quantise(numbers + up @ down)[1] - numbers, up @ down)
+    assert found.overall.share == pytest.approx(share, rel=0.01, abs=1e-4)
+    assert found.overall.noise == pytest.approx(noise, rel=0.01, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("relative", "shares"),
+    [
+        (0.01, {"fp8": 0.39, "nvfp4": 0.00, "int8": 0.00, "convrot": 0.85}),
+        (0.03, {"fp8": 0.83, "nvfp4": 0.14, "int8": 0.13, "convrot": 1.00}),
+    ],
+)
+def test_a_small_change_is_lost_in_coarse_formats(
+    tmp_path: Path, relative: float, shares: dict[str, float]
+) -> None:
+    """The shares were measured on another weight with outlier columns, by ComfyUI's kernels."""
+    for name, share in shares.items():
+        state, numbers = KITCHEN[name](weight_with_outliers())
+        save_file(state, tmp_path / f"{name}.safetensors")
+        found = arriving(tmp_path, tmp_path / f"{name}.safetensors", change_of(numbers, relative))
+        assert found.overall.share == pytest.approx(share, abs=0.07), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q4_0"])
+def test_share_and_noise_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
+    type_ = gguf.GGMLQuantizationType[kind]
+    codes = gguf.quants.quantize(weight_with_outliers(256).numpy(), type_)
+    writer = gguf.GGUFWriter(tmp_path / "base.gguf", "flux")
+    writer.add_tensor(f"{KEY}.weight", codes, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    numbers = torch.from_numpy(gguf.quants.dequantize(codes, type_))
+    up, down = change_of(numbers, 0.03)
+    found = arriving(tmp_path, tmp_path / "base.gguf", (up, down)).overall
+    merged = np.asarray(gguf.quants.quantize((numbers + up @ down).numpy(), type_))
+    share, noise = figures(torch.from_numpy(gguf.quants.dequantize(merged, type_)) - numbers, up @ down)
+    assert (found.share, found.noise) == pytest.approx((share, noise), rel=0.01)
+
+
+@pytest.mark.parametrize("strength", [1.0, -2.0])
+def test_plain_fp8_is_rounded_to_the_nearest(tmp_path: Path, strength: float) -> None:
+    numbers = weight_with_outliers(256).to(torch.float8_e4m3fn)
+    save_file({f"{KEY}.weight": numbers}, tmp_path / "base.safetensors")
+    up, down = change_of(numbers.float(), 0.02)
+    wanted = strength * (up @ down)
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down), strength)
+    real = (numbers.float() + wanted).to(torch.float8_e4m3fn).float() - numbers.float()
+    assert (found.overall.share, found.overall.noise) == pytest.approx(figures(real, wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [(), (300, 1), (3, 2)], ids=["tensor", "row", "blocks"])
+def test_a_scale_is_taken_anew_for_what_it_was_for(tmp_path: Path, scale: tuple[int, ...]) -> None:
+    """Rows and columns here are no multiple of a block's 128."""
+    codes = torch.randn(300, 200, generator=torch.Generator().manual_seed(2)).mul(100).to(torch.float8_e4m3fn)
+    state = {f"{KEY}.weight": codes, f"{KEY}.weight_scale": torch.full(scale, 0.001)}
+    save_file(state, tmp_path / "base.safetensors")
+    numbers = codes.float() * 0.001
+    up, down = change_of(numbers, 0.02)
+    moved, areas = numbers + up @ down, []
+    sizes = {(): (300, 200), (300, 1): (1, 200), (3, 2): (128, 128)}[scale]
+    for rows in torch.split(moved, sizes[0], 0):
+        steps = [part.abs().max() / 448 for part in torch.split(rows, sizes[1], 1)]
+        parts = zip(torch.split(rows, sizes[1], 1), steps, strict=True)
+        areas.append(
+            torch.cat([(part / step).to(torch.float8_e4m3fn).float() * step for part, step in parts], 1)
+        )
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down)).overall
+    assert (found.share, found.noise) == pytest.approx(
+        figures(torch.cat(areas) - numbers, up @ down), rel=1e-3
+    )
+
+
+def test_a_plain_base_takes_the_whole_change(tmp_path: Path) -> None:
+    weight = weight_with_outliers(128)
+    save_file({f"{KEY}.weight": weight}, tmp_path / "base.safetensors")
+    found = arriving(tmp_path, tmp_path / "base.safetensors", change_of(weight, 0.01))
+    assert found.overall.share == pytest.approx(1.0, abs=1e-5)
+    assert found.overall.noise == pytest.approx(0.0, abs=1e-4)
+    assert found.findings == ()
+
+
+def test_findings_have_both_figures() -> None:
+    """Half of the change, and noise as large as it: ‖real‖² = 0.5² + 1² of what is wanted."""
+    found = Arrivals(1.0, {"a.weight": Arrival(4.0, 2.0, 5.0, "NVFP4")})
+    weak, noisy = found.findings
+    assert (weak.id, noisy.id) == ("lora_arrives_weak", "lora_arrives_noisy")
+    assert weak.evidence == {"share": 0.5, "noise": 1.0, "stored": "NVFP4", "weights": 1}
+    assert "Only 50 %" in weak.message
+    assert "noise of 100 %" in noisy.message
+
+
+def test_a_weight_that_cannot_be_stored_again_has_its_reason(tmp_path: Path) -> None:
+    state = {f"{KEY}.weight": torch.zeros(64, 64, dtype=torch.float8_e4m3fn)}
+    text = torch.tensor(list(b'{"format": "fp2"}'), dtype=torch.uint8)
+    save_file({**state, f"{KEY}.comfy_quant": text}, tmp_path / "base.safetensors")
+    up, down = torch.ones(64, 2), torch.ones(2, 64)
+    save_file(
+        {f"transformer.{KEY}.lora_A.weight": down, f"transformer.{KEY}.lora_B.weight": up},
+        tmp_path / "lora.safetensors",
+    )
+    with open_checkpoint(tmp_path / "base.safetensors", keep_unread=True) as base:
+        found = arrivals(tmp_path / "lora.safetensors", base)
+    assert found.overall.share is None
+    assert "'fp2', which has no reader here" in found.unavailable[f"{KEY}.weight"]
+
+
+def test_a_base_whose_reader_is_not_installed_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "comfy_kitchen.tensor", None)
+    text = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    state = {
+        f"{KEY}.weight": torch.zeros(128, 32, dtype=torch.uint8),
+        f"{KEY}.weight_scale": torch.ones(128, 4).to(torch.float8_e4m3fn),
+        f"{KEY}.weight_scale_2": torch.tensor(1.0),
+        f"{KEY}.comfy_quant": text,
+    }
+    save_file(state, tmp_path / "base.safetensors")
+    with open_checkpoint(tmp_path / "base.safetensors", keep_unread=True) as base:
+        assert base.info(f"{KEY}.weight").shape == (128, 64)
+        with pytest.raises(CheckpointError, match=r"comfy-kitchen, .* is not installed: .*\[comfyui\]"):
+            base.tensor(f"{KEY}.weight")
