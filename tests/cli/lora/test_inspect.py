@@ -198,3 +198,54 @@ def test_an_alpha_of_a_wrong_shape_is_named_with_the_file_once(lora: Path, inspe
     error = " ".join(inspect(lora).err.split())
     assert error.count(lora.name) == 1
     assert f"{PROJ}.alpha has the shape (2, 2), and alpha is one number." in error
+
+
+@pytest.fixture
+def fp8_model(model: Path) -> Path:
+    """The same model in fp8 with a scale per tensor."""
+    state: Tensors = {}
+    for key, weight in load_file(model).items():
+        scale = weight.abs().max() / 448
+        state |= {key: (weight / scale).to(torch.float8_e4m3fn), f"{key}_scale": scale}
+    save_file(state, model)
+    return model
+
+
+def test_what_arrives_is_shown_by_block_with_a_finding(
+    lora: Path, fp8_model: Path, inspect: Terminal
+) -> None:
+    outcome = inspect(lora, "--model", fp8_model, "--arrives", "--strength", 0.002, "--json")
+    assert outcome.code == 0
+    arrives = json.loads(outcome.out)["model"]["arrives"]
+    assert arrives["strength"] == 0.002
+    assert [block["name"] for block in arrives["blocks"]] == ["conv_in", "down_blocks.1", "conv_out"]
+    assert arrives["share"] < 0.8
+    assert "lora_arrives_weak" in {finding["id"] for finding in arrives["findings"]}
+
+
+def test_a_strong_lora_arrives_whole(lora: Path, fp8_model: Path, inspect: Terminal) -> None:
+    outcome = inspect(lora, "--model", fp8_model, "--arrives")
+    assert outcome.code == 0
+    assert "float8_e4m3fn" in outcome.out
+    assert "lora_arrives" not in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_a_model_is_never_refused_for_its_storage(lora: Path, model: Path, inspect: Terminal) -> None:
+    mark = torch.tensor(list(b'{"format": "fp2"}'), dtype=torch.uint8)
+    state = {key: weight.to(torch.float8_e4m3fn) for key, weight in load_file(model).items()}
+    marks = {key.replace(".weight", ".comfy_quant"): mark.clone() for key in state}
+    save_file(state | marks, model)
+    assert inspect(lora, "--model", model).code == 0
+    outcome = inspect(lora, "--model", model, "--arrives")
+    assert outcome.code == 0
+    assert "unknown, because" in outcome.out
+
+
+@pytest.mark.parametrize("flags", [["--arrives"], ["--strength", "0.5"]])
+def test_what_arrives_needs_a_model_and_a_strength_needs_that(
+    lora: Path, inspect: Terminal, flags: list[str]
+) -> None:
+    outcome = inspect(lora, *flags)
+    assert outcome.code == 2
+    assert "--arrives" in outcome.err

@@ -5,7 +5,7 @@ With `--model` a LoRA is compared with a checkpoint (`judge`); with `--picture` 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -39,6 +39,7 @@ from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
 from sigmascope.units import counted
 
 if TYPE_CHECKING:
+    from sigmascope.lora.arrival import Arrivals
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
@@ -46,7 +47,10 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(rich_markup_mode="rich")
-EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
+EPILOG = (
+    "Examples: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg\n\n"
+    "sigmascope lora inspect my_lora.safetensors --model flux_nvfp4.safetensors --arrives --strength 0.8"
+)
 
 
 _MOST_UNMATCHED = 5
@@ -95,6 +99,15 @@ def inspect(
             help="With --model: also show ‖ΔW‖/‖W‖, which reads the weights that change.",
         ),
     ] = False,
+    arrives: Annotated[
+        bool,
+        typer.Option(
+            "--arrives",
+            help="With --model: also show how much of the LoRA arrives if it is merged and the sum rounded as the model "
+            "is stored (fp8, int8, NVFP4, GGUF, …), and with how much noise.",
+        ),
+    ] = False,
+    strength: Annotated[float, typer.Option("--strength", help="With --arrives: the LoRA's strength.")] = 1.0,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -110,18 +123,26 @@ def inspect(
     it is far below the rank, resizing the LoRA costs almost no quality.
 
     With --model the exit code is 1 if a module matches no weight of the model,
-    or holds NaN or Inf. Only the model's header is read.
+    or holds NaN or Inf. Only the model's header is read, however it is stored.
     """
     from sigmascope.lora.inspect import inspect_lora
 
     if relative_strength and model is None:
         raise ConfigError("--relative_strength needs a model.", hint="Give the checkpoint with --model.")
+    if arrives and model is None:
+        raise ConfigError("--arrives needs a model.", hint="Give the checkpoint with --model.")
+    if strength != 1.0 and not arrives:
+        raise ConfigError("--strength is for --arrives.", hint="Add --arrives.")
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
         check_picture(picture, dict.fromkeys(inputs, "is an input"))
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
-    on_model = None if model is None else judge(lora, model, relative=relative_strength)
+    on_model = (
+        None
+        if model is None
+        else judge(lora, model, relative=relative_strength, arriving_at=strength if arrives else None)
+    )
     if picture is not None:
         save_inspection_picture(picture, report, on_model)
     if as_json:
@@ -146,11 +167,13 @@ class OnModel:
         model: The checkpoint.
         verdict: Whether the LoRA fits the model.
         effects: Effects by module, if relative strength was asked for.
+        arrives: What arrives in its weights, if that was asked for.
     """
 
     model: Path
     verdict: "LoraVerdict"
     effects: "Mapping[str, Effect] | None" = None
+    arrives: "Arrivals | None" = None
 
     @property
     def blocks(self) -> "Sequence[BlockEffect]":
@@ -167,21 +190,36 @@ class OnModel:
                 "blocks": [block.as_dict() for block in self.blocks],
                 "modules": {name: effect.as_dict() for name, effect in self.effects.items()},
             }
+        if self.arrives is not None:
+            report["arrives"] = self.arrives.as_dict()
         return report
 
 
-def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
-    """Judge how a LoRA fits a checkpoint, whose weights are read only for relative strength."""
+def judge(lora: Path, model: Path, *, relative: bool, arriving_at: float | None = None) -> OnModel:
+    """Judge how a LoRA fits a checkpoint, whose weights are read only for relative strength and what arrives.
+
+    Args:
+        lora: The file.
+        model: The checkpoint, stored in any way.
+        relative: Whether to measure relative strength.
+        arriving_at: The strength at which to measure what arrives; None for not.
+    """
     from sigmascope.checkpoints import open_checkpoint
+    from sigmascope.lora.arrival import arrivals
     from sigmascope.lora.compatibility import judge_lora
     from sigmascope.lora.inspect import relative_strengths
 
-    with open_checkpoint(model) as checkpoint:
-        verdict = judge_lora(lora, checkpoint)
-        if not relative:
-            return OnModel(model, verdict)
-        with progress_bar("Reading the model") as progress:
-            return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
+    with open_checkpoint(model, keep_unread=True) as checkpoint:
+        on_model = OnModel(model, judge_lora(lora, checkpoint))
+        if relative:
+            with progress_bar("Reading the model") as progress:
+                effects = relative_strengths(lora, on_model.verdict, checkpoint, progress=progress)
+            on_model = replace(on_model, effects=effects)
+        if arriving_at is not None and on_model.verdict.error is None:
+            with progress_bar("Merging and rounding") as progress:
+                arrives = arrivals(lora, checkpoint, strength=arriving_at, progress=progress)
+            on_model = replace(on_model, arrives=arrives)
+        return on_model
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
@@ -284,6 +322,8 @@ def print_on_model(console: Console, on_model: OnModel, *, verbose: bool) -> Non
     console.print(facts(_verdict_facts(verdict)))
     if on_model.effects is not None:
         _print_relative(console, on_model.blocks)
+    if on_model.arrives is not None:
+        _print_arrives(console, on_model.arrives)
     _print_unmatched(console, verdict, verbose=verbose)
     explained = {f"lora_{reason}" for reason in verdict.reasons}
     console.print(findings(finding for finding in verdict.findings if finding.id not in explained))
@@ -322,6 +362,26 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
         for block in blocks
     )
     console.print(table("Block", "Modules", "Strength", "‖W‖", "Relative", rows=rows))
+
+
+def _print_arrives(console: Console, arrives: "Arrivals") -> None:
+    rows = (
+        (
+            plain(block.name),
+            f"{block.known} of {block.weights}",
+            percent(block.share),
+            percent(block.noise),
+            plain(", ".join(block.stored) or "-"),
+        )
+        for block in arrives.blocks
+    )
+    whole = arrives.overall
+    heading = f"If it is merged at strength {arrives.strength:g}"
+    console.print(table("Block", "Weights", "Arrives", "Noise", "Stored as", title=heading, rows=rows))
+    console.print(facts([("Arrives", percent(whole.share)), ("Noise", percent(whole.noise))]))
+    unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
+    listed(console, "Weights of which this is unknown", unknown, style="cyan")
+    console.print(findings(arrives.findings))
 
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
