@@ -140,7 +140,7 @@ class Arrivals:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is lost, with what helps."""
-        return tuple(arrival_findings(self.weights))
+        return tuple(arrival_findings(self.overall, len(self.weights) - len(self.unavailable)))
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON values, totals first."""
@@ -256,12 +256,14 @@ def arrival_of(
 
 
 def together(arrivals: Iterable[Arrival]) -> Arrival:
-    """Arrivals of several weights as that of one."""
+    """Arrivals of several weights as that of one, without those of which nothing is known."""
     members = [one for one in arrivals if one.unavailable is None]
+    stored = dict.fromkeys(one.stored for one in members if one.stored)
     return Arrival(
         fsum(one.wanted for one in members),
         fsum(one.inner for one in members),
         fsum(one.real for one in members),
+        " and ".join(stored),
     )
 
 
@@ -272,29 +274,28 @@ def _block(name: str, members: list[Arrival]) -> BlockArrival:
     return BlockArrival(name, len(members), len(known), whole.share, whole.noise, stored)
 
 
-def arrival_findings(weights: Mapping[str, Arrival]) -> Iterator[Finding]:
+def arrival_findings(whole: Arrival, weights: int, model: str = "") -> Iterator[Finding]:
     """The findings where the share is small or the noise large, with what helps.
 
     Args:
-        weights: By the base's key.
+        whole: All weights together.
+        weights: How many they are.
+        model: Its name, for the message.
     """
-    whole = together(weights.values())
     share, noise = whole.share, whole.noise
     if share is None or noise is None:
         return
-    known = [one for one in weights.values() if one.unavailable is None]
-    stored = " and ".join(dict.fromkeys(one.stored for one in known if one.stored))
     evidence: dict[str, JsonScalar] = {
         "share": share,
         "noise": noise,
-        "stored": stored,
-        "weights": len(known),
+        "stored": whole.stored,
+        "weights": weights,
     }
     figures = {
         "share": f"{100 * share:.0f} %",
         "noise": f"{100 * noise:.0f} %",
-        "weights": counted(len(known), "weight"),
-        "stored": stored or "coarsely",
+        "weights": counted(weights, "weight") + (model and f" of the {model}"),
+        "stored": whole.stored or "a coarse type",
     }
     if share < WEAK_SHARE:
         yield verdict_finding("lora_arrives_weak", evidence, **figures)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
+from sigmascope.lora.arrival import Arrival, arrival_findings
 from sigmascope.lora.compatibility import (
     AppliedModule,
     AppliedVerdict,
@@ -812,3 +813,8 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
             "or the dtype is too coarse for it."
         )
         yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)
+    arriving = weights["arriving"]
+    if arriving is not None and arriving["share"] is not None and arriving["noise"] is not None:
+        share, noise = arriving["share"], arriving["noise"]
+        whole = Arrival(1.0, share, share**2 + noise**2, arriving["stored"])
+        yield from arrival_findings(whole, arriving["weights"], name)

@@ -297,6 +297,15 @@ class Drift(TypedDict):
     largest_relative_change: float | None
 
 
+class Arriving(TypedDict):
+    """What arrived of the changes merged into weights of 8 bits; see `sigmascope.lora.arrival`."""
+
+    share: float | None
+    noise: float | None
+    stored: str
+    weights: int
+
+
 class WeightChanges(TypedDict):
     """How the weights changed. Names are those without adapters.
 
@@ -320,6 +329,7 @@ class WeightChanges(TypedDict):
     drift: Drift
     unexplained: list[str]
     not_as_predicted: list[str]
+    arriving: Arriving | None
     unavailable: dict[str, str]
 
 

@@ -6,10 +6,12 @@ The change of a weight is what its layer computes with now less what it computed
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from sigmascope.lora.arrival import together
 from sigmascope.lora.effect import Effect, by_block
 from sigmascope.lora.linalg import root_sum_square
 from sigmascope.lora.norms_at_once import norms_at_once
@@ -27,7 +29,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Drift, WeightChanges
+from sigmascope.stages.schema import Arriving, Drift, WeightChanges
 from sigmascope.stages.signed_patches import (
     Contents,
     KeptPatches,
@@ -39,6 +41,7 @@ from sigmascope.stages.signed_patches import (
 from sigmascope.stages.weight_verdict import NOT_SEEN, WeightEvidence, WeightVerdict, judge_weight
 
 Samples = Mapping[str, Tensor]
+_NOT_COARSE: Final = "no change was merged into weights of 8-bit floats of which the host keeps the originals"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +73,7 @@ def weight_changes(looks: BeforeAndAfter, verdicts: "Verdicts") -> WeightChanges
     before, after = looks.before, looks.after
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective is not False}
     effects = {key: verdict.effect for key, verdict in changed.items()}
+    arriving = _arriving(verdicts.values())
     total = _total_effect(effects.values())
     keys_before, keys_after = set(before.keys), set(after.keys)
     names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
@@ -110,8 +114,21 @@ def weight_changes(looks: BeforeAndAfter, verdicts: "Verdicts") -> WeightChanges
         "drift": _drift(verdicts),
         "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
-        "unavailable": {**unavailable, **total.unavailable},
+        "arriving": arriving,
+        "unavailable": {
+            **unavailable,
+            **total.unavailable,
+            **({} if arriving else {"arriving": _NOT_COARSE}),
+        },
     }
+
+
+def _arriving(verdicts: Iterable[WeightVerdict]) -> Arriving | None:
+    known = [verdict.arrival for verdict in verdicts if verdict.arrival is not None]
+    whole = together(known)
+    if not known:
+        return None
+    return {"share": whole.share, "noise": whole.noise, "stored": whole.stored, "weights": len(known)}
 
 
 Verdicts = Mapping[str, WeightVerdict]

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sigmascope.lora.arrival import Arrival
 from sigmascope.lora.effect import Effect, measured_effect, weight_norm
 from sigmascope.lora.linalg import as_float64, blocked_norm
 from sigmascope.lora.norms_at_once import known_inner_product, known_weight_norm
@@ -54,6 +55,7 @@ class WeightVerdict:
         is_as_predicted: Whether the weight changed as predicted; None if unknown.
         content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
         unread: Why a change on it is not understood; None if all are.
+        arrival: What arrived of the changes that were merged into a weight of 8 bits; None for others, or if unknown.
     """
 
     change: ValueChange
@@ -64,6 +66,7 @@ class WeightVerdict:
     is_as_predicted: bool | None
     content_relative: float | None
     unread: str | None = None
+    arrival: Arrival | None = None
 
     @property
     def why_unknown(self) -> str | None:
@@ -146,7 +149,26 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         or weight.inside.unread
         or weight.beside.same_by_name
         or weight.inside.same_by_name,
+        attempt(lambda: _arrival(weight)).value,
     )
+
+
+def _arrival(weight: WeightEvidence) -> Arrival | None:
+    """What arrived of the merged changes: what the content changed by, beside what it was to change by."""
+    original, now, wanted = weight.original, weight.now, weight.inside.net
+    measurable = original is not None and now.dtype.itemsize == 1 and now.is_floating_point()
+    if not measurable or original is None or not wanted or not all(map(_is_sum, wanted)):
+        return None
+    with torch.no_grad():
+        real = now.to(torch.float32) - original.to(now.device, torch.float32)
+        inner = sum(_inner_product(real, factors_of(patch, tuple(now.shape))) for patch in wanted)
+        norm = net_effect(wanted, None).delta_norm
+        stored = str(now.dtype).removeprefix("torch.")
+    return None if not norm else Arrival(norm**2, float(inner), blocked_norm(real) ** 2, stored)
+
+
+def _is_sum(patch: AppliedPatch) -> bool:
+    return is_product(patch) and patch.strength_model == 1.0
 
 
 def _found(effect: Effect, source: str) -> _Found:
@@ -308,7 +330,7 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
 
 
 def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
-    simple = all(is_product(patch) and patch.strength_model == 1.0 for patch in acting)
+    simple = all(map(_is_sum, acting))
     if effect.delta_norm is None or not simple:
         return None
     with torch.no_grad():
