@@ -98,7 +98,7 @@ def _acting_lora(folder: Path) -> Made:
 def _lora_of_zeros(folder: Path) -> Made:
     state = {name: torch.zeros_like(tensor) for name, tensor in _lora().items()}
     count = len(modules_of(state))
-    says = f"{count} weights have changes, but none of them has an effect."
+    says = f"The LoRA changes nothing: all its changes are zero, in {count} "
     return _with_lora(folder, state, says, "It changes nothing.", f"{count} of {count} modules")
 
 
@@ -113,7 +113,7 @@ def _lora_with_nan(folder: Path) -> Made:
     state = _lora()
     first = next(iter(state))
     state[first] = torch.full_like(state[first], torch.nan)
-    return _with_lora(folder, state, "the changes of 1 weights hold NaN or Inf")
+    return _with_lora(folder, state, "the change of 1 weight holds NaN or Inf")
 
 
 def _failing(pipeline: Any, *steps_and_says: Any, kind: type[BaseException], **call: Any) -> Made:
