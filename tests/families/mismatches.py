@@ -118,7 +118,7 @@ MISMATCHES: dict[str, Mismatch] = {
         "flux", "flux", "lora_unreadable", "truncated", cut=0.7, raises=OSError, applied="lora_unreadable"
     ),
     "alphas beside lora_A": Mismatch(
-        "flux", "flux", "lora_alpha_ignored", "50 .alpha", edit=with_alphas, loaded=50, applied=None
+        "sd15", "sd15", "lora_alpha_refused", ".alpha tensors", edit=with_alphas, raises=ValueError
     ),
     "a whole difference beside factors": Mismatch(
         "flux",

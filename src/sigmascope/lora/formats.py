@@ -8,7 +8,7 @@ A `LoraFormat` recognises its files by their keys and names modules; its `Factor
 - **comfyui** keeps the original model's own paths, `diffusion_model.input_blocks.4.0.in_layers.2`. ComfyUI finds
   every weight of every model by it, whatever the family.
 - **peft** names layers as diffusers reads them, `unet.down_blocks.1.resnets.0.conv1.lora_A.weight`. There is no
-  alpha: diffusers ignores one beside `lora_A` and `lora_B`, or refuses the file, so the scale is always in the up
+  alpha: most loaders in diffusers refuse a file with one beside `lora_A` and `lora_B`, so the scale is always in the up
   factor. The prefix must be that of the pipeline's component, or be given to `load_lora_adapter`. DoRA's magnitudes per output can be
   written, which PEFT takes for all modules of a LoRA or for none.
 - **native** is the checkpoint's own module paths, LBM's first of all: `<module>.lora_up.weight` (out, r[, 1, 1]),

@@ -576,7 +576,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
         verdict: With its modules.
         keys: Of the file.
     """
-    yield from _ignored_alphas(verdict, keys)
+    yield from _refused_alphas(verdict, keys)
     yield from _kohya_names(verdict)
     yield from _comfyui_names(verdict, keys)
     yield from _differences(verdict, keys)
@@ -586,30 +586,21 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _rotations(verdict)
 
 
-_ALPHAS_IGNORED: Final = ("flux", "chroma")
-"""Families whose loader in diffusers drops `.alpha` beside `lora_A`; the others' refuse the file because of it."""
+_ALPHAS_READ: Final = ("flux", "chroma")
+"""Families whose loader in diffusers 0.42 multiplies by `.alpha` / rank beside `lora_A` too; the others' refuse the file."""
 
 
-def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+def _refused_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
     alphas = [key for key in keys if key.endswith(".alpha")]
-    if verdict.format != "peft" or not alphas:
+    if verdict.format != "peft" or not alphas or verdict.model_family in _ALPHAS_READ:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
-    ignores = verdict.model_family in _ALPHAS_IGNORED
-    consequence = (
-        f", so {counted(len(scaled), 'module acts', 'modules act')} with another strength there"
-        if scaled
-        else ""
-    )
-    fate = f"ignores {{}}{consequence}" if ignores else "refuses the file because of {}"
     yield Finding(
-        "lora_alpha_ignored",
-        "warning" if scaled or not ignores else "info",
-        f"diffusers {fate.format(counted(len(alphas), '.alpha tensor') + ' beside lora_A and lora_B')}.",
+        "lora_alpha_refused",
+        "warning",
+        f"diffusers refuses the file because of {counted(len(alphas), '.alpha tensor')} beside lora_A and lora_B.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
-        "Convert the file (sigmascope lora convert), which puts the scale into the factors."
-        if scaled or not ignores
-        else None,
+        "Convert the file (sigmascope lora convert), which puts the scale into the factors.",
     )
 
 

@@ -520,7 +520,7 @@ def _products(of_a: _ByKey, of_b: _ByKey, key: str) -> int:
 
 STAGE: Final = "lora_application"
 _HOST_OF_FINDING: Final = {
-    "lora_alpha_ignored": "diffusers",
+    "lora_alpha_refused": "diffusers",
     "lora_kohya_names": "diffusers",
     "lora_comfyui_names": "diffusers",
     "lora_whole_differences": "diffusers",

@@ -173,11 +173,11 @@ def test_one_layer_under_two_names_is_told(pipelines: Pipelines, save: Save) -> 
     assert (len(verdict.matched), verdict.reasons) == (1, {"twice": 1})
 
 
-def test_alphas_that_diffusers_ignores_are_told(pipelines: Pipelines, save: Save) -> None:
+def test_alphas_that_diffusers_refuses_are_told(pipelines: Pipelines, save: Save) -> None:
     path = save(pipelines("sd15"), "unet", only="conv_in")
     save_file(load_file(path) | {"unet.conv_in.alpha": torch.tensor(1.0)}, path)
     verdict = judge_lora(path, pipelines("sd15"))
-    (finding,) = (one for one in verdict.findings if one.id == "lora_alpha_ignored")
+    (finding,) = (one for one in verdict.findings if one.id == "lora_alpha_refused")
     assert finding.severity == "warning"
     assert finding.evidence["first_scale"] == 0.5
     assert (verdict.modules[0].alpha, verdict.modules[0].scale) == (1.0, 0.5)

@@ -50,20 +50,22 @@ def test_verdict_says_whether_diffusers_raises_or_is_silent(
 
 
 @pytest.mark.parametrize("family", ["sd15", "sd3", "flux", "wan"])
-def test_verdict_says_whether_diffusers_ignores_alphas_or_refuses_the_file(
-    family: str, tmp_path: Path
-) -> None:
+def test_verdict_says_where_diffusers_refuses_a_file_with_alphas(family: str, tmp_path: Path) -> None:
     pipeline = make_pipeline(family)
     path = write(
         with_alphas(lora_state(pipeline, (FAMILIES[family].denoiser,), only="to_k")),
         tmp_path / "a.safetensors",
     )
-    (finding,) = (one for one in judge_lora(path, pipeline).findings if one.id == "lora_alpha_ignored")
+    findings = [one for one in judge_lora(path, pipeline).findings if one.id == "lora_alpha_refused"]
     if family == "flux":
         pipeline.load_lora_weights(str(path))
-        assert read_adapters(pipeline).value
-        assert "diffusers ignores" in finding.message
+        ranks = [patch.rank or 0 for patch in read_adapters(pipeline).value or ()]
+        layers = [layer for layer in pipeline.transformer.modules() if hasattr(layer, "scaling")]
+        assert layers
+        assert {float(scale) for layer in layers for scale in layer.scaling.values()} == {1.0 / max(ranks)}
+        assert not findings
     else:
+        (finding,) = findings
         with pytest.raises(ValueError, match="'lora'"):
             pipeline.load_lora_weights(str(path))
         assert "diffusers refuses the file because of" in finding.message

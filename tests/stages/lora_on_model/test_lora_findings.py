@@ -53,7 +53,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def load_error(case: Mismatch, pipeline: Any, path: Path) -> Exception | None:
     try:
         case.load(pipeline, path)
-    except (RuntimeError, IndexError, OSError) as error:
+    except (RuntimeError, ValueError, IndexError, OSError) as error:
         return error
     return None
 
