@@ -116,7 +116,7 @@ _BARRIERS = re.compile(
     r"Guard\..*|describe|log_quietly|attempt|call_with_listeners|_call_after|_call_before"
     r"|HookSet.failed|HookSet._keep_or_undo|HookSet.keep_undo|GenerationSteps.finish"
     r"|Recorder.(stage|step|open_stage|new_scope|current_scope)|Watch.__init__|stage_name|JobLine._work"
-    r"|Instruments\..*|Finder.wait|when_loaded|WatchedProcess.(start|_begin)|Checkpoint.__enter__"
+    r"|Instruments\..*|Finder.wait|when_loaded|Job.change|WatchedProcess.(start|_begin)|Checkpoint.__enter__"
     r"|privacy_of|say"
 )
 """Functions that keep the errors of others from the host, remember what is to be taken off, set attributes, return

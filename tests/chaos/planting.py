@@ -250,7 +250,9 @@ def _replacement(before: Any, fault: Fault) -> Any:
 
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith(_OURS)
+        caller = sys._getframe(1)
+        is_importing = caller.f_code.co_name == "<module>"  # what is made once, and with nobody's values
+        is_ours = caller.f_globals.get("__name__", "").startswith(_OURS) and not is_importing
         if is_ours and fault.called(args, told_to_ignore=bool(kwargs.get("ignore_errors"))):
             return None
         return before(*args, **kwargs)
