@@ -49,6 +49,7 @@ from sigmascope.lora.verdict import (
     verdict_findings,
 )
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
+from sigmascope.probes.copies import on_host
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
 from sigmascope.records.run import Finding, JsonScalar
@@ -609,7 +610,7 @@ def judge_applied(
         else:
             shapes = {patch.key: patch.weight_shape for patch in patches if patch.weight_shape is not None}
         by_key: defaultdict[str, list[AppliedPatch]] = defaultdict(list)
-        for patch in patches:
+        for patch in _on_host(patches):
             by_key[patch.key].append(patch)
         opened = (
             nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora), check_finite=False)
@@ -620,6 +621,15 @@ def judge_applied(
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=_error_text(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
+
+
+def _on_host(patches: Sequence[AppliedPatch]) -> Iterator[AppliedPatch]:
+    """The patches with their tensors on the CPU, so that a device is not waited for once for each."""
+    held = on_host(
+        {(place, name): part for place, patch in enumerate(patches) for name, part in patch.tensors.items()}
+    )
+    for place, patch in enumerate(patches):
+        yield replace(patch, tensors={name: held[place, name] for name in patch.tensors})
 
 
 def _applied_module(

@@ -1,11 +1,14 @@
 """Copies between the host and a CUDA device that neither waits for, and what is made of them once they are there.
 
 `copy_to_host` begins a copy, `Pending` is what will be made of some. A copy into memory that is not pinned would block, so
-both directions go through pinned memory, which PyTorch keeps to use again. On other devices copies wait.
+both directions go through pinned memory, which PyTorch keeps to use again. On other devices copies wait, and so does
+`on_host`, once for many tensors.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -16,6 +19,7 @@ from sigmascope.probes.reading import PROBE_ERRORS, attempt
 
 T = TypeVar("T")
 Other = TypeVar("Other")
+K = TypeVar("K", bound=Hashable)
 
 _LOOK_EVERY = 0.0005
 
@@ -74,6 +78,32 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     pinned = attempt(values.pin_memory).value  # some systems allow only so much
     return values.to(device) if pinned is None else pinned.to(device, non_blocking=True)
+
+
+def on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    """The same tensors with those of an accelerator on the CPU, in one copy for each device and dtype.
+
+    Tensors that cannot be joined, as of a class that packs its values, stay where they are.
+    """
+    groups: defaultdict[tuple[torch.device, torch.dtype], dict[K, Tensor]] = defaultdict(dict)
+    for key, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "meta"):
+            groups[tensor.device, tensor.dtype][key] = tensor
+    found = dict(tensors)
+    for group in groups.values():
+        found |= attempt(partial(_joined_on_host, group)).value or {}
+    return found
+
+
+def _joined_on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    flat = [
+        tensor.detach().flatten().view(torch.uint8) for tensor in tensors.values()
+    ]  # not all dtypes can be joined
+    parts = torch.split(torch.cat(flat).cpu(), [part.numel() for part in flat])
+    return {
+        key: part.view(tensor.dtype).view(tensor.shape)
+        for (key, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 class Pending(Generic[T]):
