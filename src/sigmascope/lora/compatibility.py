@@ -485,7 +485,7 @@ class AppliedModule:
     Attributes:
         name: Its name in the file.
         keys: The model's weights on which its numbers were found.
-        times: How often it is applied to one weight; above 1, more than once.
+        times: How often it is applied to one weight, where it acts; above 1, more than once.
         states: The states of its patches, each once.
         state_reason: The reason for the first patch's state.
         strength: The factor on the file's ΔW, summed over all patches of one weight; None if the module was not found
@@ -691,9 +691,13 @@ def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatc
     return aligned if is_same(aligned, patch) else None
 
 
+_IDLE: Final = frozenset({"inactive", "failed"})
+
+
 def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
     keys = tuple(dict.fromkeys(key for key, _, _ in same))
-    counts = [sum(key == other for other, _, _ in same) for key in keys]
+    acting = [key for key, patch, _ in same if patch.state not in _IDLE]
+    counts = [acting.count(key) for key in keys]
     on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
     strengths = [_strength(patch, change) for patch, change in on_first]
     known = [strength for strength in strengths if strength is not None]
@@ -710,7 +714,7 @@ def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> Appli
 
 def _strength(patch: AppliedPatch, change: Change) -> float | None:
     """The factor that one patch puts on the file's ΔW."""
-    if patch.state in {"inactive", "failed"}:
+    if patch.state in _IDLE:
         return 0.0
     if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
         return None

@@ -157,6 +157,11 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     "lora_strength_zero": VerdictRow(
         "warning", "The LoRA changes nothing: it has strength 0 on {weights}.", _SET_STRENGTH
     ),
+    "lora_scaled_to_zero": VerdictRow(
+        "warning",
+        "The LoRA changes nothing in this call: {argument} scales it by 0 on {weights}.",
+        "Call with another scale, or without. Set strengths anew first: after a scale of 0 diffusers leaves them at 1.",
+    ),
     "lora_disabled": VerdictRow(
         "warning",
         "The LoRA changes nothing: adapters are switched off on {weights}.",

@@ -700,7 +700,9 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
         before: The model at the baseline.
     """
     kept = attempt(before.kept.result).value
-    acted = {patch.key for patch in sort_patches(kept.patches if kept else ()).acting}
+    acted: dict[str, set[str | None]] = {}
+    for patch in sort_patches(kept.patches if kept else ()).acting:
+        acted.setdefault(patch.key, set()).add(patch.source)
     ends = {patch: found.value or [] for patch, found in _read_extremes(applied.patches).items()}
     zero = {patch for patch, own in ends.items() if (0.0, 0.0) in zip(own[::2], own[1::2], strict=True)}
     acting = {key: sort_patches(patches).acting for key, patches in applied.by_key().items()}
@@ -715,7 +717,10 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
 
 
 def _why_idle(
-    patch: AppliedPatch, holds_zero: bool, before: ModelSnapshot, acted: Collection[str]
+    patch: AppliedPatch,
+    holds_zero: bool,
+    before: ModelSnapshot,
+    acted: Mapping[str, Collection[str | None]],
 ) -> tuple[str, str]:
     if patch.state == "failed":
         return "lora_changes_failed", patch.state_reason
@@ -723,7 +728,8 @@ def _why_idle(
         return "lora_alpha_zero", ""
     if holds_zero and patch.adapter_type in _PRODUCTS:
         return "lora_is_zero", ""
-    if patch.cause is not None:
+    is_replaced = patch.source in acted.get(patch.key, ())  # by what changes its weight alike
+    if patch.cause is not None and not is_replaced:
         return f"lora_{patch.cause}", ""
     if patch.key in acted:
         return "lora_as_before", ""

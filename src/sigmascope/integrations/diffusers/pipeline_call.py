@@ -177,7 +177,7 @@ class CallObserver(Observer):
         models = read("watch.recipe", lambda: models_of(pipeline, why_not))
         recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
         recipe |= {"generator_states": states} if states else {}
-        idle = read("watch.lora", lambda: idle_lora_findings(loras or {}))
+        idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))
         if idle:
             stage.fact(IDLE_LORAS, idle)
         contents = [*(models or {}).values(), *(lora["content"] for lora in (loras or {}).values())]

@@ -24,7 +24,7 @@ from sigmascope.probes.model_fingerprints import (
     known,
 )
 from sigmascope.probes.models import components_of, modules_in, unwrap
-from sigmascope.probes.peft import adapter_states, adapters_of, number_for
+from sigmascope.probes.peft import adapter_states, adapters_of, number_for, read_adapters
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.units import counted
 
@@ -147,30 +147,65 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
     return loras
 
 
-def idle_lora_findings(loras: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def idle_lora_findings(
+    pipeline: object, loras: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Why the LoRAs of a call do nothing, where none of them acts.
 
-    A LoRA that was switched off before the watch began has no stage that could say so.
+    A LoRA that was switched off before the watch began has no stage that could say so, nor has one that the call itself
+    scales to 0.
 
     Args:
+        pipeline: What was called.
         loras: As `loras_of` gives them.
+        arguments: Of the call, by name.
     """
-    if not loras or any(lora["active"] for lora in loras.values()):
+    scaled = next((name for name in _SCALING_ARGUMENTS if _is_scale_0(arguments.get(name))), None)
+    acts = any(lora["active"] for lora in loras.values())
+    if not loras or (acts and scaled is None):
         return []
-    causes = {
-        name: "lora_strength_zero" if lora["strength"] == (0.0, 0.0) else "lora_not_active"
-        for name, lora in loras.items()
-    }
+    patches = read_adapters(pipeline).value or ()
+    attached = [lora for name, part in models_in(pipeline).items() for lora in _attached(name, part).values()]
+    if acts:
+        acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
+        is_scaled = all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting)
+        if not is_scaled or any(lora["active"] for lora in attached):
+            return []
+        idle = [("lora_scaled_to_zero", patch.key) for patch in acting]
+    else:
+        idle = [(f"lora_{patch.cause}", patch.key) for patch in patches if patch.cause is not None]
+        idle += [
+            ("lora_strength_zero", f"attached layer {layer}")
+            for lora in attached
+            for layer in range(lora["layers"])
+        ]
     # Only where a LoRA does nothing is the code loaded that says why.
     from sigmascope.lora.verdict import verdict_finding
 
-    findings = []
-    for cause in dict.fromkeys(causes.values()):
-        names = [name for name, its in causes.items() if its == cause]
-        layers = sum(loras[name]["layers"] for name in names)
-        evidence = {"layers": layers, "example": names[0]}
-        findings.append(asdict(verdict_finding(cause, evidence, weights=counted(layers, "layer"))))
-    return findings
+    by_cause: dict[str, dict[str, None]] = {}
+    for cause, key in idle:
+        by_cause.setdefault(cause, {})[key] = None
+    return [
+        asdict(
+            verdict_finding(
+                cause,
+                {"layers": len(keys), "example": next(iter(keys))},
+                weights=counted(len(keys), "layer"),
+                argument=scaled,
+            )
+        )
+        for cause, keys in sorted(by_cause.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+_SCALING_ARGUMENTS: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
+"""Where pipelines take a scale of all LoRAs for one call."""
+_SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
+"""Kinds that do nothing at scale 0."""
+
+
+def _is_scale_0(given: object) -> bool:
+    return isinstance(given, Mapping) and given.get("scale") == 0
 
 
 def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
@@ -183,8 +218,8 @@ def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.
             least, most = lora["strength"] or (strength, strength)
             lora["strength"] = (min(least, strength), max(most, strength))
         lora["layers"] += 1
-        is_active = adapter in standing.active and not standing.disabled and scale != 0.0
-        lora["active"] += is_active or adapter in standing.merged
+        runs = adapter in standing.active and not standing.disabled and not standing.merged and scale != 0.0
+        lora["active"] += runs or adapter in standing.merged
 
 
 _ATTACHED_CONTENT: "WeakKeyDictionary[Any, Content]" = WeakKeyDictionary()

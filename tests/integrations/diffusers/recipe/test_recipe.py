@@ -180,7 +180,7 @@ def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
     ("switch_off", "finding", "words"),
     [
         (lambda pipeline: pipeline.set_adapters(["style"], [0.0]), "lora_strength_zero", "strength 0"),
-        (lambda pipeline: pipeline.disable_lora(), "lora_not_active", "not active"),
+        (lambda pipeline: pipeline.disable_lora(), "lora_disabled", "switched off"),
         (lambda pipeline: pipeline.set_adapters(["style"], [1.0]), None, ""),
     ],
 )
@@ -193,3 +193,26 @@ def test_a_lora_that_was_off_before_the_watch_began_is_a_finding(
     found = {one.id: one.message for one in watched(pipeline).findings if one.id.startswith("lora_")}
     assert list(found) == ([] if finding is None else [finding])
     assert all(words in message for message in found.values())
+
+
+def test_a_call_that_scales_its_lora_to_zero_is_a_finding(tmp_path: Path, unwatched: Tensor) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
+    found = {}
+    for scale in (0.5, 0.0):
+        with sigmascope.watch(pipeline) as watching:
+            picture = generate(pipeline, "sd15", cross_attention_kwargs={"scale": scale})
+        acts = not torch.equal(picture, unwatched)
+        found[acts] = {one.id for one in watching.record().findings if one.id.startswith("lora_")}
+    assert found == {True: set(), False: {"lora_scaled_to_zero"}}
+
+
+@pytest.mark.slow
+def test_a_fused_lora_is_not_scaled_by_the_call(tmp_path: Path, unwatched: Tensor) -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
+    pipeline.fuse_lora()
+    with sigmascope.watch(pipeline) as watching:
+        picture = generate(pipeline, "sd15", cross_attention_kwargs={"scale": 0.0})
+    assert not torch.equal(picture, unwatched)
+    assert not {one.id for one in watching.record().findings if one.id.startswith("lora_")}
