@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class HookRef:
@@ -41,6 +41,12 @@ class BypassForwardHook:
         self.multiplier = multiplier
         self.original_forward: Any = None
 
+    def _bypass_forward(self, values: Tensor) -> Tensor:
+        up, down, alpha = self.adapter.weights[:3]
+        weight = self.multiplier * (1.0 if alpha is None else alpha / down.shape[0])
+        result: Tensor = self.original_forward(values) + weight * values @ (up @ down).mT
+        return result
+
 
 class BypassInjectionManager:
     """Holds the hooks; its injection's functions close over it."""
@@ -52,9 +58,10 @@ class BypassInjectionManager:
         def inject_all(model_patcher: object) -> None:
             for hook in self.hooks:
                 hook.original_forward = hook.module.forward
+                hook.module.forward = hook._bypass_forward
 
         def eject_all(model_patcher: object) -> None:
             for hook in self.hooks:
-                hook.original_forward = None
+                hook.module.forward, hook.original_forward = hook.original_forward, None
 
         return [PatcherInjection(inject_all, eject_all)]

@@ -363,18 +363,25 @@ def bypassed(patcher: object) -> Iterator[PatcherEntry]:
     An injection is a pair of functions that share a manager, whose hooks each have a module, an adapter, its
     multiplier, and the module's own forward while they are in place.
     """
-    hooks = [
-        (place + 1, hook)
-        for place, injections in enumerate(mapping(patcher, "injections").values())
-        for injection in sequence(injections)
-        for hook in _hooks_of(attribute(injection, "inject"))
-    ]
+    hooks = list(_bypass_hooks(patcher))
     names = _module_names(attribute(patcher, "model")) if hooks else {}
     for position, hook in hooks:
         key = names.get(id(attribute(hook, "module")), "")
         standing = _WAITING_FOR_LOADING if attribute(hook, "original_forward") is None else _BESIDE
         entry = (attribute(hook, "multiplier"), attribute(hook, "adapter"), 1.0, None, None)
         yield PatcherEntry(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
+
+
+def _bypass_hooks(patcher: object) -> Iterator[tuple[int, object]]:
+    for place, injections in enumerate(mapping(patcher, "injections").values(), 1):
+        for injection in sequence(injections):
+            for hook in _hooks_of(attribute(injection, "inject")):
+                yield place, hook
+
+
+def bypasses_of(model: object) -> frozenset[int]:
+    """The identities of what `bypassed` reads of a model's injections."""
+    return frozenset(id(hook) for _, hook in _bypass_hooks(patcher_of(model)))
 
 
 def _hooks_of(function: Any) -> list[object]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_patcher import (
     KeptWeight,
+    bypasses_of,
     is_comfyui,
     kept_weights,
     read_patches,
@@ -270,14 +271,27 @@ def _others(weights: Weights, since: ModelSnapshot | None, seen: Collection[str]
 def _forwards(parts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """What is put around forward passes, by its name: hosts put their own off and on again."""
     for prefix, part in parts.items():
+        bypasses = bypasses_of(part)
         for name, module in adapted_modules(module_of(part)):
             held = vars(module)
             if not (held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held):
                 continue
             hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
-            for around in (*hooks, *filter(None, (held.get("forward"),))):
+            for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
                 function = getattr(around, "func", around)
                 yield prefix + name, getattr(function, "__qualname__", type(function).__name__)
+
+
+def _replaced_forward(module: nn.Module, forward: object, bypasses: Collection[int]) -> Iterator[object]:
+    """What stands in place of a module's method, but for bypasses that are read and the method itself.
+
+    Hosts leave the method on the module where they took something off.
+    """
+    while id(holder := attribute(forward, "__self__")) in bypasses:
+        forward = attribute(holder, "original_forward")
+    is_own = holder is module and attribute(forward, "__func__") is attribute(type(module), "forward")
+    if forward is not None and not is_own:
+        yield forward
 
 
 def _grouped(named: Iterable[tuple[str, AppliedPatch]]) -> dict[str, list[AppliedPatch]]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 from tests.comfy_shapes.adapters import lora_adapter
+from tests.comfy_shapes.beside import BypassForwardHook, BypassInjectionManager
 from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.stages.lora_targets import delta_norm
@@ -119,6 +121,31 @@ def test_what_others_put_around_a_layer_is_open(act: Callable[[nn.Sequential], N
     assert analysis["effective"] is None
     assert "than before" in (why := analysis["unavailable"]["effective"]) or "forward pass of 0" in why
     assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_seen"]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0], ids=["zeros", "numbers"])
+def test_a_bypass_is_understood(factor: float) -> None:
+    patcher, values = ModelPatcher(BaseModel()), torch.randn(2, 8)
+    layer, adapter = patcher.model.get_submodule(Q.removesuffix(".weight")), lora_adapter()
+    adapter.weights[0].mul_(factor)
+    manager = BypassInjectionManager(BypassForwardHook(layer, adapter, 0.5))
+    baseline, before = capture_lora_baseline(patcher, None), layer(values)
+    (injection,) = patcher.injections["bypass_lora"] = manager.create_injections()
+    injection.inject(patcher)
+    analysis = told(baseline, patcher)
+    assert analysis["effective"] is (factor > 0.0) is not torch.equal(layer(values), before)
+    injection.eject(patcher)
+    del patcher.injections["bypass_lora"]
+    assert told(baseline, patcher)["effective"] is False
+
+
+def test_what_was_taken_off_a_layer_leaves_nothing_around_it() -> None:
+    model = nn.Sequential(nn.Linear(24, 32, bias=False))
+    baseline = capture_lora_baseline(model, None)
+    add_hook_to_module(model[0], ModelHook())
+    remove_hook_from_module(model[0])
+    assert "forward" in vars(model[0])
+    assert told(baseline, model)["effective"] is False
 
 
 class UnknownPatcher:
