@@ -159,7 +159,7 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_scaled_to_zero": VerdictRow(
         "warning",
-        "The LoRA changes nothing in this call: {argument} scales it by 0 on {weights}.",
+        "The LoRA changes nothing in this call: {argument} is 0, for {weights}.",
         "Call with another scale, or without. Set strengths anew first: after a scale of 0 diffusers leaves them at 1.",
     ),
     "lora_disabled": VerdictRow(

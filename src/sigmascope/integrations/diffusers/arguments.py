@@ -22,6 +22,7 @@ _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
 _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
 _CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_SCALING: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
 
 
@@ -77,6 +78,7 @@ def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers, switches, choices and pictures among the arguments that `CallFacts` does not have.
 
     A picture is identified by its size and the hash of its pixels. Texts are prompts (`texts_of_call`), and not here.
+    Of dictionaries there are `lora_scales`.
     """
     known = {field.name for field in fields(CallFacts)} | {*_GUIDANCE, *_PER_PROMPT}
     others = {name: value for name, value in arguments.items() if name not in known and "prompt" not in name}
@@ -85,7 +87,15 @@ def other_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name: value if pictures[name] is None else pictures[name]
         for name, value in others.items()
         if isinstance(value, bool | int | float) or is_choice(name, value) or pictures[name] is not None
+    } | lora_scales(arguments)
+
+
+def lora_scales(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """What the call multiplies the strengths of all LoRAs by, under names such as `cross_attention_kwargs.scale`."""
+    scales = {
+        name: given.get("scale") for name in _SCALING if isinstance(given := arguments.get(name), Mapping)
     }
+    return {f"{name}.scale": scale for name, scale in scales.items() if isinstance(scale, int | float)}
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from sigmascope.integrations.diffusers.arguments import lora_scales
 from sigmascope.monitor.hooks import ByIdentity
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.model_fingerprints import (
@@ -160,7 +161,7 @@ def idle_lora_findings(
         loras: As `loras_of` gives them.
         arguments: Of the call, by name.
     """
-    scaled = next((name for name in _SCALING_ARGUMENTS if _is_scale_0(arguments.get(name))), None)
+    scaled = next((name for name, scale in lora_scales(arguments).items() if scale == 0), None)
     acts = any(lora["active"] for lora in loras.values())
     if not loras or (acts and scaled is None):
         return []
@@ -198,14 +199,8 @@ def idle_lora_findings(
     ]
 
 
-_SCALING_ARGUMENTS: Final = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
-"""Where pipelines take a scale of all LoRAs for one call."""
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
 """Kinds that do nothing at scale 0."""
-
-
-def _is_scale_0(given: object) -> bool:
-    return isinstance(given, Mapping) and given.get("scale") == 0
 
 
 def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:

@@ -198,13 +198,15 @@ def test_a_lora_that_was_off_before_the_watch_began_is_a_finding(
 def test_a_call_that_scales_its_lora_to_zero_is_a_finding(tmp_path: Path, unwatched: Tensor) -> None:
     pipeline = make_pipeline("sd15")
     pipeline.load_lora_weights(str(lora_file(tmp_path, seed=1)), adapter_name="style")
-    found = {}
+    found, runs = {}, []
     for scale in (0.5, 0.0):
         with sigmascope.watch(pipeline) as watching:
             picture = generate(pipeline, "sd15", cross_attention_kwargs={"scale": scale})
+        runs.append(watching.record())
         acts = not torch.equal(picture, unwatched)
-        found[acts] = {one.id for one in watching.record().findings if one.id.startswith("lora_")}
+        found[acts] = {one.id for one in runs[-1].findings if one.id.startswith("lora_")}
     assert found == {True: set(), False: {"lora_scaled_to_zero"}}
+    assert what_changed(runs[1:], runs[:1]).recipe["cross_attention_kwargs.scale"] == ("0.5", "0.0")
 
 
 @pytest.mark.slow
