@@ -12,7 +12,7 @@ whole.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -625,27 +625,39 @@ def _on_whole(
 
 
 def _with_causes(findings: Sequence[Finding], idle: Collection[IdleChange]) -> list[Finding]:
-    """The findings with why no change has an effect, the reason of most changes first, and without what follows from it."""
+    """The findings with why no change has an effect, and without what follows from it."""
+    known = {finding.id for finding in findings} - {"lora_cancelled"}
+    causes = [one for one in idle_findings(idle) if one.id not in known | {"lora_changes_failed"}]
+    said = _SAID_BY_CAUSES | ({change.cause for change in idle} & {"lora_cancelled"})
+    kept = [one for one in findings if one.id not in said]
+    return [*causes, *kept]
+
+
+def idle_findings(idle: Iterable[IdleChange]) -> list[Finding]:
+    """Why no change has an effect, the reason of most changes first."""
     by_cause: dict[str, list[IdleChange]] = {}
     for change in idle:
         by_cause.setdefault(change.cause, []).append(change)
-    known = {finding.id for finding in findings} - {"lora_cancelled"}
-    causes = [
-        verdict_finding(
-            cause,
-            {"patched_keys": len(changes), "example": changes[0].key},
-            weights=counted(len({change.key for change in changes}), "weight"),
-            modules=counted(len({change.key for change in changes}), "weight"),
-            holders="The LoRAs change nothing",
-            why=changes[0].why,
-            dtype=changes[0].why,
-        )
+    return [
+        _idle_finding(cause, changes)
         for cause, changes in sorted(by_cause.items(), key=lambda item: -len(item[1]))
-        if cause not in known | {"lora_changes_failed"}
     ]
-    said = _SAID_BY_CAUSES | (by_cause.keys() & {"lora_cancelled"})
-    kept = [one for one in findings if one.id not in said]
-    return [*causes, *kept]
+
+
+def _idle_finding(cause: str, changes: Sequence[IdleChange]) -> Finding:
+    first = changes[0]
+    weights = counted(len({change.key for change in changes}), "weight")
+    return verdict_finding(
+        cause,
+        {"patched_keys": len(changes), "example": first.key},
+        weights=weights,
+        modules=weights,
+        count=weights,
+        holders="The LoRAs change nothing",
+        model="The LoRA changes nothing",
+        first=first.key,
+        **dict.fromkeys(("why", "reason", "dtype", "argument"), first.why),
+    )
 
 
 def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
@@ -714,6 +726,12 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
         else IdleChange(patch.key, *_why_idle(patch, id(patch) in zero, before, acted))
         for patch in applied.patches
     ]
+
+
+def all_idle(applied: ModelPatches) -> list[IdleChange]:
+    """Why each change on a model has no effect, by itself and without a baseline; nothing if one may have an effect."""
+    idle = idle_changes(applied, ModelSnapshot("LoRA"))
+    return [] if any(change.cause == "lora_without_effect" for change in idle) else idle
 
 
 def _why_idle(

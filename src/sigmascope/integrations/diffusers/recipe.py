@@ -23,11 +23,11 @@ from sigmascope.probes.model_fingerprints import (
     begin_combined_fingerprint,
     begin_model_fingerprint,
     known,
+    told,
 )
 from sigmascope.probes.models import components_of, modules_in, unwrap
 from sigmascope.probes.peft import adapter_states, adapters_of, number_for, read_adapters
 from sigmascope.probes.reading import Reading, attempt
-from sigmascope.units import counted
 
 _ATTACHING: Final = "sigmascope.lora.apply"
 """Where `attach_lora` is: without it nothing is attached."""
@@ -153,50 +153,55 @@ def idle_lora_findings(
 ) -> list[dict[str, Any]]:
     """Why the LoRAs of a call do nothing, where none of them acts.
 
-    A LoRA that was switched off before the watch began has no stage that could say so, nor has one that the call itself
-    scales to 0.
+    A LoRA that was on the pipeline before the watch began has no stage that could say so, nor has one that the call itself
+    scales to 0. Of LoRAs that run, the values are looked at once, on the CPU: zeros, or the same with strengths that
+    sum to 0.
 
     Args:
         pipeline: What was called.
         loras: As `loras_of` gives them.
         arguments: Of the call, by name.
     """
+    if not loras:
+        return []
     scaled = next((name for name, scale in lora_scales(arguments).items() if scale == 0), None)
     acts = any(lora["active"] for lora in loras.values())
-    if not loras or (acts and scaled is None):
+    state = tuple((name, *_state_of(lora)) for name, lora in loras.items())
+    if acts and scaled is None and (state in _ACTING or not all(content for *_, content in state)):
         return []
+    # Only where a LoRA does nothing, or is new, is the code loaded that says why.
+    from sigmascope.stages.lora_on_model import IdleChange, all_idle, idle_findings
+    from sigmascope.stages.model_snapshot import ModelPatches
+
     patches = read_adapters(pipeline).value or ()
     attached = [lora for name, part in models_in(pipeline).items() for lora in _attached(name, part).values()]
-    if acts:
+    idle: list[IdleChange] = []
+    if not acts:
+        idle = [IdleChange(patch.key, f"lora_{patch.cause}") for patch in patches if patch.cause is not None]
+        layers = sum(lora["layers"] for lora in attached)
+        idle += [IdleChange(f"attached layer {layer}", "lora_strength_zero") for layer in range(layers)]
+    elif not any(lora["active"] for lora in attached):
         acting = [patch for patch in patches if patch.state in ("lazy", "merged")]
-        is_scaled = all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting)
-        if not is_scaled or any(lora["active"] for lora in attached):
-            return []
-        idle = [("lora_scaled_to_zero", patch.key) for patch in acting]
-    else:
-        idle = [(f"lora_{patch.cause}", patch.key) for patch in patches if patch.cause is not None]
-        idle += [
-            ("lora_strength_zero", f"attached layer {layer}")
-            for lora in attached
-            for layer in range(lora["layers"])
-        ]
-    # Only where a LoRA does nothing is the code loaded that says why.
-    from sigmascope.lora.verdict import verdict_finding
+        if scaled and all(patch.state == "lazy" and patch.adapter_type in _SCALED for patch in acting):
+            idle = [IdleChange(patch.key, "lora_scaled_to_zero", scaled) for patch in acting]
+        elif all(tensor.device.type == "cpu" for patch in patches for tensor in patch.tensors.values()):
+            idle = all_idle(ModelPatches(patches))
+    if acts and not idle:
+        _ACTING[state] = None
+        while len(_ACTING) > _MOST_STATES:
+            del _ACTING[next(iter(_ACTING))]
+    return [asdict(finding) for finding in idle_findings(idle)]
 
-    by_cause: dict[str, dict[str, None]] = {}
-    for cause, key in idle:
-        by_cause.setdefault(cause, {})[key] = None
-    return [
-        asdict(
-            verdict_finding(
-                cause,
-                {"layers": len(keys), "example": next(iter(keys))},
-                weights=counted(len(keys), "layer"),
-                argument=scaled,
-            )
-        )
-        for cause, keys in sorted(by_cause.items(), key=lambda item: -len(item[1]))
-    ]
+
+_ACTING: Final[dict[tuple[object, ...], None]] = {}
+"""States of a pipeline's LoRAs that were seen to act: they are not looked at again."""
+_MOST_STATES: Final = 100
+
+
+def _state_of(lora: Mapping[str, Any]) -> tuple[object, ...]:
+    """What tells whether a LoRA was looked at before; its content is None where that is not at hand."""
+    content: Content = lora["content"]
+    return lora["strength"], lora["active"], told(content).value if content.has_arrived() else None
 
 
 _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from PIL import Image
 from tests.families import generate, make_pipeline
 from tests.families.changes import lora_file
@@ -21,8 +22,9 @@ from sigmascope.integrations.diffusers.arguments import other_arguments
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.reader import load_lora
 from sigmascope.records.run import Run
+from sigmascope.stages import lora_on_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:No LoRA keys")
+pytestmark = pytest.mark.filterwarnings("ignore:No LoRA keys", "ignore:Already found a `peft_config`")
 
 
 def watched(pipeline: Any, **call: Any) -> Run:
@@ -176,12 +178,30 @@ def test_a_picture_that_a_call_is_given_is_told_by_its_pixels() -> None:
     assert told[0].startswith("6×4 RGB ")
 
 
+def set_to_zero(unet: Any) -> None:
+    with torch.no_grad():
+        for name, factor in unet.named_parameters():
+            if "lora_B" in name:
+                factor.zero_()
+
+
+def put_against_itself(pipeline: Any) -> None:
+    state = {
+        f"unet.{name}": tensor
+        for name, tensor in get_peft_model_state_dict(pipeline.unet, adapter_name="style").items()
+    }
+    pipeline.load_lora_weights(state, adapter_name="again")
+    pipeline.set_adapters(["style", "again"], [0.8, -0.8])
+
+
 @pytest.mark.parametrize(
     ("switch_off", "finding", "words"),
     [
         (lambda pipeline: pipeline.set_adapters(["style"], [0.0]), "lora_strength_zero", "strength 0"),
         (lambda pipeline: pipeline.disable_lora(), "lora_disabled", "switched off"),
         (lambda pipeline: pipeline.set_adapters(["style"], [1.0]), None, ""),
+        (lambda pipeline: set_to_zero(pipeline.unet), "lora_is_zero", "all its changes are zero"),
+        pytest.param(put_against_itself, "lora_cancelled", "cancel each other", marks=pytest.mark.slow),
     ],
 )
 def test_a_lora_that_was_off_before_the_watch_began_is_a_finding(
@@ -218,3 +238,19 @@ def test_a_fused_lora_is_not_scaled_by_the_call(tmp_path: Path, unwatched: Tenso
         picture = generate(pipeline, "sd15", cross_attention_kwargs={"scale": 0.0})
     assert not torch.equal(picture, unwatched)
     assert not {one.id for one in watching.record().findings if one.id.startswith("lora_")}
+
+
+@pytest.mark.slow
+def test_a_lora_that_acts_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+
+    def look(applied: object) -> list[object]:
+        looks.append(applied)
+        return []
+
+    monkeypatch.setattr(lora_on_model, "all_idle", look)
+    pipeline = loaded(lora_file(tmp_path, seed=9))
+    for strengths in ([1.0], [1.0], [0.5]):
+        pipeline.set_adapters(["style"], strengths)
+        watched(pipeline, num_inference_steps=1)
+    assert len(looks) == 2
