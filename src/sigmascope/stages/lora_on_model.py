@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -730,8 +730,16 @@ def idle_changes(applied: ModelPatches, before: ModelSnapshot) -> list[IdleChang
 
 def all_idle(applied: ModelPatches) -> list[IdleChange]:
     """Why each change on a model has no effect, by itself and without a baseline; nothing if one may have an effect."""
-    idle = idle_changes(applied, ModelSnapshot("LoRA"))
-    return [] if any(change.cause == "lora_without_effect" for change in idle) else idle
+    few = [patch for patches in islice(applied.by_key().values(), _FIRST_LOOK) for patch in patches]
+    idle: list[IdleChange] = []
+    for patches in (tuple(few), applied.patches):  # where one of the first acts, the others need not be read
+        idle = idle_changes(ModelPatches(patches), ModelSnapshot("LoRA"))
+        if any(change.cause == "lora_without_effect" for change in idle):
+            return []
+    return idle
+
+
+_FIRST_LOOK: Final = 8  # weights
 
 
 def _why_idle(
