@@ -160,3 +160,22 @@ def test_a_hook_in_the_conditioning_is_named(
     found = [finding["id"] for finding in analysis["findings"]]
     assert "lora_in_conditioning" in found
     assert not {"lora_not_applied", "lora_not_loaded"} & set(found)
+
+
+@pytest.mark.parametrize(("size", "strength"), [(1.0, 0.8), (1.0, 0.0), (0.0, 0.8)])
+def test_a_bypass_is_told_as_it_moves_the_output(
+    comfy: Checkout, unet: Any, file: dict[str, Tensor], size: float, strength: float
+) -> None:
+    sd = comfy.module("comfy.sd")
+    if not hasattr(sd, "load_bypass_lora_for_models"):
+        pytest.skip("this version knows no bypass")
+    before, baseline = denoise(unet), capture_lora_baseline(unet, None)
+    state = {name: tensor * size if "lora_up" in name else tensor for name, tensor in file.items()}
+    changed, _ = sd.load_bypass_lora_for_models(unet, None, state, strength, 0.0)
+    changed.patch_model(device_to=CPU)
+    changed.inject_model()
+    analysis = analyze_lora_application_results(baseline, changed, None, (changed, None))
+    assert analysis["effective"] is not torch.allclose(denoise(changed), before, atol=1e-6)
+    assert analysis["effective"] is (size * strength > 0.0)
+    changed.eject_model()
+    assert analyze_lora_application_results(baseline, unet, None, (unet, None))["effective"] is False
