@@ -36,7 +36,7 @@ _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
 UNMERGED_NEXT: Final = "adapters are off: PEFT unmerges it at the next call"
 _STRENGTH_DIGITS: Final = 12
-"""PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
+"""Significant ones: PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
 
 def read_adapters(model: object) -> Reading[tuple[AppliedPatch, ...]]:
@@ -406,7 +406,7 @@ def _strength_and_scale(layer: nn.Module, adapter: str, whole: float) -> Scales:
         why = dict.fromkeys(("rank", "alpha"), "the layer does not store it; the strength includes it")
         return Scales(strength=whole, unavailable=why)
     scale = alpha / (sqrt(rank) if held_by(layer, "use_rslora", adapter) is True else rank)
-    strength = round(whole / scale, _STRENGTH_DIGITS) if scale else 1.0
+    strength = float(f"{whole / scale:.{_STRENGTH_DIGITS}g}") if scale else 1.0
     return Scales(strength, int(rank), alpha, scale)
 
 

@@ -24,7 +24,7 @@ def test_rank_stabilised_scale_is_over_the_root(inject: Inject, read: Read) -> N
     assert (patch.scale, patch.strength) == (3.0, 1.0)
 
 
-@pytest.mark.parametrize("strength", [0.1, 0.7, -1.5, 0.0])
+@pytest.mark.parametrize("strength", [0.1, 0.7, -1.5, 0.0, 1.2345e-10])
 def test_strength_that_was_set(strength: float, inject: Inject, read: Read) -> None:
     model: Any = inject("linear", r=3, lora_alpha=7)
     model.blocks[0].linear.set_scale("style", strength)
