@@ -174,11 +174,18 @@ def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
 
 
 def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change: Tensor) -> Tensor:
-    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone."""
+    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone.
+
+    PEFT has the norm in the magnitudes' type: half precision is taken over, so that an untrained DoRA changes nothing.
+    """
     magnitude = _tensor(patch, "dora_scale", weight).flatten()
     axis = 0 if len(magnitude) == weight.shape[0] else 1
     shape = [size if number == axis else 1 for number, size in enumerate(weight.shape)]
-    norm = _norms_along(held + change, axis).clamp_min(torch.finfo(torch.float64).tiny)
+    dtype = patch.tensors["dora_scale"].dtype
+    norm = _norms_along(held + change, axis)
+    norm = (norm.to(dtype).to(torch.float64) if dtype.itemsize == 2 else norm).clamp_min(
+        torch.finfo(torch.float64).tiny
+    )
     result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
     return result
 

@@ -768,8 +768,8 @@ def _why_idle(
     )
 
 
-_PRODUCTS: Final = frozenset({"lora", "loha", "lokr", "diff"})
-"""Kinds whose change is zero where one of their tensors is."""
+_PRODUCTS: Final = frozenset({"lora", "dora", "loha", "lokr", "diff"})
+"""Kinds whose change is zero where one of their tensors is; that of a DoRA, if its magnitudes are still the weight's."""
 
 
 def _lost_in(patch: AppliedPatch, before: ModelSnapshot) -> str | None:

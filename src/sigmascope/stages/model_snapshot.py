@@ -89,6 +89,7 @@ class ModelSnapshot:
         fingerprints: Of the weights that were looked at, as they are without what ComfyUI merged into them.
         begun_samples: Of all weights that can be read, a thousand elements each.
         forwards: What stands before, in place of or behind the modules' own forward passes, and the module's name.
+        classes: Of the modules, by name without adapters.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
         unavailable: What could not be read, with the reason.
@@ -109,6 +110,7 @@ class ModelSnapshot:
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
     begun_samples: Pending[dict[str, Tensor]] = NO_SAMPLES
     forwards: frozenset[tuple[str, str]] = frozenset()
+    classes: Mapping[str, type] = field(default_factory=dict)
     fingerprint_seconds: float | None = None
     fingerprint_bytes: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -167,6 +169,7 @@ def take_snapshot(
     references = {name: attempt(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
     count, uuid = _patch_count(model, applied), attribute(patcher_in(model), "patches_uuid")
     placement = placement_of(model, tensors)
+    modules = attempt(lambda: list(_modules(parts))).value or []
     began = time.perf_counter()
     unpatched = tensors.unpatched if contents else {}
     wanted = {name: w for name, w in unpatched.items() if keys is None or name in keys}
@@ -211,7 +214,8 @@ def take_snapshot(
         len(tensors.wrapped),
         known,
         taken,
-        attempt(lambda: frozenset(_forwards(parts))).value or frozenset(),
+        attempt(lambda: frozenset(_forwards(parts.values(), modules))).value or frozenset(),
+        {name: type(module) for name, module in modules},
         seconds if contents else None,
         sum(wanted[name].nbytes for name in known),
         unavailable,
@@ -268,18 +272,23 @@ def _others(weights: Weights, since: ModelSnapshot | None, seen: Collection[str]
     return {key: unpatched[key] for key in keys if key not in seen and key in unpatched}
 
 
-def _forwards(parts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """What is put around forward passes, by its name: hosts put their own off and on again."""
+def _modules(parts: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
     for prefix, part in parts.items():
-        bypasses = bypasses_of(part)
         for name, module in adapted_modules(module_of(part)):
-            held = vars(module)
-            if not (held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held):
-                continue
-            hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
-            for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
-                function = getattr(around, "func", around)
-                yield prefix + name, getattr(function, "__qualname__", type(function).__name__)
+            yield prefix + name, module
+
+
+def _forwards(parts: Iterable[object], modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
+    """What is put around forward passes, by its name: hosts put their own off and on again."""
+    bypasses = {bypass for part in parts for bypass in bypasses_of(part)}
+    for name, module in modules:
+        held = vars(module)
+        if not (held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held):
+            continue
+        hooks = (*held.get("_forward_hooks", {}).values(), *held.get("_forward_pre_hooks", {}).values())
+        for around in (*hooks, *_replaced_forward(module, held.get("forward"), bypasses)):
+            function = getattr(around, "func", around)
+            yield name, getattr(function, "__qualname__", type(function).__name__)
 
 
 def _replaced_forward(module: nn.Module, forward: object, bypasses: Collection[int]) -> Iterator[object]:

@@ -13,7 +13,7 @@ What was fused into a weight is looked for in a thousand elements of it (`explai
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import fsum, prod
+from math import fsum, isfinite, prod
 from typing import Final, NamedTuple
 
 import torch
@@ -198,10 +198,10 @@ def signed_patches(
     )
     why = next((unread[id(patch)] for patch in (*now, *before) if id(patch) in unread), None)
     depends = any(map(needs_weight, (*now, *before)))
-    if why is None and not depends:
-        return SignedPatches(now, before, _net(now, before, contents), None, same_by_name)
     if why is None and [_whole(patch, contents) for patch in now] == [_whole(p, contents) for p in before]:
         return SignedPatches(now, before, (), None, same_by_name)
+    if why is None and not depends:
+        return SignedPatches(now, before, _net(now, before, contents), None, same_by_name)
     return SignedPatches(now, before, None, why, same_by_name)
 
 
@@ -219,7 +219,8 @@ def _name(patch: AppliedPatch) -> tuple[Hashable, ...]:
 
 
 def _whole(patch: AppliedPatch, contents: Contents) -> tuple[Hashable, ...]:
-    return content_of(patch, contents), patch.strength, patch.strength_model, patch.scale
+    numbers = patch.strength, patch.strength_model, patch.scale
+    return content_of(patch, contents), *map(str, numbers)  # NaN is NaN as before
 
 
 def _net(
@@ -233,12 +234,18 @@ def _net(
             if content not in patches or not patches[content].tensors:
                 patches[content] = patch
             weights.setdefault(content, []).append(sign * strength_of(patch) * scale_of_patch(patch))
-    left = {content: fsum(parts) for content, parts in weights.items() if not _is_cancelled(parts)}
+    left = {content: _sum(parts) for content, parts in weights.items() if not _is_cancelled(parts)}
     return tuple(at_weight(patches[content], weight) for content, weight in left.items())
 
 
 def _is_cancelled(weights: Sequence[float]) -> bool:
-    return abs(fsum(weights)) <= _CANCELLED * fsum(map(abs, weights))
+    whole = _sum(weights)
+    return isfinite(whole) and abs(whole) <= _CANCELLED * fsum(map(abs, weights))
+
+
+def _sum(weights: Sequence[float]) -> float:
+    """Precise; NaN where infinite ones are in it with both signs."""
+    return fsum(weights) if all(map(isfinite, weights)) else sum(weights)
 
 
 def at_weight(patch: AppliedPatch, weight: float) -> AppliedPatch:

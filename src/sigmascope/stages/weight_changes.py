@@ -180,6 +180,11 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
     if around:
         name, what = min(around)
         return f"{what} stands around the forward pass of {name or 'the model'} at one moment only"
+    for name, kind in before.classes.items():
+        now = after.classes.get(name, kind)
+        if now is not kind:
+            whole = f"{name or 'the model'} was a {kind.__name__} and is a {now.__name__}"
+            return f"{whole}, which may compute something else"
     return None
 
 

@@ -36,7 +36,9 @@ _MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the pred
 _SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
 NOT_LOOKED_AT: Final = "this weight was not checked"
 _OLD_VALUES_GONE: Final = "the old values are gone, and no change explains the new ones"
+_UNSEEN: Final = "the weight changed, but in none of the thousand elements that the baseline keeps"
 _WEIGHT_GONE: Final = "the weight before is gone, and a change depends on it"
+_FORMED_IN: Final = torch.float32  # what hosts form a change in that depends on the weight
 _NO_EFFECT: Final = Effect(None, None, None, False)
 _CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 NOT_SEEN: Final = "the weights before and after could not be compared, and no change is registered"
@@ -123,10 +125,14 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
     contents = None
     if weight.content_changed and weight.original is not None:
         contents = measured_effect(weight.original, weight.now)
+    is_unseen = contents is None and _is_unseen(weight, sampled)
     seen = contents or sampled or _NO_EFFECT
     content_relative = seen.relative_change
-    content_is_rounding = seen.delta_norm == 0.0 or _is_rounding(content_relative, weight.now)
-    if weight.content_changed or (weight.content_changed is None and not weight.inside.is_nothing):
+    content_is_rounding = seen.delta_norm == 0.0 or _is_rounding(content_relative, weight.now.dtype)
+    if is_unseen:
+        unknown = dict.fromkeys(("delta_norm", "relative_change", "weight_norm"), _UNSEEN)
+        found = _Found(Effect(None, None, None, False, unavailable=unknown), None, True)
+    elif weight.content_changed or (weight.content_changed is None and not weight.inside.is_nothing):
         found = _with_content(weight, by_books, contents, sampled)
     elif weight.is_first and weight.content_changed is False:
         nothing = Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
@@ -135,7 +141,7 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         found = _found(by_books, "patches")
     else:
         found = _found(signed_effect(weight.beside, weight.now), "patches")
-    is_effective = _is_effective(weight, found, content_is_rounding)
+    is_effective = None if is_unseen else _is_effective(weight, found, content_is_rounding)
     bare = weight.content_changed is True and not weight.inside.now
     return WeightVerdict(
         _value_change(weight, found.effect, found.source, by_books, sampled),
@@ -151,6 +157,15 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         or weight.inside.same_by_name,
         attempt(lambda: _arrival(weight)).value,
     )
+
+
+def _is_unseen(weight: WeightEvidence, sampled: Effect | None) -> bool:
+    """Whether the content is another, but the same in the elements: one row of a table of words, for one."""
+    if not weight.content_changed or not weight.inside.is_nothing or weight.samples is None:
+        return False
+    before, now = weight.samples
+    is_part = now.numel() < weight.now.numel() and before.dtype == now.dtype
+    return is_part and sampled is not None and sampled.delta_norm == 0.0
 
 
 def _arrival(weight: WeightEvidence) -> Arrival | None:
@@ -175,8 +190,8 @@ def _found(effect: Effect, source: str) -> _Found:
     return _Found(effect, source if effect.delta_norm is not None else None, True)
 
 
-def _is_rounding(relative: float | None, weight: Tensor) -> bool:
-    return relative is not None and relative <= rounding(weight.dtype)
+def _is_rounding(relative: float | None, dtype: torch.dtype) -> bool:
+    return relative is not None and relative <= rounding(dtype)
 
 
 def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bool) -> bool | None:
@@ -186,6 +201,9 @@ def _is_effective(weight: WeightEvidence, found: _Found, content_is_rounding: bo
         depends = weight.beside.net is None or weight.inside.net is None
         return None if depends and weight.content_changed and found.source is None else True
     nothing_inside = not weight.inside.now or weight.inside.is_nothing
+    formed = weight.beside.net is None and found.source == "patches"
+    if formed and _is_rounding(found.effect.relative_change, _FORMED_IN):
+        return False
     if found.within_rounding or (found.source != "patches" and nothing_inside and content_is_rounding):
         return False
     return found.effect.delta_norm > 0.0
@@ -241,7 +259,7 @@ def _with_content(
             effect = _with_weight_norm(weight, net_effect(both, None), inner)
         else:  # the same, calculated already
             effect = by_books
-        is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
+        is_small = is_guess and _is_rounding(effect.relative_change, weight.now.dtype)
         return replace(_found(effect, "patches"), within_rounding=is_small)
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:

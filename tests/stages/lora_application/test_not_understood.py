@@ -110,7 +110,19 @@ def _hook(model: nn.Sequential) -> None:
     model[0].register_forward_hook(lambda _module, _values, result: result + 1.0)
 
 
-@pytest.mark.parametrize("act", [_wrap, _replace_forward, _hook])
+class Doubled(nn.Linear):
+    """A layer with the names of another, and another forward pass."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return 2.0 * super().forward(values)
+
+
+def _another_class(model: nn.Sequential) -> None:
+    inner, model[0] = model[0], Doubled(24, 32, bias=False)
+    model[0].load_state_dict(inner.state_dict())
+
+
+@pytest.mark.parametrize("act", [_wrap, _replace_forward, _hook, _another_class])
 @pytest.mark.parametrize("keys", [None, "none"])
 def test_what_others_put_around_a_layer_is_open(act: Callable[[nn.Sequential], None], keys: Any) -> None:
     model = nn.Sequential(nn.Linear(24, 32, bias=False))
@@ -119,7 +131,8 @@ def test_what_others_put_around_a_layer_is_open(act: Callable[[nn.Sequential], N
     assert not torch.equal(used(model), before)
     analysis = told(baseline, model)
     assert analysis["effective"] is None
-    assert "than before" in (why := analysis["unavailable"]["effective"]) or "forward pass of 0" in why
+    why = analysis["unavailable"]["effective"]
+    assert any(words in why for words in ("than before", "forward pass of 0", "0 was a Linear"))
     assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_seen"]
 
 
@@ -146,6 +159,50 @@ def test_what_was_taken_off_a_layer_leaves_nothing_around_it() -> None:
     remove_hook_from_module(model[0])
     assert "forward" in vars(model[0])
     assert told(baseline, model)["effective"] is False
+
+
+def test_a_weight_that_changed_in_no_element_that_is_compared_is_open() -> None:
+    model: Any = nn.Sequential(nn.Embedding(4000, 8))
+    row, baseline = torch.tensor([1234]), capture_lora_baseline(model, None)
+    before = model(row)
+    with torch.no_grad():
+        model[0].weight[row] += 1.0
+    assert not torch.equal(model(row), before)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is None
+    assert "thousand elements" in analysis["unavailable"]["effective"]
+
+
+@pytest.mark.parametrize("infinite", [float("inf"), -float("inf"), float("nan")])
+def test_a_strength_that_is_not_finite_acts(infinite: float) -> None:
+    model = adapted(LoraConfig)
+    finite = capture_lora_baseline(model, None)
+    model[0].set_scale("a", infinite)
+    assert not used(model).isfinite().all()
+    analysis = told(finite, model)
+    assert analysis["effective"] is True
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_finite"]
+    broken = capture_lora_baseline(model, None)
+    assert told(broken, model)["effective"] is False
+    model[0].set_scale("a", 1.0)
+    assert told(broken, model)["effective"] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_untrained_dora_changes_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(24, 32, bias=False)).to(dtype)
+    values = torch.randn(5, 24, dtype=dtype)
+    before, baseline = model(values), capture_lora_baseline(model, None)
+    model = inject_adapter_in_model(LoraConfig(use_dora=True, target_modules=["0"]), model, "a")
+    assert torch.equal(model(values), before)
+    analysis = told(baseline, model)
+    assert analysis["effective"] is False
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_is_zero"]
+    with torch.no_grad():
+        model[0].lora_magnitude_vector["a"].weight.mul_(1.02)
+    assert not torch.equal(model(values), before)
+    assert told(baseline, model)["effective"] is True
 
 
 class UnknownPatcher:
