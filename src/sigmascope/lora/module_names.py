@@ -531,6 +531,8 @@ def file_family(lora: LoraFile) -> FileFamily:
         return FileFamily(stated, False, "its header")
     if by_names is not None:
         return FileFamily(by_names, False, "its names")
+    if stated is not None and (others := known_names(_denoiser_layers(lora))) and stated not in others:
+        return FileFamily(None, False, f"its header says {title_of(stated)}, which has none of its names")
     return FileFamily(stated, False, "its header" if stated else "neither its names nor its header say")
 
 

@@ -249,3 +249,12 @@ def test_what_arrives_needs_a_model_and_a_strength_needs_that(
     outcome = inspect(lora, *flags)
     assert outcome.code == 2
     assert "--arrives" in outcome.err
+
+
+@pytest.mark.parametrize("strength", ["nan", "inf", "-inf"])
+def test_a_strength_that_is_not_finite_is_refused(
+    lora: Path, model: Path, inspect: Terminal, strength: str
+) -> None:
+    outcome = inspect(lora, "--model", model, "--arrives", "--strength", strength)
+    assert outcome.code == 2
+    assert "--strength must be finite" in outcome.err

@@ -52,6 +52,13 @@ def test_a_header_does_not_outvote_the_names() -> None:
     assert file_family(lora_of("lora_unet_double_blocks_0_img_attn_qkv", header=header)).family == "flux"
 
 
+def test_a_header_that_was_copied_from_another_file_does_not_name_the_family() -> None:
+    header = {"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}
+    found = file_family(lora_of("transformer.transformer_blocks.0.attn.to_q", header=header))
+    assert (found.family, found.is_unet) == (None, False)
+    assert "SDXL" in found.evidence
+
+
 def test_some_renamed_blocks_do_not_hide_a_family() -> None:
     names = [f"transformer.blocks.{number}.attn1.to_q" for number in range(3)]
     assert file_family(lora_of(*names, "transformer.added_blocks.0.attn1.to_q")).family == "wan"

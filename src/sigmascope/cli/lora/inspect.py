@@ -3,6 +3,7 @@
 With `--model` a LoRA is compared with a checkpoint (`judge`); with `--picture` its strength is drawn by block.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,8 @@ def inspect(
         raise ConfigError("--arrives needs a model.", hint="Give the checkpoint with --model.")
     if strength != 1.0 and not arrives:
         raise ConfigError("--strength is for --arrives.", hint="Add --arrives.")
+    if not math.isfinite(strength):
+        raise ConfigError(f"--strength must be finite, got {strength:g}.", hint="Give the one that you use.")
     if picture is not None:
         inputs = (lora, model) if model is not None else (lora,)
         check_picture(picture, dict.fromkeys(inputs, "is an input"))
