@@ -161,9 +161,19 @@ def test_a_scale_is_taken_anew_for_what_it_was_for(tmp_path: Path, scale: tuple[
     )
 
 
-def test_a_plain_base_takes_the_whole_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.complex64])
+def test_codes_without_scales_are_unknown(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = weight_with_outliers(32)
+    save_file({f"{KEY}.weight": (50 * weight).to(dtype)}, tmp_path / "base.safetensors")
+    found = arriving(tmp_path, tmp_path / "base.safetensors", change_of(weight, 0.1))
+    assert (found.overall.share, found.findings) == (None, ())
+    assert f"{dtype}".removeprefix("torch.") in found.unavailable[f"{KEY}.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_plain_base_takes_the_whole_change(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = weight_with_outliers(128)
-    save_file({f"{KEY}.weight": weight}, tmp_path / "base.safetensors")
+    save_file({f"{KEY}.weight": weight.to(dtype)}, tmp_path / "base.safetensors")
     found = arriving(tmp_path, tmp_path / "base.safetensors", change_of(weight, 0.01))
     assert found.overall.share == pytest.approx(1.0, abs=1e-5)
     assert found.overall.noise == pytest.approx(0.0, abs=1e-4)

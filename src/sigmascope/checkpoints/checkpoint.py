@@ -172,9 +172,16 @@ class Checkpoint(ABC):
             CheckpointError: There is no such key, or numbers cannot be stored in its format here.
         """
         dtype = self.info(key).dtype
-        limit = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+        stored = str(dtype).removeprefix("torch.")
+        if not dtype.is_floating_point:
+            raise CheckpointError(
+                self.path,
+                f"{shortened(key)} is {stored} without scales: what its numbers stand for is not known.",
+                hint="Use the checkpoint that it was made from (bf16 or fp16).",
+            )
+        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         return Rounding(
-            str(dtype).removeprefix("torch."),
+            stored,
             lambda _, rows: rows.clamp(-limit, limit).to(dtype).to(torch.float32),
         )
 
