@@ -145,7 +145,8 @@ def acts(looks: BeforeAndAfter, verdicts: Verdicts) -> Reading[bool]:
     why = why or looks.kept.reason or _why_not_comparable(before, after)
     if why:
         return Reading(None, why)
-    if looks.applied.patches or (looks.kept.value or KeptPatches()).patches:
+    has_patches = looks.applied.patches or (looks.kept.value or KeptPatches()).patches
+    if has_patches or (before.samples and after.samples and not before.fingerprints):
         unseen = _why_not_seen(before, after)
         return Reading(None, unseen) if unseen else Reading(False)
     if any(key in after.fingerprints for key in before.fingerprints):

@@ -173,6 +173,14 @@ def test_a_weight_that_changed_in_no_element_that_is_compared_is_open() -> None:
     assert "thousand elements" in analysis["unavailable"]["effective"]
 
 
+@pytest.mark.parametrize("keys", [None, "none"])
+def test_a_loader_that_did_nothing_is_told_by_the_elements_alone(keys: Any) -> None:
+    model = nn.Sequential(nn.Linear(24, 32))
+    analysis = told(capture_lora_baseline(model, None, keys=keys), model)
+    assert analysis["effective"] is False
+    assert [finding["id"] for finding in analysis["findings"]] == ["lora_not_applied"]
+
+
 @pytest.mark.parametrize("infinite", [float("inf"), -float("inf"), float("nan")])
 def test_a_strength_that_is_not_finite_acts(infinite: float) -> None:
     model = adapted(LoraConfig)
