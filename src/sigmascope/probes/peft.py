@@ -259,7 +259,17 @@ def held_by(layer: object, name: str, adapter: str) -> Any:
 def tensor_of(held: object) -> Tensor | None:
     """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
     tensor = held if isinstance(held, Tensor) else attribute(held, "weight")
-    return tensor.detach() if isinstance(tensor, Tensor) else None
+    if not isinstance(tensor, Tensor):
+        return None
+    kept = _offloaded(held) if tensor.is_meta else None
+    return (tensor if kept is None else kept).detach()
+
+
+def _offloaded(held: object) -> Tensor | None:
+    """The weight of a layer that Accelerate offloads, leaf by leaf: its hook keeps it."""
+    kept = attribute(attribute(held, "_hf_hook"), "weights_map")
+    tensor = attempt(lambda: kept["weight"]).value if isinstance(kept, Mapping) else None
+    return tensor if isinstance(tensor, Tensor) else None
 
 
 def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:

@@ -213,6 +213,22 @@ def test_an_untrained_dora_changes_nothing(dtype: torch.dtype) -> None:
     assert told(baseline, model)["effective"] is True
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.25])
+def test_factors_that_accelerate_offloads_are_read_from_its_hooks(strength: float) -> None:
+    from accelerate import cpu_offload
+
+    model = adapted(LoraConfig)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model[0].lora_A["a"].weight.is_meta
+    before, baseline = used(model), capture_lora_baseline(model, None)
+    model[0].set_scale("a", strength)
+    change = float((used(model) - before).norm())
+    analysis = told(baseline, model)
+    assert analysis["effective"] is (True if change else None)  # the weight itself is not looked at
+    assert analysis["unet_weight_changes"]["delta_norm"] == pytest.approx(change, rel=1e-5)
+    assert "lora_changes_failed" not in {finding["id"] for finding in analysis["findings"]}
+
+
 class UnknownPatcher:
     """A host's object around a model that nothing is known of."""
 
