@@ -491,11 +491,32 @@ def recipe_of(run: Run) -> Iterator[tuple[str, object]]:
         run_cases = []
     for case in run_cases:
         yield from _of_case(case)
+    yield from _of_checks(run)
     benchmark = run.facts.get(BENCHMARK)
     if isinstance(benchmark, Mapping):
         yield from ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS)
     if run.host is not None:
         yield from _of_host(run.host)
+
+
+def _of_checks(run: Run) -> Iterator[tuple[str, object]]:
+    """Whether the weights that layers use confirm the LoRAs: the last that is known of each weight."""
+    results: dict[str, str] = {}
+    for stage in run.walk():
+        analysis = stage.facts.get("lora_application")
+        for side in ("unet", "clip"):
+            changes = analysis.get(f"{side}_weight_changes") if isinstance(analysis, Mapping) else None
+            checks = changes.get("checked") if isinstance(changes, Mapping) else None
+            for key, check in checks.items() if isinstance(checks, Mapping) else ():
+                result = check.get("result") if isinstance(check, Mapping) else None
+                if result in ("confirmed", "contradicted"):
+                    results[f"{side} {key}"] = result
+    if results:
+        against = sum(result == "contradicted" for result in results.values())
+        yield (
+            "LoRAs in the weights",
+            f"contradicted in {units.counted(against, 'weight')}" if against else "confirmed",
+        )
 
 
 def _of_case(case: Case) -> Iterator[tuple[str, object]]:

@@ -199,6 +199,13 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
         "rounded to {stored}.",
         "Leave it unmerged (100 % arrive, without noise), raise its strength, or use a base of more bits.",
     ),
+    "lora_weights_disagree": VerdictRow(
+        "warning",
+        "{model}: the weights in use contradict the changes on them in {weights}: {first} is changed by {used}, "
+        "not by {predicted}.",
+        "The verdict follows the weights. Something else wrote into them, or the host applies the LoRA in another way: "
+        "load the model and the LoRA again.",
+    ),
     "lora_as_before": VerdictRow(
         "info",
         "Nothing changed: {weights} had the same changes when the baseline was taken.",

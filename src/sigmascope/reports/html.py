@@ -395,10 +395,22 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(block, Mapping) and is_duration(block.get("relative_change"))
     ]
     strongest = max((change for _, change in blocks), default=0.0) or 1.0
+    checks = [
+        (str(key), _mapping(check))
+        for side in ("unet", "clip")
+        for key, check in _mapping(_mapping(analysis.get(f"{side}_weight_changes")).get("checked")).items()
+    ]
+    against = [(key, check) for key, check in checks if check.get("result") == "contradicted"]
     return {
         "effective": analysis.get("effective"),
         "file": file.get("filename"),
         "rank": file.get("rank"),
+        "confirmed": sum(check.get("result") == "confirmed" for _, check in checks),
+        "contradicted": [
+            (key, *(statistic(norm) if is_duration(norm) else "?" for norm in norms))
+            for key, check in against
+            for norms in ((check.get("used_norm"), check.get("predicted_norm")),)
+        ],
         "matched": verdict.get("matched_modules"),
         "total": verdict.get("total_modules"),
         "unmatched": [(module.get("name"), module.get("detail")) for module in unmatched[:_MOST_LAYERS]],

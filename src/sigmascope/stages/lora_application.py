@@ -11,6 +11,7 @@ is None, with the reason in the `unavailable` beside it, even if reading the hos
 """
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, cast
@@ -22,6 +23,7 @@ from sigmascope.lora.module_names import title_of
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.copies import Pending
 from sigmascope.probes.reading import Reading, attempt, lookup, node_outputs, reasons
 from sigmascope.records.memory import MemorySnapshot, PeakMemory, PeakMemoryDict, change, mib
 from sigmascope.stages.baseline import (
@@ -99,11 +101,13 @@ from sigmascope.stages.summary import (
 )
 from sigmascope.stages.weight_changes import (
     BeforeAndAfter,
+    Verdicts,
     acts,
     look_again,
     weight_changes,
     weight_verdicts,
 )
+from sigmascope.stages.weight_check import Checks, begin_checks, follow_weights
 from sigmascope.stages.weight_verdict import NOT_SEEN
 
 __all__ = [
@@ -324,31 +328,51 @@ def _analyze_model(
     )
     patches = read_model_patches(model, model_type)
     looks = look_again(before, model, model_type, patches)
+    begun = _begin_weight_changes(looks)
+    described = _safe_patch_analysis(patches)
     return ModelAnalysis(
         patches,
         looks,
         identity_changes(before, looks.after, is_same(before, model)),
-        *_safe_weight_changes(looks),
-        _safe_patch_analysis(patches),
+        *_safe_weight_changes(looks, begun),
+        described,
         placement_changes(before, looks.after),
         _memory_change(part, model, looks.held, now),
     )
 
 
-def _safe_weight_changes(looks: BeforeAndAfter) -> tuple[WeightChanges, Reading[bool]]:
+_Begun = tuple[Verdicts, Pending[Checks]]
+
+
+def _begin_weight_changes(looks: BeforeAndAfter) -> Reading[_Begun]:
+    """What the changes on a model say of its weights, and the check of it by the weights in use, not yet waited for."""
+
+    def begin() -> _Begun:
+        verdicts = dict(weight_verdicts(looks))
+        return verdicts, begin_checks(looks, verdicts)
+
+    return attempt(begin)
+
+
+def _safe_weight_changes(
+    looks: BeforeAndAfter, begun: Reading[_Begun]
+) -> tuple[WeightChanges, Reading[bool]]:
     """`weight_changes` and `acts`, or their structure with the reason why there is nothing in it."""
-    both = attempt(lambda: _weight_changes(looks))
+    both = attempt(lambda: None if begun.value is None else _weight_changes(looks, *begun.value))
     if both.value is not None:
         return both.value
-    why = both.reason or UNTOLD
+    why = begun.reason or both.reason or UNTOLD
     snapshot = ModelSnapshot(looks.after.model_type, unavailable={"weights": why})
-    nothing = weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()), {})
+    nothing = weight_changes(BeforeAndAfter(snapshot, snapshot, None, ModelPatches()), {}, {})
     return nothing, Reading(None, why)
 
 
-def _weight_changes(looks: BeforeAndAfter) -> tuple[WeightChanges, Reading[bool]]:
-    verdicts = dict(weight_verdicts(looks))
-    return weight_changes(looks, verdicts), acts(looks, verdicts)
+def _weight_changes(
+    looks: BeforeAndAfter, verdicts: Verdicts, begun: Pending[Checks]
+) -> tuple[WeightChanges, Reading[bool]]:
+    checks = attempt(begun.result).value or {}
+    followed = follow_weights(verdicts, checks)
+    return weight_changes(looks, followed, checks), acts(looks, followed)
 
 
 def _safe_patch_analysis(patches: ModelPatches) -> PatchAnalysis:
@@ -416,10 +440,12 @@ def _is_returned_as_given(analysis: ModelAnalysis, model: object) -> bool:
 
 
 def _idle_changes(*models: ModelAnalysis) -> list[IdleChange]:
+    """Without those that the weights in use contradict, which have a finding of their own."""
     return [
         change
         for model in models
         for change in attempt(lambda m=model: idle_changes(m.patches_on, m.looks.before)).value or ()  # type: ignore[misc]
+        if lookup(lookup(model.weights["checked"], change.key), "result") != "contradicted"
     ]
 
 
@@ -485,7 +511,8 @@ def track_weight_modifications(
     """
     before = _before(original_model, model_type, contents=True)
     applied = read_model_patches(modified_model, model_type)
-    return _safe_weight_changes(look_again(before, modified_model, model_type, applied))[0]
+    looks = look_again(before, modified_model, model_type, applied)
+    return _safe_weight_changes(looks, _begin_weight_changes(looks))[0]
 
 
 def analyze_lora_patches(modified_model: object, model_type: str) -> PatchAnalysis:
@@ -722,12 +749,34 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     if changed:
         yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
         yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
+    yield from _checked_rows(part(facts, "checked"))
     drift = facts.get("drift") or {}
     if drift.get("keys"):
         largest = drift.get("largest_relative_change")
         size = "" if largest is None else f", at most {largest:.1e}"
         yield Row("Drift", f"{number(len(drift['keys']))} weights by rounding{size}: no change")
     yield from _block_rows(facts.get("by_block") or ())
+
+
+def _checked_rows(checks: Facts) -> Iterator[Row]:
+    """How many of the strongest layers really use what the changes say, and which do not."""
+    if not checks:
+        return
+    against = {key: check for key, check in checks.items() if check.get("result") == "contradicted"}
+    yield Row("Checked by the weights in use", checked_in_words(checks), BAD if against else "")
+    for key, check in list(against.items())[:_MOST_FAILED]:
+        words = f"changed by {number(check.get('used_norm'))}, not by {number(check.get('predicted_norm'))}"
+        yield Row(f"  ❌ {printable(key, 80)}", words, BAD)
+
+
+def checked_in_words(checks: Mapping[str, Any]) -> str:
+    """Such as "7 confirmed, 1 unavailable (the layer has no such weight)"."""
+    counts = Counter(str(check.get("result")) for check in checks.values())
+    unread = (
+        check.get("unavailable") or {} for check in checks.values() if check.get("result") == "unavailable"
+    )
+    why = next((printable(reason) for reasons in unread for reason in reasons.values()), None)
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) + (f" ({why})" if why else "")
 
 
 def _changed_fact_rows(facts: Facts) -> Iterator[Row]:

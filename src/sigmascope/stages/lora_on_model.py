@@ -845,6 +845,23 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
             "or the dtype is too coarse for it."
         )
         yield Finding("lora_not_as_predicted", "warning", message, evidence, advice)
+    against = {
+        key: check
+        for key, check in weights["checked"].items()
+        if check["result"] == "contradicted" and key not in odd
+    }
+    if against:
+        key, check = next(iter(against.items()))
+        used, predicted = check["used_norm"], check["predicted_norm"]
+        yield verdict_finding(
+            "lora_weights_disagree",
+            {"keys": len(against), "example": key, "used": used, "predicted": predicted},
+            model=name,
+            weights=counted(len(against), "weight"),
+            first=key,
+            used=f"{used:.3g}",
+            predicted=f"{predicted:.3g}",
+        )
     arriving = weights["arriving"]
     if arriving is not None and arriving["share"] is not None and arriving["noise"] is not None:
         share, noise = arriving["share"], arriving["noise"]

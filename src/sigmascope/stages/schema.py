@@ -274,8 +274,8 @@ class WeightChange(TypedDict):
 class ValueChange(TypedDict):
     """How much one weight changed.
 
-    `measured_from` is `contents` (old and new were there), `patches` (calculated from the changes: `predicted`)
-    or `sample` (estimated from a thousand elements). `predicted_delta_norm` and `sampled_delta_norm` are there
+    `measured_from` is `contents` (old and new were there), `patches` (calculated from the changes: `predicted`),
+    `sample` (estimated from a thousand elements) or `used` (the weight in use contradicts the changes). `predicted_delta_norm` and `sampled_delta_norm` are there
     for comparison.
     """
 
@@ -306,6 +306,22 @@ class Arriving(TypedDict):
     weights: int
 
 
+class WeightCheck(TypedDict):
+    """One layer: the change of the weight that it really uses, beside the predicted one.
+
+    `result` is `confirmed`, `contradicted`, or `unavailable` with the reason. `difference_norm` is the norm of the used
+    weight less the predicted one, and `elements` how many were compared: all, or a thousand.
+    """
+
+    result: str
+    predicted_norm: float | None
+    used_norm: float | None
+    difference_norm: float | None
+    weight_norm: float | None
+    elements: int | None
+    unavailable: dict[str, str]
+
+
 class WeightChanges(TypedDict):
     """How the weights changed. Names are those without adapters.
 
@@ -330,6 +346,7 @@ class WeightChanges(TypedDict):
     unexplained: list[str]
     not_as_predicted: list[str]
     arriving: Arriving | None
+    checked: dict[str, WeightCheck]
     unavailable: dict[str, str]
 
 

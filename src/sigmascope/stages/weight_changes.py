@@ -29,7 +29,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Arriving, Drift, WeightChanges
+from sigmascope.stages.schema import Arriving, Drift, WeightChanges, WeightCheck
 from sigmascope.stages.signed_patches import (
     Contents,
     KeptPatches,
@@ -64,11 +64,13 @@ class BeforeAndAfter:
             for key, sample in samples.items()
             if key in samples_now
             and sample.is_floating_point()
-            and _is_changed(key, before, after, samples, samples_now)
+            and is_changed(key, before, after, samples, samples_now)
         }
 
 
-def weight_changes(looks: BeforeAndAfter, verdicts: "Verdicts") -> WeightChanges:
+def weight_changes(
+    looks: BeforeAndAfter, verdicts: "Verdicts", checked: Mapping[str, WeightCheck]
+) -> WeightChanges:
     """Compare names, facts and contents; see `WeightChanges`."""
     before, after = looks.before, looks.after
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective is not False}
@@ -115,6 +117,7 @@ def weight_changes(looks: BeforeAndAfter, verdicts: "Verdicts") -> WeightChanges
         "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
         "arriving": arriving,
+        "checked": dict(checked),
         "unavailable": {
             **unavailable,
             **total.unavailable,
@@ -220,15 +223,15 @@ def _evidence(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightEvidence]]:
     twins = {place_of(held.base[key]): key for key in keys if key in held.base}
     samples_before, samples_after = before.samples, after.samples
     for key, weight in now.items():
-        content = _is_changed(key, before, after, samples_before, samples_after)
+        content = is_changed(key, before, after, samples_before, samples_after)
         twin = key if key in keys else twins.get(place_of(held.base[key]), key)
         if not content and twin not in keys:
             continue
         sides = patches_now.get(twin, []), patches_before.get(twin, [])
         own = sides if twin == key else ([], [])
-        beside = signed_patches(_beside(own[0]), _beside(own[1]), contents)
+        beside = signed_patches(beside_content(own[0]), beside_content(own[1]), contents)
         # Tied: what is merged into the one is in the other.
-        inside = signed_patches(_inside(sides[0]), _inside(sides[1]), contents)
+        inside = signed_patches(in_content(sides[0]), in_content(sides[1]), contents)
         if not content and beside.is_nothing and inside.is_nothing and not _is_same_by_name(beside, inside):
             continue
         is_sampled = key in samples_before and key in samples_after
@@ -267,14 +270,15 @@ def _distinct(patches: Iterable[AppliedPatch], contents: Contents) -> tuple[Appl
     return tuple({content_of(patch, contents): patch for patch in patches if patch.tensors}.values())
 
 
-def _beside(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
+def beside_content(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
     """What acts besides the weight's content; what PEFT takes out of it at the next call acts against it."""
     beside = [patch for patch in patches if patch.state != "merged"]
-    taken_out = [patch for patch in _inside(patches) if patch.state_reason == UNMERGED_NEXT]
+    taken_out = [patch for patch in in_content(patches) if patch.state_reason == UNMERGED_NEXT]
     return beside + [_taken_out(patch) for patch in taken_out]
 
 
-def _inside(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
+def in_content(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
+    """What was merged into the weight's content."""
     return [patch for patch in patches if patch.state == "merged"]
 
 
@@ -284,7 +288,7 @@ def _taken_out(patch: AppliedPatch) -> AppliedPatch:
     return replace(patch, state="lazy", strength=-patch.strength)
 
 
-def _is_changed(
+def is_changed(
     key: str, before: ModelSnapshot, after: ModelSnapshot, sampled: Samples, sampled_now: Samples
 ) -> bool | None:
     """Whether a weight's content is another, by its fingerprint or else by a thousand elements."""

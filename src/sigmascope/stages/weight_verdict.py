@@ -58,6 +58,7 @@ class WeightVerdict:
         content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
         unread: Why a change on it is not understood; None if all are.
         arrival: What arrived of the changes that were merged into a weight of 8 bits; None for others, or if unknown.
+        inside: The changes that explain what became of the content; None if it is as before, was measured, or none do.
     """
 
     change: ValueChange
@@ -69,6 +70,7 @@ class WeightVerdict:
     content_relative: float | None
     unread: str | None = None
     arrival: Arrival | None = None
+    inside: tuple[AppliedPatch, ...] | None = None
 
     @property
     def why_unknown(self) -> str | None:
@@ -116,6 +118,7 @@ class _Found:
     source: str | None
     explained: bool
     within_rounding: bool = False
+    inside: tuple[AppliedPatch, ...] | None = None
 
 
 def judge_weight(weight: WeightEvidence) -> WeightVerdict:
@@ -156,6 +159,7 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         or weight.beside.same_by_name
         or weight.inside.same_by_name,
         attempt(lambda: _arrival(weight)).value,
+        found.inside,
     )
 
 
@@ -259,8 +263,8 @@ def _with_content(
             effect = _with_weight_norm(weight, net_effect(both, None), inner)
         else:  # the same, calculated already
             effect = by_books
-        is_small = is_guess and _is_rounding(effect.relative_change, weight.now.dtype)
-        return replace(_found(effect, "patches"), within_rounding=is_small)
+        is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
+        return replace(_found(effect, "patches"), within_rounding=is_small, inside=inner)
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:
         return _Found(together, "sample", bool(inside.now))

@@ -1,0 +1,231 @@
+"""The weight that a layer computes with, by its host's own functions, which are asked and not imitated.
+
+ComfyUI's are those around a stored weight (`{name}_function`, `{name}_lowvram_function`), `convert_{name}` of scaled
+weights, `get_weight` of ComfyUI-GGUF's layers, and an adapter's `h` and `g` for a bypass. PEFT's is `get_delta_weight`. A
+quantised weight is dequantised by its own class, or by the library that it is from.
+
+Nothing of the host changes: its functions are given copies, since ComfyUI's write into what they are given, and none that
+is not known is called.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigmascope.probes.comfyui_patcher import bypassed, is_comfyui, owner_of, patcher_of
+from sigmascope.probes.copies import copy_to_device
+from sigmascope.probes.models import children_of
+from sigmascope.probes.peft import adapter_states, adapters_of, bare, changes_of, wrapped
+from sigmascope.probes.reading import Reading, attempt, attribute, mapping, sequence
+from sigmascope.probes.tensors import why_unreadable
+
+_ADDED: Final = frozenset({"lora", "loha", "lokr"})
+"""Kinds whose `get_delta_weight` in PEFT is what is added to the weight."""
+_NOT_OURS_TO_CALL: Final = "only the host knows what it does"
+
+
+class UsedWeight(NamedTuple):
+    """One weight of a layer, both in the weight's shape; they may be the host's own tensors.
+
+    Attributes:
+        used: What the layer computes with.
+        stored: What is stored for it, dequantised: without what is put on it or beside it in each forward pass.
+        is_changed: Whether anything is put on it or beside it.
+    """
+
+    used: Tensor
+    stored: Tensor
+    is_changed: bool
+
+
+_Bypasses = Mapping[str, Sequence[Any]]
+
+
+class UsedWeights:
+    """Gives the weights of one model.
+
+    Args:
+        part: A module with or without PEFT's layers, or one of ComfyUI's patchers.
+    """
+
+    def __init__(self, part: object) -> None:
+        self._patcher = patcher_of(part) if is_comfyui(part) else None
+        self._module = part
+        self._bypasses = attempt(lambda: _bypasses(self._patcher)).value or {}
+
+    def of(self, key: str) -> Reading[UsedWeight]:
+        """The weight of a name that `AppliedPatch.key` has, or why it is not to be had. Never raises."""
+        with torch.no_grad():
+            found = attempt(lambda: self._of(key))
+        return found.value or Reading(None, found.reason)
+
+    def original(self, key: str, kept: Tensor) -> Reading[Tensor]:
+        """What ComfyUI keeps of a weight that it merged changes into, dequantised."""
+        with torch.no_grad():
+            return attempt(lambda: _numbers(*owner_of(attribute(self._patcher, "model"), key), kept))
+
+    def _of(self, key: str) -> Reading[UsedWeight]:
+        if self._patcher is not None:
+            return _in_comfyui(self._patcher, key, self._bypasses.get(key, ()))
+        return _in_module(self._module, key)
+
+
+def _in_module(model: object, key: str) -> Reading[UsedWeight]:
+    """Of PEFT's layers; one without any is as it is stored."""
+    *path, name = key.split(".")
+    layer: Any = model
+    for part in path:
+        layer = children_of(bare(layer))[part]
+    base = bare(layer)
+    weight = attribute(base, name)
+    why = _why_not(weight)
+    if why is not None:
+        return Reading(None, why)
+    stored = used = _numbers(base, name, weight)
+    while (inner := wrapped(layer)) is not None:
+        for sign, adapter in _running(layer):
+            kinds = {change.kind for change in changes_of(layer, adapter) if change.parameter == name}
+            if not kinds:
+                continue
+            if not kinds <= _ADDED:
+                return Reading(None, f"PEFT forms no weight of a {min(kinds)} change of {name}")
+            used = used + sign * layer.get_delta_weight(adapter).reshape(used.shape)
+        layer = inner
+    return Reading(UsedWeight(used, stored, used is not stored))
+
+
+def _running(layer: Any) -> Iterator[tuple[float, str]]:
+    """The adapters that the next forward pass adds to what is stored, or takes out of it."""
+    states = adapter_states(layer)
+    if states.merged:
+        yield from ((-1.0, adapter) for adapter in states.merged if states.disabled)
+    elif not states.disabled:
+        yield from ((1.0, adapter) for adapter in states.active if adapter in adapters_of(layer))
+
+
+def _in_comfyui(patcher: Any, key: str, beside: Sequence[Any]) -> Reading[UsedWeight]:
+    module, name = owner_of(patcher.model, key)
+    weight = attribute(module, name)
+    why = _why_not(weight)
+    if why is not None:
+        return Reading(None, why)
+    functions = [*_functions(module, name)]
+    if any(attribute(function, "key") is None for function in functions):
+        kind = type(functions[-1]).__name__
+        return Reading(None, f"a {kind} is around the weight, and {_NOT_OURS_TO_CALL}")
+    is_packed = callable(attribute(module, "get_weight")) and not weight.is_floating_point()
+    if is_packed:
+        stored, used = (_unpacked(module, held) for held in (_without_patches(weight), weight))
+    else:
+        stored = used = _numbers(module, name, weight)
+    if functions:
+        raw = _dequantised(weight).to(torch.float32, copy=True)
+        for function in functions:
+            raw = function(raw)
+        used = _converted(module, name, weight, raw)
+    for adapter in beside:
+        used = _beside(adapter, used)
+    return Reading(UsedWeight(used, stored, bool(functions or beside or is_packed)))
+
+
+def _why_not(weight: object) -> str | None:
+    if not isinstance(weight, Tensor):
+        return "the layer has no such weight"
+    return None if _dequantises_itself(weight) and not weight.is_meta else why_unreadable(weight)
+
+
+def _functions(module: object, name: str) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What ComfyUI puts a weight through in each forward pass, in its order."""
+    lazy = attribute(module, f"{name}_lowvram_function")
+    if lazy is not None:
+        yield lazy
+    held = attribute(module, f"{name}_function")
+    yield from sequence(held) or (() if held is None or isinstance(held, list) else (held,))
+
+
+def _bypasses(patcher: object) -> _Bypasses:
+    """The adapters that stand beside a layer now, by the weight's name."""
+    found: dict[str, list[Any]] = {}
+    if mapping(patcher, "injections"):
+        for entry in bypassed(patcher):
+            if entry.standing.state == "lazy":
+                found.setdefault(entry.key, []).append(sequence(entry.kept)[1])
+    return found
+
+
+def _beside(adapter: Any, weight: Tensor) -> Tensor:
+    """What a layer and a bypass make together of the unit vectors: Wᵀ + h(1), then g.
+
+    Raises:
+        LookupError: The bypass is of another form.
+    """
+    if weight.ndim != 2 or "bypass_forward" in vars(type(adapter)):
+        raise LookupError(f"a bypass of a {type(adapter).__name__} on this layer forms no weight")
+    device = next(part.device for part in sequence(adapter.weights) if isinstance(part, Tensor))
+    output = copy_to_device(weight, device).to(torch.float32).T
+    units = torch.eye(weight.shape[1], device=device)
+    made: Tensor = adapter.g(output + adapter.h(units, output))
+    return made.T
+
+
+def _unpacked(module: Any, weight: Tensor) -> Tensor:
+    unpacked: Tensor = module.get_weight(weight, torch.float32)
+    return unpacked.as_subclass(Tensor)
+
+
+def _without_patches(weight: Tensor) -> Tensor:
+    """Another view of ComfyUI-GGUF's weight: the class gives itself for a copy."""
+    plain: Tensor = weight.as_subclass(Tensor).as_subclass(type(weight))
+    vars(plain).update({**vars(weight), "patches": []})
+    return plain
+
+
+def _numbers(module: object, name: str, weight: Tensor) -> Tensor:
+    return _converted(module, name, weight, _dequantised(weight))
+
+
+def _converted(module: object, name: str, weight: Tensor, numbers: Tensor) -> Tensor:
+    """With the scale that a layer of ComfyUI keeps beside its weight."""
+    convert = attribute(module, f"convert_{name}")
+    is_own = numbers is weight or weight.is_floating_point()
+    converted: Tensor = convert(numbers.to(torch.float32)) if callable(convert) and is_own else numbers
+    return converted
+
+
+def _dequantised(weight: Tensor) -> Tensor:
+    """The numbers that a weight's codes stand for.
+
+    Raises:
+        LookupError: There is no function for it.
+    """
+    if _dequantises_itself(weight):
+        return weight.dequantize()
+    if weight.is_floating_point():
+        return weight.detach()
+    for mark, module, function, arguments in _BY_LIBRARIES:
+        dequantise = attribute(sys.modules.get(module), function)
+        if attribute(weight, mark) is not None and callable(dequantise):
+            numbers: Tensor = dequantise(*arguments(weight))
+            return numbers.as_subclass(Tensor)
+    raise LookupError(f"no known function dequantises a {type(weight).__name__} of {weight.dtype}")
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight holds codes, whatever dtype it says it has."""
+    return _dequantises_itself(weight) or not weight.is_floating_point()
+
+
+def _dequantises_itself(weight: Tensor) -> bool:
+    """Whether its class does, as torchao's and ComfyUI's do."""
+    return type(weight).dequantize is not Tensor.dequantize
+
+
+_BY_LIBRARIES: Final[Sequence[tuple[str, str, str, Callable[[Any], tuple[Any, ...]]]]] = (
+    ("quant_state", "bitsandbytes.functional", "dequantize_4bit", lambda w: (w.data, w.quant_state)),
+    ("SCB", "bitsandbytes.functional", "int8_vectorwise_dequant", lambda w: (w.data, w.SCB)),
+    ("quant_type", "diffusers.quantizers.gguf.utils", "dequantize_gguf_tensor", lambda w: (w,)),
+)
+"""What a quantised weight has, the function that dequantises it, and its arguments."""

@@ -1,0 +1,138 @@
+"""Against a real ComfyUI: the weight that a layer of its own computes with, beside what its patches say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.comfy_shapes.adapters import random
+from tests.comfy_shapes.checkout import Checkout, load_in_part
+from torch import Tensor, nn
+
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+pytestmark = pytest.mark.comfyui
+
+CPU = torch.device("cpu")
+OUT, IN, RANK = 96, 64, 4
+KEY = "matrix.weight"
+UP, DOWN = random(OUT, RANK, seed=1) * 0.1, random(RANK, IN, seed=2)
+NORM = float((0.5 * UP.double() @ DOWN.double()).norm())
+
+
+def layer_of(layers: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model, layer = nn.Module(), layers.Linear(IN, OUT, dtype=dtype)
+    layer.weight = nn.Parameter(random(OUT, IN).to(dtype), requires_grad=False)
+    layer.bias = nn.Parameter(torch.zeros(OUT, dtype=dtype), requires_grad=False)
+    model.matrix = layer
+    return model
+
+
+def used_by(layer: nn.Module) -> Tensor:
+    """The layer's own output for the unit vectors, in float64."""
+    with torch.no_grad():
+        output: Tensor = layer(torch.eye(IN))
+    return output.double().T
+
+
+def changes(comfy: Checkout) -> dict[str, Any]:
+    file = {"matrix.lora_up.weight": UP, "matrix.lora_down.weight": DOWN}
+    loaded: dict[str, Any] = comfy.lora.load_lora(file, {"matrix": KEY})
+    return loaded
+
+
+@pytest.fixture
+def patched(comfy: Checkout) -> Callable[..., tuple[Any, Any]]:
+    """A baseline, and a clone of the patcher with a LoRA at 0.5."""
+
+    def make(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        patcher = comfy.model_patcher.ModelPatcher(layer_of(comfy.ops.manual_cast, dtype), CPU, CPU)
+        baseline = capture_lora_baseline(patcher, None)
+        clone = patcher.clone()
+        clone.add_patches(changes(comfy), 0.5)
+        return baseline, clone
+
+    return make
+
+
+def analysis(baseline: Any, patcher: Any) -> dict[str, Any]:
+    return dict(analyze_lora_application_results(baseline, patcher, None, (patcher, None)))
+
+
+def checked(found: dict[str, Any]) -> dict[str, Any]:
+    check: dict[str, Any] = found["unet_weight_changes"]["checked"][KEY]
+    return check
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_the_weight_that_the_layer_uses_confirms_its_patches(
+    patched: Callable[..., tuple[Any, Any]], in_part: bool
+) -> None:
+    baseline, patcher = patched()
+    before = used_by(patcher.model.matrix)
+    if in_part:
+        load_in_part(patcher, 1)
+    else:
+        patcher.patch_model(device_to=CPU)
+    stored = patcher.model.matrix.weight.detach().clone()
+    change = used_by(patcher.model.matrix) - before
+    found = analysis(baseline, patcher)
+    check = checked(found)
+    assert torch.equal(patcher.model.matrix.weight, stored)
+    assert check["result"] == "confirmed"
+    assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
+    assert check["predicted_norm"] == pytest.approx(NORM, rel=1e-4)
+    assert check["elements"] == OUT * IN
+    assert found["effective"] is True
+
+
+def test_a_patched_weight_that_was_overwritten_by_hand_contradicts(
+    patched: Callable[..., tuple[Any, Any]],
+) -> None:
+    baseline, patcher = patched()
+    original = patcher.model.matrix.weight.detach().clone()
+    patcher.patch_model(device_to=CPU)
+    patcher.model.matrix.weight.data.copy_(original)
+    found = analysis(baseline, patcher)
+    assert checked(found)["result"] == "contradicted"
+    assert checked(found)["used_norm"] == 0.0
+    assert checked(found)["difference_norm"] == pytest.approx(NORM, rel=1e-4)
+    assert found["effective"] is False
+
+
+def test_a_function_that_returns_the_weight_as_it_is_contradicts(
+    comfy: Checkout, patched: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline, patcher = patched()
+    before = used_by(patcher.model.matrix)
+    load_in_part(patcher, 1)
+    monkeypatch.setattr(comfy.model_patcher.LowVramPatch, "__call__", lambda _self, weight: weight)
+    assert torch.equal(used_by(patcher.model.matrix), before)
+    found = analysis(baseline, patcher)
+    assert checked(found)["result"] == "contradicted"
+    assert found["effective"] is False
+    assert "lora_weights_disagree" in [finding["id"] for finding in found["findings"]]
+
+
+def test_changes_that_are_not_loaded_are_not_to_be_had(patched: Callable[..., tuple[Any, Any]]) -> None:
+    baseline, patcher = patched()
+    check = checked(analysis(baseline, patcher))
+    assert check["result"] == "unavailable"
+    assert "loaded" in check["unavailable"]["used_norm"]
+
+
+def test_a_bypass_is_asked_for_what_it_adds(comfy: Checkout) -> None:
+    if not (comfy.folder / "comfy" / "weight_adapter" / "bypass.py").is_file():
+        pytest.skip("this version has no bypass")
+    patcher = comfy.model_patcher.ModelPatcher(layer_of(comfy.ops.manual_cast), CPU, CPU)
+    baseline, before = capture_lora_baseline(patcher, None), used_by(patcher.model.matrix)
+    manager = comfy.module("comfy.weight_adapter").BypassInjectionManager()
+    manager.add_adapter(KEY, changes(comfy)[KEY], strength=0.5)
+    patcher.set_injections("bypass_lora", manager.create_injections(patcher.model))
+    patcher.inject_model()
+    check = checked(analysis(baseline, patcher))
+    change = used_by(patcher.model.matrix) - before
+    patcher.eject_model()
+    assert check["result"] == "confirmed"
+    assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
+    assert check["used_norm"] == pytest.approx(NORM, rel=1e-3)
