@@ -131,6 +131,7 @@ _RECORDED_BY_LENGTH = frozenset(
     {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details"}
 )
 """Parts of which the record keeps only how long they are."""
+_WHILE_IT_SAMPLES = "the LoRA is a hook in the conditioning, and ComfyUI applies it only while it samples"
 _MOST_UNMATCHED = 40
 """Modules of a file that the record keeps: the first that matched nothing; of all there are counts."""
 
@@ -253,7 +254,10 @@ def analyze_lora_application_results(
     if verdict.value is None:
         verdict = match_file(path, modified_unet, modified_clip)
     applied = node_outputs(lora_result) is not None
+    in_conditioning = has_hooks(node_outputs(lora_result))
     effective = _is_effective((unet, clip))
+    if in_conditioning and effective.value is False:
+        effective = Reading(None, _WHILE_IT_SAMPLES)
     on_unet, on_clip, left_off = _models_with_lora(unet, clip, modified_unet, modified_clip)
     on_model = match_applied(path, on_unet, on_clip, unet.patches_on, clip.patches_on)
     on_model = _explain_fused_weights(path, verdict, on_model, unet, clip, on_unet, on_clip)
@@ -264,7 +268,7 @@ def analyze_lora_application_results(
         applied=applied,
         left_off=left_off,
         before=[patch for model in (unet, clip) for patch in model.patches_before],
-        in_conditioning=has_hooks(node_outputs(lora_result)),
+        in_conditioning=in_conditioning,
         idle=_idle_changes(unet, clip) if effective.value is False else (),
     )
     failed = any(finding.severity in ("error", "critical") for finding in findings)

@@ -263,7 +263,7 @@ def _with_content(
             effect = _with_weight_norm(weight, net_effect(both, None), inner)
         else:  # the same, calculated already
             effect = by_books
-        is_small = is_guess and _is_rounding(effect.relative_change, weight.now)
+        is_small = is_guess and _is_rounding(effect.relative_change, weight.now.dtype)
         return replace(_found(effect, "patches"), within_rounding=is_small, inside=inner)
     together = _sampled_together(weight) if beside.net is not None else None
     if together is not None and together.delta_norm is not None:
