@@ -13,7 +13,7 @@ All is summed up where the weight is, and six numbers a layer come to the host i
 waits for until `Pending.result`. Where a weight contradicts, the verdict follows the weight (`follow_weights`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, prod, sqrt
 from typing import Final, NamedTuple, cast
@@ -129,20 +129,22 @@ def _begin(
         yield key, found.value or Reading(None, found.reason)
 
 
-def _strongest(looks: BeforeAndAfter, verdicts: Verdicts, changed: Mapping[str, object]) -> Iterator[str]:
-    """The weights with the strongest predicted changes that fit the limits; those without an effect come last."""
-
-    def strength(key: str) -> tuple[bool, float]:
-        known = verdicts[key].effect.delta_norm if key in verdicts else None
-        return len(looks.held.base[key].shape) < 2, -(known or 0.0)
-
+def _strongest(looks: BeforeAndAfter, verdicts: Verdicts, changed: Collection[str]) -> Iterator[str]:
+    """The weights with the strongest predicted changes that fit the limits; those without an effect, then vectors."""
+    held = looks.held.base
+    norms = {key: verdict.effect.delta_norm or 0.0 for key, verdict in verdicts.items() if key in changed}
+    falling = (*sorted(norms, key=lambda key: -norms[key]), *(key for key in changed if key not in norms))
     left, bytes_left = MOST_LAYERS, MOST_BYTES
-    for key in sorted((key for key in changed if key in looks.held.base), key=strength):
-        weight = looks.held.base[key]
-        nbytes = prod(weight.shape) * max(2, weight.dtype.itemsize)
-        if left and nbytes <= bytes_left:
-            left, bytes_left = left - 1, bytes_left - nbytes
-            yield key
+    for are_vectors in (False, True):
+        for key in falling:
+            if not left:
+                return
+            if key not in held or (held[key].ndim < 2) is not are_vectors:
+                continue
+            nbytes = prod(held[key].shape) * max(2, held[key].dtype.itemsize)
+            if nbytes <= bytes_left:
+                left, bytes_left = left - 1, bytes_left - nbytes
+                yield key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
