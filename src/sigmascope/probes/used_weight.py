@@ -112,11 +112,11 @@ def _in_comfyui(patcher: Any, key: str, beside: Sequence[Any]) -> Reading[UsedWe
     why = _why_not(weight)
     if why is not None:
         return Reading(None, why)
-    functions = [*_functions(module, name)]
+    is_packed = callable(attribute(module, "get_weight")) and not weight.is_floating_point()
+    functions = () if is_packed else (*_functions(module, name),)  # its layers ignore them
     if any(attribute(function, "key") is None for function in functions):
         kind = type(functions[-1]).__name__
         return Reading(None, f"a {kind} is around the weight, and {_NOT_OURS_TO_CALL}")
-    is_packed = callable(attribute(module, "get_weight")) and not weight.is_floating_point()
     if is_packed:
         stored, used = (_unpacked(module, held) for held in (_without_patches(weight), weight))
     else:

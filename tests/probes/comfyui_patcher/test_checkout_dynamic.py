@@ -10,6 +10,7 @@ from tests.comfy_shapes.checkout import Checkout
 from torch import nn
 
 from sigmascope.probes.comfyui_patcher import original_weight, read_patches
+from sigmascope.probes.used_weight import UsedWeights
 
 pytestmark = pytest.mark.comfyui
 
@@ -94,3 +95,17 @@ def test_the_original_of_a_moved_weight_is_where_it_was(
     original = original_weight(load_dynamically(loaded(comfy, "plain")), "plain.weight")
     assert original is not None
     assert torch.equal(original, random(OUT, IN))
+
+
+def test_the_weight_in_use_has_what_is_applied_lazily(
+    comfy: Checkout, load_dynamically: Callable[[Change], Any]
+) -> None:
+    patcher = load_dynamically(loaded(comfy, "matrix"))
+    stored = patcher.model.matrix.weight.clone()
+    used = UsedWeights(patcher).of("matrix.weight").value
+    file = lora("matrix")
+    expected = random(OUT, IN) + file["matrix.lora_up.weight"] @ file["matrix.lora_down.weight"]
+    assert used is not None
+    torch.testing.assert_close(used.used, expected, atol=1e-5, rtol=0)
+    assert torch.equal(used.stored, stored)
+    assert torch.equal(patcher.model.matrix.weight, stored)

@@ -136,3 +136,65 @@ def test_a_bypass_is_asked_for_what_it_adds(comfy: Checkout) -> None:
     assert check["result"] == "confirmed"
     assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
     assert check["used_norm"] == pytest.approx(NORM, rel=1e-3)
+
+
+def quantised(comfy: Checkout, kind: str) -> nn.Module:
+    """A layer of the version's own quantised kinds."""
+    model, ops = nn.Module(), comfy.ops
+    if kind == "scaled fp8":
+        if not hasattr(ops, "scaled_fp8_ops"):
+            pytest.skip("this version has no such layers")
+        layers = ops.scaled_fp8_ops(fp8_matrix_mult=False, override_dtype=None)
+        layer = layers.Linear(IN, OUT, bias=False, dtype=torch.float8_e4m3fn)
+        layer.scale_weight = nn.Parameter(torch.tensor(0.01), requires_grad=False)
+        weight = (random(OUT, IN) / 0.01).to(torch.float8_e4m3fn)
+    else:
+        quant: Any = comfy.module("comfy.quant_ops") if hasattr(ops, "mixed_precision_ops") else None
+        if kind not in getattr(quant, "QUANT_ALGOS", {}):
+            pytest.skip("this version has no such layers, or comfy-kitchen is not installed")
+        layer = ops.mixed_precision_ops({}, torch.float32).Linear(IN, OUT, bias=False, dtype=torch.float32)
+        layer.quant_format, layer.layout_type = kind, quant.QUANT_ALGOS[kind]["comfy_tensor_layout"]
+        weight = quant.QuantizedTensor.from_float(random(OUT, IN), layer.layout_type)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    model.matrix = layer
+    return model
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+@pytest.mark.parametrize("kind", ["scaled fp8", "float8_e4m3fn", "int8_tensorwise"])
+def test_a_quantised_weight_is_dequantised_by_the_host(comfy: Checkout, kind: str, in_part: bool) -> None:
+    patcher = comfy.model_patcher.ModelPatcher(quantised(comfy, kind), CPU, CPU)
+    baseline, before = capture_lora_baseline(patcher, None), used_by(patcher.model.matrix)
+    clone = patcher.clone()
+    clone.add_patches(changes(comfy), 0.5)
+    if in_part:
+        load_in_part(clone, 1)
+    else:
+        clone.patch_model(device_to=CPU)
+    change = used_by(clone.model.matrix) - before
+    check = checked(analysis(baseline, clone))
+    assert check["result"] == "confirmed"
+    assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
+    assert check["weight_norm"] == pytest.approx(float(before.norm()), rel=1e-3)
+
+
+def test_a_function_that_forgets_the_scale_of_a_layer_contradicts(
+    comfy: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a fork of ComfyUI (sd-webui-forge-classic issue 1288)."""
+    patcher = comfy.model_patcher.ModelPatcher(quantised(comfy, "scaled fp8"), CPU, CPU)
+    baseline, before = capture_lora_baseline(patcher, None), used_by(patcher.model.matrix)
+    clone = patcher.clone()
+    clone.add_patches(changes(comfy), 4.0)  # far above what rounding explains
+    load_in_part(clone, 1)
+    calculate = comfy.lora.calculate_weight
+    monkeypatch.setattr(
+        comfy.model_patcher.LowVramPatch,
+        "__call__",
+        lambda patch, weight: calculate(patch.patches[KEY], weight, KEY, intermediate_dtype=torch.float32),
+    )
+    change = used_by(clone.model.matrix) - before
+    check = checked(analysis(baseline, clone))
+    assert check["result"] == "contradicted"
+    assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
+    assert check["used_norm"] == pytest.approx(0.08 * NORM, rel=1e-2)

@@ -36,6 +36,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, codes: Tensor) -> None:
         super().__init__()
+        self.weight_function: list[Any] = []
         packed = codes.as_subclass(Packed)
         packed.patches = []
         weight: Any = nn.Parameter(packed, requires_grad=False)
@@ -83,6 +84,20 @@ def test_a_packed_weight_is_dequantised_by_its_layer_with_and_without_patches(
     assert told["relative_change"] == pytest.approx(NORM / float(before.norm()), rel=1e-4)
     assert layer.weight.patches == [(clone.patches[Q], Q)]
     assert torch.equal(layer(torch.eye(8)).double() - before.double(), change)
+
+
+def test_a_function_that_a_packed_layer_ignores_contradicts(
+    packed: tuple[ModelPatcher, PackedLinear],
+) -> None:
+    """ComfyUI makes it where ComfyUI-GGUF's model is loaded in part (its pull request 469)."""
+    patcher, layer = packed
+    baseline = capture_lora_baseline(patcher, None)
+    clone = patcher.clone()
+    clone.add_patches({Q: lora_adapter()}, 0.5)
+    layer.weight_function = [LowVramPatch(Q, clone.patches)]
+    found, check = checked(baseline, clone)
+    assert (check["result"], check["used_norm"]) == ("contradicted", 0.0)
+    assert found["effective"] is False
 
 
 @pytest.mark.parametrize("kind", [ModelPatcher, DynamicModelPatcher])
