@@ -151,13 +151,16 @@ def _hash_on_cpu(tensor: Tensor) -> Fingerprint:
         raw = _bytes_of(tensor).numpy().data
     starts = range(0, len(raw) - PIECE_BYTES + 1, PIECE_BYTES)  # of whole pieces
     pieces = np.array([xxhash.xxh3_64_intdigest(raw[at : at + PIECE_BYTES]) for at in starts], np.uint64)
-    shape = tuple(map(int, tensor.shape))
+    shape = (*map(int, tensor.shape),)
     return _fingerprint(shape, tensor.dtype, pieces, raw[len(pieces) * PIECE_BYTES :])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """(n,) uint8: the values in row-major order; a view of the tensor where it is contiguous."""
-    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if type(plain) is Tensor and plain.numel() > 1 and plain.is_contiguous() and not plain.is_complex():
+        return (plain.resolve_neg() if plain.is_neg() else plain).view(-1).view(torch.uint8)
+    plain = plain.as_subclass(Tensor).resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
     return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 

@@ -12,6 +12,8 @@ accelerator waits for it; what begins with `begin_` does not, and gives what has
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Final
 
 import xxhash
@@ -28,6 +30,7 @@ from sigmascope.probes.models import (
     own_parameters,
     unwrap,
 )
+from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapters_of, base_weights, by_adapter, number_for
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, attribute
 from sigmascope.probes.tensors import why_unreadable
@@ -55,12 +58,17 @@ def model_fingerprint(model: object) -> Reading[str]:
     return told(begin_model_fingerprint(model))
 
 
-def begin_model_fingerprint(model: object) -> Pending[Reading[str]]:
-    """The same without waiting for an accelerator, whose weights may change from now on."""
+def begin_model_fingerprint(model: object, state: Reading[int] | None = None) -> Pending[Reading[str]]:
+    """The same without waiting for an accelerator, whose weights may change from now on.
+
+    Args:
+        model: As above.
+        state: What `state_of` gave of it just now, if that was asked for.
+    """
     module = attempt(lambda: unwrap(model)).value
     if module is None:
         return known(Reading(None, NO_WEIGHTS))
-    return _kept(module, "", lambda: _of_model(module))
+    return _kept(module, "", state or state_of(module), lambda: _of_model(module))
 
 
 def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
@@ -68,9 +76,16 @@ def adapter_fingerprint(model: nn.Module, adapter: str) -> Reading[str]:
     return told(begin_adapter_fingerprint(model, adapter))
 
 
-def begin_adapter_fingerprint(model: nn.Module, adapter: str) -> Pending[Reading[str]]:
+def begin_adapter_fingerprint(
+    model: nn.Module, adapter: str, state: Reading[int] | None = None
+) -> Pending[Reading[str]]:
     """The same without waiting for an accelerator, whose tensors may change from now on."""
-    return _kept(model, adapter, lambda: _of_adapter(model, adapter))
+    return _kept(model, adapter, state or state_of(model), lambda: _of_adapter(model, adapter))
+
+
+def state_of(module: nn.Module) -> Reading[int]:
+    """Another number once a weight is replaced or written to, or an adapter is merged; the same where one is moved."""
+    return attempt(lambda: _state_of(module))
 
 
 def told(begun: Pending[Reading[str]]) -> Reading[str]:
@@ -120,8 +135,9 @@ def _combined(readings: Mapping[str, Reading[Fingerprint]], more: object) -> str
     return xxhash.xxh3_64_hexdigest("".join([*lines, repr(more)]).encode())
 
 
-def _kept(module: nn.Module, which: str, begin: Callable[[], Pending[Reading[str]]]) -> Pending[Reading[str]]:
-    state = attempt(lambda: _state_of(module))
+def _kept(
+    module: nn.Module, which: str, state: Reading[int], begin: Callable[[], Pending[Reading[str]]]
+) -> Pending[Reading[str]]:
     if state.value is None:
         return known(Reading(None, state.reason))
     kept = _KEPT.setdefault(module, {})
@@ -141,22 +157,24 @@ def _kept(module: nn.Module, which: str, begin: Callable[[], Pending[Reading[str
 
 
 def _state_of(module: nn.Module) -> int:
-    """Another number once a weight is replaced or written to, or an adapter is merged; the same where one is moved."""
-    state: list[object] = []
-    waiting, seen = [module], {id(module)}
-    while waiting:  # after every call of a pipeline: as `probes.models` walks, without names
-        held = vars(waiting.pop())
-        transient = held.get("_non_persistent_buffers_set") or ()
-        tensors = [*(held.get("_parameters") or {}).values()]
-        tensors += [buffer for name, buffer in (held.get("_buffers") or {}).items() if name not in transient]
-        state += [(id(tensor), _version(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
-        if _MERGED in held:
-            state.append(tuple(map(str, held[_MERGED])))
-        for child in (held.get("_modules") or {}).values():
-            if isinstance(child, nn.Module) and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return hash(tuple(state))
+    tree = tree_of(module)
+    tensors = [tensor for tensor in _tensors_in(tree) if tensor is not None]
+    try:
+        versions = (*map(attrgetter("_version"), tensors),)
+    except PROBE_ERRORS:  # inference tensors count nothing
+        versions = (*map(_version, tensors),)
+    merged = [(*map(str, own[_MERGED]),) for own in tree.own if _MERGED in own]
+    return hash(((*map(id, tensors),), versions, (*map(attrgetter("dtype"), tensors),), *merged))
+
+
+def _tensors_in(tree: ModuleTree) -> Iterator[Tensor | None]:
+    """All parameters and those buffers that a state dict has, without their names."""
+    parameters = [held for own in tree.own if (held := own.get("_parameters"))]
+    with_buffers = [own for own in tree.own if own.get("_buffers")]
+    yield from chain.from_iterable(map(methodcaller("values"), parameters))
+    for own in with_buffers:
+        transient = own.get("_non_persistent_buffers_set") or ()
+        yield from (buffer for name, buffer in own["_buffers"].items() if name not in transient)
 
 
 def _version(tensor: Tensor) -> int:

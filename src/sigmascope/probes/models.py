@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.files import short_path
+from sigmascope.probes.module_tree import registered, tree_of
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
 from sigmascope.probes.tensors import place_of
 from sigmascope.records.run import (
@@ -439,34 +440,17 @@ def _is_method(thing: object) -> bool:
 
 def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        name, inner = waiting.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        yield name, inner
-        held = registered(inner, "_modules")
-        if held:
-            start = f"{name}." if name else ""
-            children = [(start + own, child) for own, child in held.items() if isinstance(child, nn.Module)]
-            waiting += reversed(children)
+    tree = tree_of(module)
+    return zip(tree.names, tree.modules, strict=True)
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Each module of a model, itself first: as `named_modules_in`, and faster without the names."""
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        inner = waiting.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        yield inner
-        held = registered(inner, "_modules")
-        if held:
-            waiting += [child for child in reversed([*held.values()]) if isinstance(child, nn.Module)]
+    """Each module of a model, itself first, as `named_modules_in`."""
+    return iter(tree_of(module).modules)
+
+
+ATTENTION_LAYERS: Final = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+"""Layers whose parameters PEFT takes out of the register while it merges."""
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -475,18 +459,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in parameters.items():
         if isinstance(parameter, Tensor):
             yield name, parameter
-    if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if isinstance(module, ATTENTION_LAYERS):
         for name in _PLAIN_WHILE_MERGED:
             plain = vars(module).get(name)
             if name not in parameters and isinstance(plain, Tensor):
                 yield name, plain
-
-
-def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
-    """What is registered on a module itself, past any `__getattr__` of its own."""
-    held = vars(module).get(holder)
-    # The first is asked first, since asking an abstract class takes long for thousands of modules.
-    return held if type(held) is dict or isinstance(held, Mapping) else {}
 
 
 def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:

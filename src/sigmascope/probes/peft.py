@@ -11,14 +11,15 @@ weights under the names that they have without adapters.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import sqrt
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchType, Standing
-from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters, registered
+from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
+from sigmascope.probes.module_tree import ModuleTree, registered, tree_of
 from sigmascope.probes.reading import Reading, attempt, attribute, number, sequence
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
@@ -61,9 +62,8 @@ def read_adapters(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
 def _patches(model: object) -> Iterator[AppliedPatch]:
     layers: dict[str, list[nn.Module]] = {}
-    for name, module in adapted_modules(model):
-        if wrapped(module) is not None:
-            layers.setdefault(name, []).insert(0, module)  # the innermost acts first
+    for name, module in _modules(model, "adapter layers", _places_of_layers):
+        layers.setdefault(name, []).insert(0, module)  # the innermost acts first
     counts: dict[str, int] = {}
     for name, around in layers.items():
         for layer in around:
@@ -73,10 +73,10 @@ def _patches(model: object) -> Iterator[AppliedPatch]:
 def _of_layer(name: str, layer: nn.Module, counts: dict[str, int]) -> Iterator[AppliedPatch]:
     states = adapter_states(layer)
     for adapter in sorted(adapters_of(layer), key=states.order):
-        for patch in _of_adapter(name, layer, adapter, states):
+        for patch in _of_adapter(name, layer, adapter, states, counts):
             index = counts.get(patch.key, 0)
             counts[patch.key] = index + 1
-            yield replace(patch, index=index)
+            yield patch if patch.index == index else replace(patch, index=index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +129,28 @@ def _listed(names: tuple[str, ...]) -> str:
 
 def adapter_states(layer: object) -> AdapterStates:
     """Read from the layer itself: diffusers and PEFT both set it there."""
-    active = attribute(layer, "active_adapters")
+    active = _held(layer, "active_adapters")
     names = (active,) if isinstance(active, str) else sequence(active)
-    merged = sequence(attribute(layer, "merged_adapters"))
+    merged = sequence(_held(layer, "merged_adapters"))
     return AdapterStates(
-        tuple(map(str, names)), tuple(map(str, merged)), attribute(layer, "disable_adapters") is True
+        tuple(map(str, names)), tuple(map(str, merged)), _held(layer, "disable_adapters") is True
     )
 
 
 def adapters_of(layer: nn.Module) -> list[str]:
     """The names of the adapters that a layer has."""
-    names = attribute(layer, "adapter_layer_names")
-    held = [by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
-    return list(dict.fromkeys(adapter for adapters in held for adapter in adapters))
+    names = _held(layer, "adapter_layer_names")
+    held = [_by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
+    return list(dict.fromkeys(str(adapter) for adapters in held if adapters for adapter in [*adapters]))
 
 
-def _of_adapter(name: str, layer: nn.Module, adapter: str, states: AdapterStates) -> list[AppliedPatch]:
+def _of_adapter(
+    name: str, layer: nn.Module, adapter: str, states: AdapterStates, counts: Mapping[str, int]
+) -> list[AppliedPatch]:
     patches = attempt(
-        lambda: [_applied(name, layer, adapter, change, states) for change in changes_of(layer, adapter)]
+        lambda: [
+            _applied(name, layer, adapter, change, states, counts) for change in changes_of(layer, adapter)
+        ]
     )
     if patches.value is None:
         return [_unreadable(name, layer, adapter, patches.reason or "unknown")]
@@ -173,8 +177,14 @@ class Change:
 
 
 def _applied(
-    name: str, layer: nn.Module, adapter: str, change: Change, states: AdapterStates
+    name: str,
+    layer: nn.Module,
+    adapter: str,
+    change: Change,
+    states: AdapterStates,
+    counts: Mapping[str, int],
 ) -> AppliedPatch:
+    key = f"{name}.{change.parameter}" if name else change.parameter
     scales = scales_of(layer, adapter, change)
     shape = _shape(layer, change.parameter)
     unavailable = {**change.unavailable, **scales.unavailable}
@@ -185,7 +195,7 @@ def _applied(
     if why is not None:
         standing = Standing("failed", why)
     return AppliedPatch(
-        key=f"{name}.{change.parameter}" if name else change.parameter,
+        key=key,
         adapter_type=change.kind,
         patch_type=_PATCH_TYPES.get(change.kind, "unknown"),
         data_type=str(type(layer)),
@@ -193,6 +203,7 @@ def _applied(
         state_reason=standing.reason,
         cause=standing.cause,
         source=adapter,
+        index=counts.get(key, 0),
         strength=scales.strength,
         rank=scales.rank,
         alpha=scales.alpha,
@@ -209,12 +220,13 @@ def _shape(layer: nn.Module, parameter: str) -> tuple[int, ...] | None:
     module = base = bare(layer)
     for part in path:
         module = bare(children_of(module)[part])
-    weight = dict(_own_tensors(module)).get(own)
+    weight = next((tensor for name, tensor in _own_tensors(module) if name == own), None)
     if weight is None:
         return None
-    sizes = attribute(base, "out_features"), attribute(base, "in_features")
-    if not weight.is_floating_point() and all(isinstance(size, int) for size in sizes):
-        return sizes
+    if not weight.is_floating_point():
+        sizes = attribute(base, "out_features"), attribute(base, "in_features")
+        if all(isinstance(size, int) for size in sizes):
+            return sizes
     return tuple(weight.shape)
 
 
@@ -236,29 +248,56 @@ def _unreadable(name: str, layer: nn.Module, adapter: str, reason: str) -> Appli
 def changes_of(layer: nn.Module, adapter: str) -> list[Change]:
     """The changes that an adapter of the layer makes; more than one where it has a bias or replaces a module."""
     for mark, read in _READERS.items():
-        if adapter in by_adapter(layer, mark):
+        if adapter in (_by_adapter(layer, mark) or ()):
             return read(layer, adapter)
     return [_unknown_change(layer, _parameter(layer))]
 
 
 def by_adapter(layer: object, name: str) -> dict[str, Any]:
     """What a layer keeps under `name` for each adapter: a dict, a ModuleDict or a ParameterDict."""
-    held = attribute(layer, name)
-    if not isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict):
-        return {}
-    return {str(adapter): held[adapter] for adapter in list(held.keys())}
+    held = _by_adapter(layer, name)
+    return {} if held is None else {str(adapter): held[adapter] for adapter in list(held.keys())}
 
 
 def held_by(layer: object, name: str, adapter: str) -> Any:
     """What a layer keeps under `name` for one adapter; None if it keeps nothing."""
-    held = attribute(layer, name)
-    is_kept = isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict) and adapter in held
-    return held[adapter] if is_kept else None
+    held = _by_adapter(layer, name)
+    return held[adapter] if held is not None and adapter in held else None
+
+
+def _by_adapter(layer: object, name: str) -> Any:
+    """What holds something for each adapter; None if there is no such thing."""
+    held = _held(layer, name)
+    # These are asked first, since asking an abstract class takes long for thousands of layers.
+    is_plain = type(held) in (dict, nn.ModuleDict, nn.ParameterDict)
+    return held if is_plain or isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict) else None
+
+
+def _held(thing: object, name: str) -> Any:
+    """`attribute`, faster where a module lacks it: PyTorch words an error then."""
+    kind: Any = type(thing)
+    if not isinstance(thing, nn.Module) or _is_of_class(kind, name):
+        return attribute(thing, name)
+    own = vars(thing)
+    if name in own:
+        return own[name]
+    for holder in ("_parameters", "_buffers", "_modules"):
+        held = own.get(holder)
+        if held and name in held:
+            return held[name]
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _is_of_class(kind: type[nn.Module], name: str) -> bool:
+    """Whether a class answers for an attribute itself."""
+    is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    return not is_plain or hasattr(kind, name)
 
 
 def tensor_of(held: object) -> Tensor | None:
     """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
-    tensor = held if isinstance(held, Tensor) else attribute(held, "weight")
+    tensor = held if isinstance(held, Tensor) else _held(held, "weight")
     if not isinstance(tensor, Tensor):
         return None
     kept = _offloaded(held) if tensor.is_meta else None
@@ -278,10 +317,10 @@ def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
     reason = _why_no_product(layer, adapter)
     if reason is not None or up is None or down is None:
         return [_unknown_change(layer, parameter, reason or "its factors are not where PEFT keeps them")]
-    if attribute(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
+    if _held(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
         up, down = down.mT, up.mT
     changes = [_low_rank_change(layer, adapter, parameter, up, down)]
-    bias = attribute(held_by(layer, "lora_B", adapter), "bias")
+    bias = _held(held_by(layer, "lora_B", adapter), "bias")
     if isinstance(bias, Tensor):
         changes.append(Change("bias", "diff", {"diff": bias.detach()}))
     return changes
@@ -306,15 +345,15 @@ def _low_rank_change(layer: nn.Module, adapter: str, parameter: str, up: Tensor,
 
 def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
     """Why a LoRA is not up · down of the weight, if it is not."""
-    if by_adapter(layer, "lora_E"):
+    if _by_adapter(layer, "lora_E"):
         return "AdaLoRA's singular values are not read"
     variant = held_by(layer, "lora_variant", adapter)
     name = getattr(variant, "__name__", type(variant).__name__)
     if variant is not None and not name.startswith("Dora"):
         return f"PEFT's {name.removesuffix('Variant')} does more than up · down"
-    if (attribute(attribute(layer, "base_layer"), "groups") or 1) != 1:
+    if (_held(_held(layer, "base_layer"), "groups") or 1) != 1:
         return "a LoRA of a grouped convolution is not a plain change of its weight"
-    if (attribute(layer, "num_experts") or 1) != 1:
+    if (_held(layer, "num_experts") or 1) != 1:
         return "a LoRA of stacked experts is not read"
     return None
 
@@ -350,10 +389,10 @@ def _unknown_change(layer: nn.Module, parameter: str, reason: str | None = None)
 
 def _parameter(layer: nn.Module) -> str:
     """The parameter of the wrapped module that the layer is for: its weight, unless the layer says another."""
-    named = attribute(layer, "parameter_name")
+    named = _held(layer, "parameter_name")
     if isinstance(named, str):
         return named
-    return "in_proj_weight" if isinstance(attribute(layer, "base_layer"), nn.MultiheadAttention) else "weight"
+    return "in_proj_weight" if isinstance(_held(layer, "base_layer"), nn.MultiheadAttention) else "weight"
 
 
 _READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
@@ -435,9 +474,33 @@ def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
         model: A module, compiled or not, PEFT's own wrapper of one, or a pipeline, whose components' names come
             before the names of their modules.
     """
+    yield from _modules(model, "adapted modules", _places)
+
+
+_Places = list[tuple[str, int]]
+"""Names, and the indices of their modules in a `ModuleTree`."""
+
+
+def _modules(
+    model: object, what: str, find: Callable[[ModuleTree], _Places]
+) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
-    for name, root in _roots(model):
-        yield from _walk(name, root, seen)
+    for start, root in _roots(model):
+        tree = tree_of(root)
+        for name, index in tree.derive(what, partial(find, tree)):
+            module = tree.modules[index]
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield f"{start}.{name}" if start and name else start or name, module
+
+
+def _places(tree: ModuleTree) -> _Places:
+    walked = [*_walk(tree.modules[0])]
+    return [*zip((name for name, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+
+
+def _places_of_layers(tree: ModuleTree) -> _Places:
+    return [(name, index) for name, index in _places(tree) if wrapped(tree.modules[index]) is not None]
 
 
 def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
@@ -451,8 +514,9 @@ def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
                 yield str(name), part
 
 
-def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    waiting = [(name, module)]
+def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+    waiting = [("", module)]
     while waiting:
         name, around = waiting.pop()
         module = _unwrapped(around)

@@ -27,7 +27,8 @@ from sigmascope.probes.comfyui_patcher import (
 )
 from sigmascope.probes.copies import Pending
 from sigmascope.probes.fingerprints import Fingerprint, begin_samples, fingerprints
-from sigmascope.probes.models import children_of, own_buffers, own_parameters
+from sigmascope.probes.models import ATTENTION_LAYERS, children_of, own_buffers, own_parameters
+from sigmascope.probes.module_tree import ModuleTree, tree_of
 from sigmascope.probes.peft import adapted_modules, read_adapters
 from sigmascope.probes.reading import Reading, attempt, attribute, reasons
 from sigmascope.stages.baseline import NO_WEIGHTS, most_common
@@ -328,14 +329,26 @@ def placement_of(model: object, weights: Weights) -> Placement:
     """Read where a model is."""
     patcher = patcher_in(model)
     inner = attribute(patcher, "model")
-    named = [_device(attribute(thing, "device")) for thing in (model, inner)]
+    named = [_device(_own_device(thing)) for thing in (model, inner)]
     device = next((place for place in named if place is not None), None)
     if device is None:
-        elements: Counter[torch.device] = Counter()
-        for weight in {id(tensor): tensor for tensor in weights.base.values()}.values():
-            elements[weight.device] += weight.numel()
-        device = most_common(elements)
+        distinct = {id(tensor): tensor for tensor in weights.base.values()}.values()
+        elements: Counter[tuple[str, int | None]] = Counter()
+        devices: dict[tuple[str, int | None], torch.device] = {}
+        for weight in distinct:
+            place = weight.device
+            name = place.type, place.index
+            elements[name] += weight.numel()
+            devices[name] = place
+        usual = most_common(elements)
+        device = None if usual is None else devices[usual]
     return Placement(device, *(_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload")))
+
+
+def _own_device(thing: object) -> object:
+    """A module of diffusers looks through all its modules to answer for its device, so that modules are not asked."""
+    is_module = issubclass(type(thing), nn.Module)  # `isinstance` asks the thing
+    return attempt(lambda: vars(thing).get("device")).value if is_module else attribute(thing, "device")
 
 
 def _device(value: object) -> torch.device | None:
@@ -424,7 +437,7 @@ def weights_in(model: object, model_type: str) -> Weights:
         module = module_of(part)
         kept |= {prefix + name: weight for name, weight in kept_weights(part).items()}
         named = _namer(module)
-        for place, tensor in () if module is None else _walk_tensors(module, _Place("", "")):
+        for place, tensor in () if module is None else _tensors_in(module):
             if place.in_adapter:
                 adapters[prefix + place.path] = tensor
                 continue
@@ -444,15 +457,29 @@ class _Place(NamedTuple):
     wrapped: bool = False
 
 
-def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
-    waiting = [(place, module)]
+def _tensors_in(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
+    tree = tree_of(module)
+    for place, index in tree.derive("places of tensors", lambda: _places(tree)):
+        own, inner = tree.own[index], tree.modules[index]
+        if own.get("_parameters") or own.get("_buffers") or isinstance(inner, ATTENTION_LAYERS):
+            for name, tensor in (*own_parameters(inner), *own_buffers(inner, transient=False)):
+                yield place._replace(name=place.name + name, path=place.path + name), tensor
+
+
+def _places(tree: ModuleTree) -> list[tuple[_Place, int]]:
+    walked = [*_walk(tree.modules[0])]
+    return [*zip((place for place, _ in walked), tree.indices(module for _, module in walked), strict=True)]
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[_Place, nn.Module]]:
+    """Each module as often as it occurs."""
+    waiting = [(_Place("", ""), module)]
     while waiting:
         place, module = waiting.pop()
         children = children_of(module)
         wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
         in_adapter = place.in_adapter or wraps
-        for own, tensor in (*own_parameters(module), *own_buffers(module, transient=False)):
-            yield _Place(place.name + own, place.path + own, in_adapter, place.wrapped), tensor
+        yield place._replace(in_adapter=in_adapter), module
         inner: list[tuple[_Place, nn.Module]] = []
         for child_name, child in children.items():
             is_inner = wraps and child_name in _WRAPPED
@@ -489,7 +516,9 @@ def read_model_patches(model: object, model_type: str = "") -> ModelPatches:
         if reading.value is None:
             unavailable[prefix.rstrip(".") or "model"] = reading.reason or "unknown"
         else:
-            patches += [replace(patch, key=prefix + patch.key) for patch in reading.value]
+            patches += [
+                replace(patch, key=prefix + patch.key) if prefix else patch for patch in reading.value
+            ]
     return ModelPatches(tuple(patches), unavailable)
 
 

@@ -25,7 +25,13 @@ from sigmascope.integrations.diffusers.arguments import (
 )
 from sigmascope.integrations.diffusers.denoising import Denoising
 from sigmascope.integrations.diffusers.pictures import FACT, outcome_of, pictures_of, thumbnail_of
-from sigmascope.integrations.diffusers.recipe import Content, idle_lora_findings, loras_of, models_of
+from sigmascope.integrations.diffusers.recipe import (
+    Content,
+    idle_lora_findings,
+    loras_of,
+    models_of,
+    weights_states,
+)
 from sigmascope.integrations.diffusers.watch_session import (
     STACKS,
     Observer,
@@ -173,8 +179,9 @@ class CallObserver(Observer):
         """
         read = self.guard.read
         others = read("watch.recipe", lambda: other_arguments(arguments))
-        loras = read("watch.recipe", lambda: loras_of(pipeline, why_not))
-        models = read("watch.recipe", lambda: models_of(pipeline, why_not))
+        seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
+        loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
+        models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
         recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
         recipe |= {"generator_states": states} if states else {}
         idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))

@@ -23,9 +23,11 @@ from sigmascope.probes.model_fingerprints import (
     begin_combined_fingerprint,
     begin_model_fingerprint,
     known,
+    state_of,
     told,
 )
-from sigmascope.probes.models import components_of, modules_in, unwrap
+from sigmascope.probes.models import components_of, unwrap
+from sigmascope.probes.module_tree import tree_of
 from sigmascope.probes.peft import adapter_states, adapters_of, number_for, read_adapters
 from sigmascope.probes.reading import Reading, attempt
 
@@ -39,15 +41,30 @@ Content = Pending[Reading[str]]
 """A fingerprint that may still be on its way, or why there is none."""
 
 
-def models_of(pipeline: object, why_not: str | None = None) -> dict[str, Content]:
+States = dict[str, Reading[int]]
+"""What tells that a component's weights are still the same, by the component's name."""
+
+
+def weights_states(pipeline: object) -> States:
+    """The state of each component's weights, for `models_of` and `loras_of`: these do not look for it again then."""
+    return {name: state_of(module) for name, module in models_in(pipeline).items()}
+
+
+def models_of(
+    pipeline: object, why_not: str | None = None, states: States | None = None
+) -> dict[str, Content]:
     """The fingerprint of each component with weights, without LoRAs, or why there is none.
 
     Args:
         pipeline: What is made of components, or a model alone.
         why_not: Why weights must not be read; None: they may be.
+        states: Of the components just now, if they are known.
     """
+    states = states or {}
     return {
-        name: begin_model_fingerprint(module) if why_not is None else known(Reading(None, why_not))
+        name: begin_model_fingerprint(module, states.get(name))
+        if why_not is None
+        else known(Reading(None, why_not))
         for name, module in models_in(pipeline).items()
     }
 
@@ -120,12 +137,15 @@ def models_in(target: object) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
-def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str, Any]]:
+def loras_of(
+    pipeline: object, why_not: str | None = None, states: States | None = None
+) -> dict[str, dict[str, Any]]:
     """The LoRAs that PEFT runs in a pipeline, by component and adapter, "unet.style", and those that `attach_lora` put on.
 
     Args:
         pipeline: What is made of components.
         why_not: Why weights must not be read; None: they may be.
+        states: Of the components just now, if they are known.
 
     Returns:
         Of each the least and the largest `strength` of its layers (scale · rank / alpha; None: a layer keeps none), its
@@ -135,13 +155,15 @@ def loras_of(pipeline: object, why_not: str | None = None) -> dict[str, dict[str
     loras: dict[str, dict[str, Any]] = {}
     for name, module in models_in(pipeline).items():
         if getattr(module, "peft_config", None):
-            for layer in modules_in(module):
-                if "scaling" in vars(layer):
-                    _add_lora_layer(loras, name, layer)
+            loras |= {f"{name}.{adapter}": dict(facts) for adapter, facts in _adapters_of(module).items()}
             for adapter in adapters_in(module)["denoiser"]:
                 lora = loras.get(f"{name}.{adapter}")
                 if lora is not None:
-                    begun = begin_adapter_fingerprint(module, adapter) if why_not is None else None
+                    begun = (
+                        begin_adapter_fingerprint(module, adapter, (states or {}).get(name))
+                        if why_not is None
+                        else None
+                    )
                     lora["content"] = begun or known(Reading(None, why_not))
                     lora |= LORA_FILES.of(module, adapter)
         loras |= _attached(name, module)
@@ -208,12 +230,37 @@ _SCALED: Final = frozenset({"lora", "loha", "lokr", "diff"})
 """Kinds that do nothing at scale 0."""
 
 
-def _add_lora_layer(loras: dict[str, dict[str, Any]], component: str, layer: nn.Module) -> None:
+_STANDING: Final = ("scaling", "r", "lora_alpha", "_active_adapter", "_disable_adapters", "merged_adapters")
+"""Where PEFT's layers keep what tells which adapters act and how strongly."""
+
+
+def _adapters_of(module: nn.Module) -> Mapping[str, dict[str, Any]]:
+    """The facts of each adapter over all layers; those of the last time if every layer stands as it did then."""
+    tree = tree_of(module)
+    layers = [place for place, own in enumerate(tree.own) if "scaling" in own]
+    standing = [_copied(tree.own[place].get(name)) for place in layers for name in _STANDING]
+    kept: list[Any] = tree.derive("adapters", list)
+    is_same = attempt(lambda: bool(kept) and None not in standing and kept[0] == standing)
+    if not is_same.value:
+        adapters: dict[str, dict[str, Any]] = {}
+        for place in layers:
+            _add_lora_layer(adapters, tree.modules[place])
+        kept[:] = standing, adapters
+    facts: Mapping[str, dict[str, Any]] = kept[1]
+    return facts
+
+
+def _copied(held: object) -> object:
+    """What a layer keeps, as it is now."""
+    return dict(held) if isinstance(held, dict) else list(held) if isinstance(held, list) else held
+
+
+def _add_lora_layer(adapters: dict[str, dict[str, Any]], layer: nn.Module) -> None:
     standing = adapter_states(layer)
     for adapter in adapters_of(layer):
         scale, rank, alpha = (number_for(layer, name, adapter) for name in ("scaling", "r", "lora_alpha"))
         strength = scale if scale is None or not rank or not alpha else round(scale * rank / alpha, 6)
-        lora = loras.setdefault(f"{component}.{adapter}", {"strength": None, "layers": 0, "active": 0})
+        lora = adapters.setdefault(adapter, {"strength": None, "layers": 0, "active": 0})
         if strength is not None:
             least, most = lora["strength"] or (strength, strength)
             lora["strength"] = (min(least, strength), max(most, strength))

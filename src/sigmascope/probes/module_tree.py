@@ -1,0 +1,143 @@
+"""The modules of a model in order: walked once, and again only after one was added, taken out or exchanged.
+
+A watch asks a model for its modules at every call, and a U-Net with a LoRA has seven thousand. To see that they are
+still the same takes a tenth of what walking them takes. Nothing is called on a module, and none is kept alive.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+from torch import nn
+
+from sigmascope.probes.reading import PROBE_ERRORS
+
+_Derived = TypeVar("_Derived")
+_WORTH_KEEPING: Final = 64
+"""Modules: fewer are walked as fast as they are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTree:
+    """A model's modules while they are looked at; let go of it then.
+
+    Attributes:
+        modules: The model first, each once, in the order of their names.
+        names: Dotted, of the same; "" for the model.
+        own: What is in each one's `__dict__`.
+        derived: What was found out from the modules' places and classes alone; holds no module.
+    """
+
+    modules: Sequence[nn.Module]
+    names: list[str]
+    own: Sequence[Mapping[str, Any]]
+    derived: dict[object, Any]
+
+    def derive(self, what: object, find: Callable[[], _Derived]) -> _Derived:
+        """What `find` gives, which must hold no module (see `indices`), and depend on places and classes alone."""
+        if what not in self.derived:
+            self.derived[what] = find()
+        found: _Derived = self.derived[what]
+        return found
+
+    def indices(self, modules: Iterable[nn.Module]) -> list[int]:
+        """Where these modules are in `modules`."""
+        place = {id(module): index for index, module in enumerate(self.modules)}
+        return [place[id(module)] for module in modules]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What a tree was like, without its modules: they are all there still if all references are alive."""
+
+    references: list[Callable[[], nn.Module | None]]
+    names: list[str]
+    kinds: list[type]
+    counts: list[int]
+    child_names: list[str]
+    child_ids: list[int]
+    derived: dict[object, Any]
+
+    def tree(self) -> ModuleTree | None:
+        """The modules; None if the tree is another one now."""
+        modules: list[Any] = [*map(operator.call, self.references)]
+        if [*map(type, modules)] != self.kinds:
+            return None
+        own = [*map(vars, modules)]
+        children = [held["_modules"] for held in own]
+        full = [*filter(None, children)]
+        is_same = (
+            [*map(len, children)] == self.counts
+            and [*map(id, chain.from_iterable(map(dict.values, full)))] == self.child_ids
+            and [*chain.from_iterable(full)] == self.child_names
+        )
+        return ModuleTree(modules, self.names, own, self.derived) if is_same else None
+
+
+_OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
+
+
+def tree_of(model: nn.Module) -> ModuleTree:
+    """The modules of a model as they are now."""
+    try:
+        known = _OUTLINES.get(model)
+        tree = None if known is None else known.tree()
+    except (
+        PROBE_ERRORS
+    ):  # what is registered is no longer in a dict, or the class compares modules in its own way
+        tree = None
+    if tree is not None:
+        return tree
+    modules, names = _walk(model)
+    tree = ModuleTree(modules, names, [*map(vars, modules)], {})
+    if len(modules) >= _WORTH_KEEPING:
+        with suppress(*PROBE_ERRORS):
+            _OUTLINES[model] = _outline(tree)
+    return tree
+
+
+def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    modules: list[nn.Module] = []
+    names: list[str] = []
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        modules.append(module)
+        names.append(name)
+        held = registered(module, "_modules")
+        if held:
+            start = f"{name}." if name else ""
+            children = [(start + own, child) for own, child in held.items() if isinstance(child, nn.Module)]
+            waiting += reversed(children)
+    return modules, names
+
+
+def _outline(tree: ModuleTree) -> _Outline:
+    children = [own["_modules"] for own in tree.own]
+    held = [*chain.from_iterable(map(dict.values, children))]
+    if not all(child is None or isinstance(child, nn.Module) for child in held):
+        raise TypeError("what is registered as a module is none, so that its id may become another's")
+    return _Outline(
+        [*map(weakref.ref, tree.modules)],
+        tree.names,
+        [*map(type, tree.modules)],
+        [*map(len, children)],
+        [*chain.from_iterable(children)],
+        [*map(id, held)],
+        tree.derived,
+    )
+
+
+def registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+    """What is registered on a module itself, past any `__getattr__` of its own."""
+    held = vars(module).get(holder)
+    # The first is asked first, since asking an abstract class takes long for thousands of modules.
+    return held if type(held) is dict or isinstance(held, Mapping) else {}

@@ -1,0 +1,80 @@
+"""The modules that are kept of a model are those that it has, whatever was done to it since."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sigmascope.probes.models import named_modules_in
+from sigmascope.probes.module_tree import tree_of
+
+
+class Twin(nn.ReLU):
+    """Another class with the same attributes."""
+
+
+def model() -> Any:
+    blocks = [
+        nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})) for _ in range(20)
+    ]
+    return nn.Sequential(*blocks)
+
+
+def rename(made: Any) -> None:
+    held = made[3][1]._modules
+    held["c"] = held.pop("b")
+
+
+def move(made: Any) -> None:
+    """The children of all modules in their order are the same then."""
+    made[4][1].other = nn.Sequential()
+    tree_of(made)
+    made[4][1].other.inner = made[4][1]._modules.pop("b")
+    made[4][1]._modules["b"] = made[4][1]._modules.pop("other")
+
+
+def change_class(made: Any) -> None:
+    made[5][1]["a"].__class__ = Twin
+
+
+def replace_by_a_new_one(made: Any) -> None:
+    for _ in range(50):  # one of them may be given the id of the old one
+        del made[6][1]["b"]
+        made[6][1]["b"] = nn.Tanh()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rename,
+        move,
+        change_class,
+        replace_by_a_new_one,
+        lambda made: made[7][1].update({"late": nn.Linear(1, 1)}),
+        lambda made: made[8][1].pop("a"),
+        lambda made: setattr(made, "9", made[2]),
+        lambda made: made[9][1]._modules.update(a=None),
+    ],
+)
+def test_the_modules_are_those_of_now(change: Callable[[Any], object]) -> None:
+    made = model()
+    known = tree_of(made)
+    assert tree_of(made).derived is known.derived  # kept until something changes
+    change(made)
+    assert list(named_modules_in(made)) == list(made.named_modules())
+    assert tree_of(made).derived is not known.derived
+
+
+def test_nothing_is_kept_alive() -> None:
+    made = model()
+    tree_of(made)
+    adapter, whole = weakref.ref(made[0][1]["a"]), weakref.ref(made)
+    del made[0][1]["a"]
+    gc.collect()
+    assert adapter() is None
+    del made
+    gc.collect()
+    assert whole() is None
