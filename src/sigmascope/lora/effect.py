@@ -15,12 +15,12 @@ basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 201
 dependent factors are compared by their bases (`bases_of`), and the angles themselves always are (`principal_angles`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from math import fsum, isfinite, prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -36,6 +36,7 @@ from sigmascope.lora.linalg import (
     frobenius_norm,
     is_real,
     max_rank,
+    read_numbers,
     root_sum_square,
 )
 from sigmascope.lora.norms_at_once import known_norm_of_sum, known_weight_norm
@@ -54,7 +55,8 @@ from sigmascope.lora.patches import (
     weight_shape_of,
 )
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.copies import copy_to_device
+from sigmascope.probes.reading import Reading, attempt
 
 __all__ = [
     "BlockEffect",
@@ -66,11 +68,14 @@ __all__ = [
     "effect_of",
     "measured_effect",
     "overlap",
+    "overlaps",
 ]
 
 
 NOT_GIVEN: Final = "the weight was not given"
 _CHUNK_ELEMENTS: Final = 1 << 20
+_MOST_BYTES: Final = 1 << 26
+"""Of factors that are compared in float64 at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,16 +441,79 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]) -> LoraOverlap
         The overlap. Nothing is raised: a weight whose changes have no small factors (differences, DoRA, rotations)
         is listed in `unavailable` and does not count in the overall figures.
     """
-    first, second = _by_key(a), _by_key(b)
-    shared = [key for key in first if key in second]
-    unavailable: dict[str, str] = {}
-    overlaps: list[KeyOverlap] = []
-    for key in shared:
-        compared = attempt(partial(_compared, key, first[key], second[key]))
-        if compared.value is not None:
-            overlaps.append(compared.value)
+    return overlaps([(a, b)])[0]
+
+
+def overlaps(pairs: Sequence[tuple[Sequence[AppliedPatch], Sequence[AppliedPatch]]]) -> list[LoraOverlap]:
+    """`overlap` of many pairs of LoRAs: the factors of each weight are looked at once, and alike ones together."""
+    changes = [(_by_key(a), _by_key(b)) for a, b in pairs]
+    jobs = [
+        _Job(number, key, first[key], second[key])
+        for number, (first, second) in enumerate(changes)
+        for key in first
+        if key in second
+    ]
+    compared: dict[tuple[int, str], Reading[KeyOverlap]] = {}
+    for some in _some_at_once(sorted(jobs, key=lambda job: job.key)):
+        compared |= _compared_at_once(some)
+    return [
+        _overlap_of(first, second, {key: compared[number, key] for key in first if key in second})
+        for number, (first, second) in enumerate(changes)
+    ]
+
+
+class _Job(NamedTuple):
+    """A weight that both LoRAs of a pair change."""
+
+    pair: int
+    key: str
+    first: list[AppliedPatch]
+    second: list[AppliedPatch]
+
+
+def _some_at_once(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    """Jobs whose factors take up to `_MOST_BYTES` in float64, those of one weight together."""
+    some: list[_Job] = []
+    seen: set[int] = set()
+    size = 0
+    for job in jobs:
+        for patch in (*job.first, *job.second):
+            if id(patch) not in seen:
+                seen.add(id(patch))
+                size += 8 * sum(tensor.numel() for tensor in patch.tensors.values())
+        if some and size > _MOST_BYTES and job.key != some[-1].key:
+            yield some
+            some, seen, size = [], set(), 0
+        some.append(job)
+    if some:
+        yield some
+
+
+def _compared_at_once(jobs: Sequence[_Job]) -> dict[tuple[int, str], Reading[KeyOverlap]]:
+    known: dict[tuple[int, ...], LoraFactors] = {}
+    both = [attempt(partial(_both, job.first, job.second, known)) for job in jobs]
+    pairs = [pair.value for pair in both if pair.value is not None]
+    at_once = iter(spaces_at_once(pairs))
+    found: dict[tuple[int, str], Reading[KeyOverlap]] = {}
+    for job, pair in zip(jobs, both, strict=True):
+        if pair.value is None:
+            found[job.pair, job.key] = Reading(None, pair.reason)
+            continue
+        spaces = next(at_once)
+        if spaces.value is None:
+            found[job.pair, job.key] = Reading(None, spaces.reason)
         else:
-            unavailable[key] = compared.reason or ""
+            found[job.pair, job.key] = Reading(
+                _key_overlap(job.key, spaces.value, pair.value[0].weight_shape)
+            )
+    return found
+
+
+def _overlap_of(
+    first: _Changes, second: _Changes, compared: Mapping[str, Reading[KeyOverlap]]
+) -> LoraOverlap:
+    overlaps = [reading.value for reading in compared.values() if reading.value is not None]
+    unavailable = {key: reading.reason or "" for key, reading in compared.items() if reading.value is None}
     sizes = _length(first, overlaps, 0, unavailable), _length(second, overlaps, 1, unavailable)
     total = sizes[0] * sizes[1]
     if total == 0.0:
@@ -464,16 +532,27 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]) -> LoraOverlap
 
 
 def angles_of(
-    a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]
+    a: Sequence[AppliedPatch],
+    b: Sequence[AppliedPatch],
+    known: "dict[tuple[int, ...], ChangeBases] | None" = None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The principal angles between two changes of one weight, in rising degrees: of the columns, and of the rows.
 
     They need bases as long as the weight, and take several times as long as the figures of `overlap`.
 
+    Args:
+        a: The changes of one LoRA.
+        b: Those of the other.
+        known: Keeps the bases for the next call, where the same changes are compared with others.
+
     Raises:
         SigmascopeError: A change has no small factors, or the two are for weights of different shapes.
     """
-    first, second = map(bases_of, _both(list(a), list(b)))
+    known = {} if known is None else known
+    sides = [(*map(id, patches),) for patches in (a, b)]
+    if any(side not in known for side in sides):
+        known |= zip(sides, map(bases_of, _both(list(a), list(b))), strict=True)
+    first, second = (known[side] for side in sides)
     if not (len(first.values) and len(second.values)):
         return (), ()
     pairs = (first.columns, second.columns), (first.rows, second.rows)
@@ -488,28 +567,35 @@ def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
     return patches_by_key
 
 
-def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch]) -> KeyOverlap:
-    a, b = _both(first, second)
-    spaces = shared_spaces(a, b)
+def _key_overlap(key: str, spaces: "SharedSpaces", shape: tuple[int, ...]) -> KeyOverlap:
     return KeyOverlap(
         key=key,
         columns=spaces.columns,
         rows=spaces.rows,
         overall=(spaces.columns + spaces.rows) / 2,
-        chance=_chance(spaces.ranks, a.weight_shape),
+        chance=_chance(spaces.ranks, shape),
         cosine=max(-1.0, min(1.0, spaces.inner / prod(spaces.norms))) if prod(spaces.norms) > 0.0 else 0.0,
         ranks=spaces.ranks,
         norms=spaces.norms,
     )
 
 
-def _both(first: list[AppliedPatch], second: list[AppliedPatch]) -> tuple[LoraFactors, LoraFactors]:
-    a, b = _factors(first), _factors(second)
+def _both(
+    first: list[AppliedPatch],
+    second: list[AppliedPatch],
+    known: dict[tuple[int, ...], LoraFactors] | None = None,
+) -> tuple[LoraFactors, LoraFactors]:
+    """The factors of both; `known` keeps them for the next pair, while the patches live."""
+    known = {} if known is None else known
+    for patches in (first, second):
+        if (*map(id, patches),) not in known:
+            known[(*map(id, patches),)] = _factors(patches)
+    a, b = (known[(*map(id, patches),)] for patches in (first, second))
     if a.weight_shape != b.weight_shape:
         raise ModelMismatchError(
             f"the two change weights of different shapes, {a.weight_shape} and {b.weight_shape}."
         )
-    return a, b.to(device=a.up.device)
+    return a, b if b.up.device == a.up.device else b.to(device=a.up.device)
 
 
 def _factors(patches: list[AppliedPatch]) -> LoraFactors:
@@ -577,13 +663,21 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     Raises:
         ModelMismatchError: They change weights of different shapes.
     """
-    first, second = _coordinates(a), _coordinates(b)
-    if first is not None and second is not None:
-        columns = first.columns.mT @ (as_float64(a.up).mT @ as_float64(b.up)) @ second.columns
-        rows = first.rows.mT @ (as_float64(a.down) @ as_float64(b.down).mT) @ second.rows
-    else:
-        first, second = bases_of(a), bases_of(b)
-        columns, rows = first.columns.mT @ second.columns, first.rows.mT @ second.rows
+    return _of_like_pairs([(a, b)]).get(0) or _spaces_by_bases(a, b)
+
+
+def spaces_at_once(pairs: Sequence[tuple[LoraFactors, LoraFactors]]) -> list[Reading[SharedSpaces]]:
+    """`shared_spaces` of each pair, those of the same sizes together. Never raises."""
+    found = attempt(lambda: _of_like_pairs(pairs)).value or {}
+    return [
+        Reading(found[number]) if number in found else attempt(partial(_spaces_by_bases, a, b))
+        for number, (a, b) in enumerate(pairs)
+    ]
+
+
+def _spaces_by_bases(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
+    first, second = bases_of(a), bases_of(b)
+    columns, rows = first.columns.mT @ second.columns, first.rows.mT @ second.rows
     return SharedSpaces(
         columns=min(1.0, _mean_square(columns)),
         rows=min(1.0, _mean_square(rows)),
@@ -593,34 +687,107 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     )
 
 
-def _coordinates(factors: LoraFactors) -> "ChangeBases | None":
-    """C and D such that up·C and downᵀ·D are the bases; None if the factors are zero, dependent or nearly so."""
-    if factors.rank > max_rank(factors.weight_shape):  # then Gram matrices are larger than the bases
-        return None
-    up, down = as_float64(factors.up), as_float64(factors.down)
-    left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
-    if left is None or right is None:
-        return None
-    u, values, vh = torch.linalg.svd((left[0] @ right[0].mT).mul(factors.scale))
-    kept = kept_values(values)
-    if kept == 0:
-        return None
-    return ChangeBases(left[1] @ u[:, :kept], right[1] @ vh[:kept].mT, values[:kept])
+def _of_like_pairs(pairs: Sequence[tuple[LoraFactors, LoraFactors]]) -> dict[int, SharedSpaces]:
+    """By number of the pair; those that need their bases are left out."""
+    distinct = {id(factors): factors for pair in pairs for factors in pair}
+    coordinates = _coordinates(distinct)
+    alike: dict[object, list[int]] = {}
+    for number, (a, b) in enumerate(pairs):
+        if id(a) in coordinates and id(b) in coordinates and a.weight_shape == b.weight_shape:
+            alike.setdefault((_form(a), _form(b)), []).append(number)
+    found: dict[int, SharedSpaces] = {}
+    for numbers in alike.values():
+        sides = [[pairs[number][side] for number in numbers] for side in (0, 1)]
+        known = [[coordinates[id(factors)] for factors in side] for side in sides]
+        (ups, other_ups), (downs, other_downs) = (
+            [as_float64(torch.stack([getattr(factors, name) for factors in side])) for side in sides]
+            for name in ("up", "down")
+        )
+        of_ups, of_downs = ups.mT @ other_ups, downs @ other_downs.mT
+        (columns, other_columns), (rows, other_rows) = (
+            [torch.stack([getattr(one, name) for one in side]) for side in known]
+            for name in ("columns", "rows")
+        )
+        cosines = columns.mT @ of_ups @ other_columns, rows.mT @ of_downs @ other_rows
+        sums = [*(part.square().sum((1, 2)) for part in cosines), (of_ups * of_downs).sum((1, 2))]
+        read = read_numbers([torch.stack(sums, dim=1).flatten()])
+        for place, number in enumerate(numbers):
+            of_columns, of_rows, inner = read[3 * place : 3 * place + 3]
+            (a, b), (one, other) = pairs[number], (side[place] for side in known)
+            smaller = min(one.rank, other.rank)
+            found[number] = SharedSpaces(
+                columns=min(1.0, of_columns / smaller),
+                rows=min(1.0, of_rows / smaller),
+                ranks=(one.rank, other.rank),
+                norms=(one.norm, other.norm),
+                inner=a.scale * b.scale * inner,
+            )
+    return found
 
 
-def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
-    """R and R⁻¹ for Gram = RᵀR; None if the vectors, scaled to length 1, are nearly dependent."""
-    lengths = gram.diagonal().sqrt()
-    if not bool((lengths > 0.0).all()):
-        return None
-    lower, failed = torch.linalg.cholesky_ex(gram / torch.outer(lengths, lengths))
-    if int(failed):
-        return None
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
-    if not float(lower.norm() * inverse.norm()) < _MAX_GRAM_CONDITION * len(gram):
-        return None
-    return lower.mT * lengths, inverse / lengths[:, None]
+def _form(factors: LoraFactors) -> tuple[object, ...]:
+    return factors.up.shape, factors.down.shape, factors.up.dtype, factors.down.dtype, factors.up.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coordinates:
+    """C and D such that up·C and downᵀ·D are the bases, with zeros for directions that are only rounding."""
+
+    columns: Tensor
+    rows: Tensor
+    rank: int
+    norm: float
+
+
+def _coordinates(distinct: Mapping[int, LoraFactors]) -> dict[int, _Coordinates]:
+    """Those of each; left out where the factors are zero, dependent or nearly so."""
+    alike: dict[object, list[int]] = {}
+    for name, factors in distinct.items():
+        if 0 < factors.rank <= max_rank(factors.weight_shape):  # else Gram matrices are larger than the bases
+            alike.setdefault(_form(factors), []).append(name)
+    found: dict[int, _Coordinates] = {}
+    for names in alike.values():
+        ups, downs = (
+            as_float64(torch.stack([getattr(distinct[name], side) for name in names]))
+            for side in ("up", "down")
+        )
+        left, right = _triangles(ups.mT @ ups), _triangles(downs @ downs.mT)
+        fine = [place for place, is_fine in enumerate((left.is_fine & right.is_fine).tolist()) if is_fine]
+        if not fine:
+            continue
+        scales = copy_to_device(
+            torch.tensor([distinct[names[place]].scale for place in fine]).double(), ups.device
+        )
+        core = left.triangle[fine] @ right.triangle[fine].mT
+        u, values, vh = torch.linalg.svd(core * scales[:, None, None])
+        is_kept = (values > _ROUNDING_SHARE * values[:, :1]) & (values[:, :1] > 0.0)
+        norms = (values * is_kept).norm(dim=1)
+        read = read_numbers([torch.stack([is_kept.sum(1).double(), norms], dim=1).flatten()])
+        columns = left.inverse[fine] @ u * is_kept[:, None]
+        rows = right.inverse[fine] @ vh.mT * is_kept[:, None]
+        for place, index in enumerate(fine):
+            rank, norm = read[2 * place : 2 * place + 2]
+            if rank:
+                found[names[index]] = _Coordinates(columns[place], rows[place], int(rank), norm)
+    return found
+
+
+class _Triangles(NamedTuple):
+    """R and R⁻¹ for each Gram = RᵀR, and whether the vectors, scaled to length 1, are far from dependent."""
+
+    triangle: Tensor
+    inverse: Tensor
+    is_fine: Tensor
+
+
+def _triangles(grams: Float[Tensor, "n k k"]) -> _Triangles:
+    lengths = grams.diagonal(dim1=1, dim2=2).sqrt()
+    lower, failed = torch.linalg.cholesky_ex(grams / (lengths[:, :, None] * lengths[:, None, :]))
+    identity = torch.eye(grams.shape[1], dtype=grams.dtype, device=grams.device).expand_as(grams)
+    inverse = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
+    condition = lower.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
+    is_fine = (failed == 0) & (lengths > 0.0).all(1) & (condition < _MAX_GRAM_CONDITION * grams.shape[1])
+    return _Triangles(lower.mT * lengths[:, None, :], inverse / lengths[:, :, None], is_fine)
 
 
 def _mean_square(cosines: Tensor) -> float:

@@ -33,7 +33,7 @@ from sigmascope.lora.compatibility import (
     judge_lora,
     shapes_of,
 )
-from sigmascope.lora.effect import angles_of, effect_of, overlap
+from sigmascope.lora.effect import ChangeBases, LoraOverlap, angles_of, effect_of, overlaps
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import as_float64, read_numbers, root_sum_square
@@ -81,6 +81,7 @@ _MOST_KEYS: Final = 10
 _MOST_ANGLES: Final = 8
 _MOST_OVERLAP_PRODUCTS: Final = 10**11
 """For all pairs: some seconds of one core. Two LoRAs of rank 32 for all layers of SDXL take a tenth."""
+_MOST_BYTES_OF_BASES: Final = 1 << 26
 _ByKey = Mapping[str, Sequence[AppliedPatch]]
 
 
@@ -461,32 +462,54 @@ def overlaps_of(by_source: Mapping[str, Sequence[AppliedPatch]]) -> list[dict[st
         for name, patches in by_source.items()
     }
     names = [name for name, patches in acting.items() if patches][:_MOST_SOURCES]
-    pairs = list(combinations(names, 2))
+    pairs = [_Pair(a, b, acting[a], acting[b]) for a, b in combinations(names, 2)]
+    compared = [_to_compare(pair, _MOST_OVERLAP_PRODUCTS // len(pairs)) for pair in pairs]
+    bases: dict[tuple[int, ...], ChangeBases] = {}
     return [
-        _overlap_of_two(a, b, acting[a], acting[b], _MOST_OVERLAP_PRODUCTS // len(pairs)) for a, b in pairs
+        _overlap_of_two(pair, step, both, bases)
+        for pair, (step, *_), both in zip(
+            pairs, compared, overlaps([(a, b) for _, a, b in compared]), strict=True
+        )
     ]
 
 
-def _overlap_of_two(a: str, b: str, of_a: _ByKey, of_b: _ByKey, most_products: int) -> dict[str, Any]:
-    keys = list(dict.fromkeys((*of_a, *of_b)))
-    step = max(1, -(-sum(_products(of_a, of_b, key) for key in keys) // most_products))
-    compared_a, compared_b = (
-        [patch for key in keys[::step] for patch in side.get(key, ())] for side in (of_a, of_b)
-    )
-    both = overlap(compared_a, compared_b)
+class _Pair(NamedTuple):
+    """Two LoRAs: their names, and the changes of each weight that act."""
+
+    a: str
+    b: str
+    of_a: _ByKey
+    of_b: _ByKey
+
+
+def _to_compare(pair: _Pair, most_products: int) -> tuple[int, list[AppliedPatch], list[AppliedPatch]]:
+    """Every how manieth weight is compared, and the changes of these."""
+    keys = list(dict.fromkeys((*pair.of_a, *pair.of_b)))
+    step = max(1, -(-sum(_products(pair.of_a, pair.of_b, key) for key in keys) // most_products))
+    a, b = ([patch for key in keys[::step] for patch in side.get(key, ())] for side in (pair.of_a, pair.of_b))
+    return step, a, b
+
+
+def _overlap_of_two(
+    pair: _Pair, step: int, both: LoraOverlap, bases: dict[tuple[int, ...], ChangeBases]
+) -> dict[str, Any]:
+    a, b, of_a, of_b = pair
+    if sum(known.columns.nbytes + known.rows.nbytes for known in bases.values()) > _MOST_BYTES_OF_BASES:
+        bases.clear()
+    count = len(of_a.keys() | of_b.keys())
     figures = {name: getattr(both, name) for name in ("overall", "columns", "rows", "chance", "cosine")}
     nothing = both.unavailable.get("overall", "it could not be calculated")
     unavailable = {name: nothing for name, value in figures.items() if value is None}
     unread = [why for name, why in both.unavailable.items() if name not in figures]
     if unread:
-        unavailable["keys"] = f"{len(unread)} of {len(keys)} weights could not be compared: {unread[0]}"
+        unavailable["keys"] = f"{len(unread)} of {count} weights could not be compared: {unread[0]}"
     elif step > 1:
         unavailable["keys"] = (
-            f"1 in {step} of {len(keys)} weights was compared: comparing all would take too long"
+            f"1 in {step} of {count} weights was compared: comparing all would take too long"
         )
     largest = []
     for weight in sorted(both.keys, key=lambda weight: -weight.overall)[:_MOST_KEYS]:
-        columns, rows = angles_of(of_a[weight.key], of_b[weight.key])
+        columns, rows = angles_of(of_a[weight.key], of_b[weight.key], bases)
         largest.append(
             {
                 "key": weight.key,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import subspace_angles
 
-from sigmascope.lora.effect import angles_of, overlap, principal_angles
+from sigmascope.lora.effect import angles_of, overlap, overlaps, principal_angles
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch
 
 
@@ -138,3 +138,41 @@ def test_a_change_of_strength_zero_overlaps_nothing(randn: Randn) -> None:
     found = overlap([a], [patch(up=randn(4, 1), down=randn(1, 4), strength=0.0)])
     assert found.overall is None
     assert found.only_a == ("a.weight",)
+
+
+def test_several_loras_on_layers_of_two_sizes_are_compared_as_their_whole_changes_say(randn: Randn) -> None:
+    sizes = {"a": (20, 16), "b": (20, 16), "c": (12, 18), "d": (20, 16)}
+    loras = []
+    for number in range(3):
+        up_of_one_rank_too_many = (
+            randn(20, 3).double() @ randn(3, 4).double()
+        )  # its Gram matrix cannot be inverted
+        made = {
+            name: (randn(rows, 2 + number), randn(2 + number, columns))
+            for name, (rows, columns) in sizes.items()
+        }
+        made |= {"d": (up_of_one_rank_too_many, randn(4, 16).double())} if number == 1 else {}
+        loras.append({name: (0.3 * number - 1.0, up, down) for name, (up, down) in made.items()})
+    changes = [
+        [patch(key=name, strength=strength, up=up, down=down) for name, (strength, up, down) in lora.items()]
+        for lora in loras
+    ]
+    which = [(0, 1), (0, 2), (1, 2)]
+    found = overlaps([(changes[one], changes[other]) for one, other in which])
+    for (one, other), both in zip(which, found, strict=True):
+        assert [weight.key for weight in both.keys] == list(sizes)
+        for weight in both.keys:
+            first, second = (
+                strength * up.double() @ down.double()
+                for strength, up, down in (loras[one][weight.key], loras[other][weight.key])
+            )
+            inner = float((first * second).sum() / (first.norm() * second.norm()))
+            ranks = [int(torch.linalg.matrix_rank(change)) for change in (first, second)]
+            (u, _, vh), (other_u, _, other_vh) = map(torch.linalg.svd, (first, second))
+            columns = float((u[:, : ranks[0]].mT @ other_u[:, : ranks[1]]).square().sum()) / min(ranks)
+            rows = float((vh[: ranks[0]] @ other_vh[: ranks[1]].mT).square().sum()) / min(ranks)
+            assert weight.ranks == tuple(ranks)
+            assert (weight.cosine, weight.columns, weight.rows) == pytest.approx(
+                (inner, columns, rows), abs=1e-6
+            )
+            assert weight.norms == pytest.approx((float(first.norm()), float(second.norm())), rel=1e-6)
