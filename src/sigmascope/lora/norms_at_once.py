@@ -64,7 +64,7 @@ def norms_at_once(
         weights: Likewise.
         merged: Weights with what may be in them.
     """
-    inside = list(merged)
+    inside = [(weight, _each_once(patches)) for weight, patches in merged]
     products = attempt(lambda: _products(changes)).value or {}
     norms = attempt(lambda: _weight_norms(weights)).value or {}
     inner = attempt(lambda: _inner_products(inside)).value or {}
@@ -74,6 +74,11 @@ def norms_at_once(
         yield
     finally:
         _KNOWN.reset(token)
+
+
+def _each_once(patches: Iterable[AppliedPatch]) -> list[AppliedPatch]:
+    """Without those that are the same but for their strength."""
+    return [*{(id(patch.tensors), patch.offset): patch for patch in patches}.values()]
 
 
 def known_inner_product(weight: Tensor, patch: AppliedPatch) -> float | None:

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -106,13 +106,16 @@ def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
     return None
 
 
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
+
+
 def _why_out_of_reach(tensor: Tensor) -> str | None:
     """Why the values are nowhere, or not where they can be looked at; None if they are there."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing, so there are no values"
     if tensor.is_meta or tensor.device.type == "meta":
         return "a meta tensor has no values"
-    if hasattr(tensor, "placements"):
+    if type(tensor) not in _PLAIN and hasattr(tensor, "placements"):
         return "the values are sharded across processes"
     if tensor.layout is not torch.strided:
         return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
@@ -318,7 +321,7 @@ def why_unreadable(tensor: Tensor) -> str | None:
             return why
         if tensor.is_quantized:
             return "the values are quantised"
-        if hasattr(tensor, "__tensor_flatten__"):
+        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
             return f"the values are inside a {type(tensor).__name__}"
         if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
             return "the values were freed or moved"

@@ -4,7 +4,7 @@ The change of a weight is what its layer computes with now less what it computed
 `sigmascope.stages.weight_verdict`. Old contents are taken wherever anybody still has them (`_originals`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -267,7 +267,11 @@ def _to_be_told_apart(*sides: Mapping[str, Sequence[AppliedPatch]]) -> list[Appl
 
 
 def _distinct(patches: Iterable[AppliedPatch], contents: Contents) -> tuple[AppliedPatch, ...]:
-    return tuple({content_of(patch, contents): patch for patch in patches if patch.tensors}.values())
+    distinct: dict[Hashable, AppliedPatch] = {}
+    for patch in patches:
+        if patch.tensors:
+            distinct.setdefault(content_of(patch, contents), patch)
+    return tuple(distinct.values())
 
 
 def beside_content(patches: Sequence[AppliedPatch]) -> list[AppliedPatch]:
