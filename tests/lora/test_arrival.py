@@ -71,12 +71,14 @@ def figures(real: Tensor, wanted: Tensor) -> tuple[float, float]:
     return share, float((real - share * wanted).norm() / wanted.norm())
 
 
-def arriving(folder: Path, base: Path, factors: tuple[Tensor, Tensor], strength: float = 1.0) -> Arrivals:
+def arriving(
+    folder: Path, base: Path, factors: tuple[Tensor, Tensor], strength: float = 1.0, nearest: bool = True
+) -> Arrivals:
     up, down = factors
     state = {f"transformer.{KEY}.lora_A.weight": down, f"transformer.{KEY}.lora_B.weight": up}
     save_file(state, folder / "lora.safetensors")
     with open_checkpoint(base) as checkpoint:
-        return arrivals(folder / "lora.safetensors", checkpoint, strength=strength)
+        return arrivals(folder / "lora.safetensors", checkpoint, strength=strength, nearest=nearest)
 
 
 @pytest.mark.parametrize("relative", [0.01, 0.03])
@@ -187,7 +189,7 @@ def test_findings_have_both_figures() -> None:
     assert (weak.id, noisy.id) == ("lora_arrives_weak", "lora_arrives_noisy")
     assert weak.evidence == {"share": 0.5, "noise": 1.0, "stored": "NVFP4", "weights": 1}
     assert "Only 50 %" in weak.message
-    assert "noise of 100 %" in noisy.message
+    assert "noise of 100 % of its size" in noisy.message
 
 
 def test_a_weight_that_cannot_be_stored_again_has_its_reason(tmp_path: Path) -> None:
@@ -221,3 +223,46 @@ def test_a_base_whose_reader_is_not_installed_names_the_extra(
         assert base.info(f"{KEY}.weight").shape == (128, 64)
         with pytest.raises(CheckpointError, match=r"comfy-kitchen, .* is not installed: .*\[comfyui\]"):
             base.tensor(f"{KEY}.weight")
+
+
+def test_a_finding_has_the_figures_of_what_helps_here(tmp_path: Path) -> None:
+    """Of W + Δ in bfloat16 and to the nearest, in float64; a way that brings less is not named."""
+    numbers = weight_with_outliers().to(torch.float8_e4m3fn)
+    save_file({f"{KEY}.weight": numbers}, tmp_path / "base.safetensors")
+    up, down = change_of(numbers.float(), 0.03)
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down), nearest=False)
+    (noisy,) = found.findings
+    for way, dtype in (("bf16", torch.bfloat16), ("nearest", torch.float8_e4m3fn)):
+        before, moved = numbers.float().to(dtype).float(), (numbers.float() + up @ down).to(dtype).float()
+        share, noise = figures(moved - before, up @ down)
+        assert noisy.evidence[f"share_{way}"] == pytest.approx(share, abs=0.02)
+        assert noisy.evidence[f"noise_{way}"] == pytest.approx(noise, abs=0.02)
+    assert noisy.advice is not None
+    assert "unmerged (100 % arrive, without noise), or merge it into a base in bf16 (100 % " in noisy.advice
+    assert "nearest" not in noisy.advice
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("relative", [0.002, 0.01, 0.1])
+def test_stochastic_rounding_gives_the_mean_of_many_draws(
+    tmp_path: Path, kind: torch.dtype, relative: float
+) -> None:
+    """A draw takes the upper neighbour as often as the number, in float16, lies near it."""
+    numbers = weight_with_outliers(256).to(kind)
+    save_file({f"{KEY}.weight": numbers}, tmp_path / "base.safetensors")
+    up, down = change_of(numbers.float(), relative)
+    moved = (numbers.float() + up @ down).half().float()
+    grid = torch.arange(256, dtype=torch.uint8).view(kind).float()
+    grid = torch.unique(grid[grid.isfinite()])
+    upper = grid[torch.bucketize(moved, grid).clamp(max=len(grid) - 1)]
+    lower = grid[(torch.bucketize(moved, grid) - 1).clamp(min=0)]
+    generator = torch.Generator().manual_seed(3)
+    reals = []
+    for _ in range(20):
+        goes_up = torch.rand(moved.shape, generator=generator) < (moved - lower) / (upper - lower)
+        reals.append(torch.where(goes_up, upper, lower) - numbers.float())
+    drawn = torch.tensor([figures(real, up @ down) for real in reals], dtype=torch.float64).mean(0)
+    found = arriving(tmp_path, tmp_path / "base.safetensors", (up, down), nearest=False).overall
+    assert found.way == "comfyui"
+    assert found.share == pytest.approx(float(drawn[0]), abs=0.01 * max(1.0, float(drawn[1])))
+    assert found.noise == pytest.approx(float(drawn[1]), rel=0.01)

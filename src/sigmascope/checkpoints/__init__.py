@@ -8,6 +8,7 @@ from sigmascope.checkpoints.checkpoint import (
     tensor_fingerprint,
 )
 from sigmascope.checkpoints.reader import open_checkpoint
+from sigmascope.checkpoints.rounding import Rounding, Spread, plain_rounding
 from sigmascope.checkpoints.safetensors import (
     SafetensorsHeader,
     SizeWriter,
@@ -21,8 +22,10 @@ from sigmascope.files import atomic_path
 
 __all__ = [
     "Checkpoint",
+    "Rounding",
     "SafetensorsHeader",
     "SizeWriter",
+    "Spread",
     "StreamingTorchWriter",
     "StreamingWriter",
     "TensorEntry",
@@ -32,6 +35,7 @@ __all__ = [
     "checkpoint_fingerprint",
     "file_sha256",
     "open_checkpoint",
+    "plain_rounding",
     "read_header",
     "save_safetensors",
     "save_torch",

@@ -15,7 +15,7 @@ import hashlib
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import BinaryIO, Final, Literal
 import torch
 from torch import Tensor
 
+from sigmascope.checkpoints.rounding import Rounding, plain_rounding
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.files import reading_hint, reason_of
 from sigmascope.progress import Progress, no_progress
@@ -55,20 +56,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """How numbers are rounded when they are stored like a tensor.
-
-    Attributes:
-        stored: How that is, in words.
-        again: The largest magnitude of all numbers, and some rows of them as a float32 matrix (the first row a multiple
-            of 128), to what is read once they are stored.
-    """
-
-    stored: str
-    again: Callable[[Tensor, Tensor], Tensor]
 
 
 class Checkpoint(ABC):
@@ -166,24 +153,19 @@ class Checkpoint(ABC):
         yield from self._read_pieces(info, buffer)
 
     def rounding(self, key: str) -> Rounding:
-        """How numbers are rounded when they are stored like a tensor, to the nearest.
+        """How numbers are rounded when they are stored like a tensor.
 
         Raises:
             CheckpointError: There is no such key, or numbers cannot be stored in its format here.
         """
         dtype = self.info(key).dtype
-        stored = str(dtype).removeprefix("torch.")
         if not dtype.is_floating_point:
             raise CheckpointError(
                 self.path,
-                f"{shortened(key)} is {stored} without scales: what its numbers stand for is not known.",
+                f"{shortened(key)} is {str(dtype).removeprefix('torch.')} without scales: what its numbers stand for is not known.",
                 hint="Use the checkpoint that it was made from (bf16 or fp16).",
             )
-        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-        return Rounding(
-            stored,
-            lambda _, rows: rows.clamp(-limit, limit).to(dtype).to(torch.float32),
-        )
+        return plain_rounding(dtype)
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import (
     Checkpoint,
-    Rounding,
     TensorInfo,
     read_exactly,
     reading,
     shortened,
 )
+from sigmascope.checkpoints.rounding import Rounding
 from sigmascope.errors import CheckpointError
 from sigmascope.installation import install_extra
 

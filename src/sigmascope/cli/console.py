@@ -207,6 +207,8 @@ def percent(fraction: float | None) -> str:
     value = 100.0 * fraction
     if 0 < abs(value) < 0.001:
         return f"{value:.0e} %"
+    if abs(value) >= 1000:
+        return f"{value:,.0f} %"
     return f"{value:.3f} %" if 0 < abs(value) < 1 else f"{value:.3g} %"
 
 

@@ -6,16 +6,18 @@ layer then computes with has changed by `real` = Q(W + Δ) − W, and real = sha
     share = <real, Δ> / ‖Δ‖²        noise = ‖real − share·Δ‖ / ‖Δ‖
 
 The share is 1 and the noise 0 where nothing is lost. Small changes lie below half a step of a coarse format: rounding to
-the nearest then gives W again, and the share is 0. Stochastic rounding (ComfyUI's, for most formats) keeps the share near
-1 and makes noise instead. A LoRA beside the weight, as PEFT and ComfyUI-GGUF run it, arrives whole.
+the nearest then gives W again, and the share is 0. ComfyUI rounds its own formats stochastically, which keeps the share
+near 1 and makes noise instead. A LoRA beside the weight, as PEFT and ComfyUI-GGUF run it, arrives whole.
 
-`arrivals` computes both for a file and a base without running either, with one weight in memory at a time.
+`arrivals` computes both for a file and a base without running either, with one weight in memory at a time. Under
+stochastic rounding they are what is to be expected: in closed form for 8-bit floats and integers (the expected ‖real‖²
+is ‖E real‖² and the sum of the variances), by a seeded draw for NVFP4 and int8 ConvRot.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from math import fsum, prod, sqrt
+from math import fsum, hypot, inf, isfinite, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint
+from sigmascope.checkpoints import Checkpoint, Rounding, Spread, plain_rounding
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.compatibility import place, shapes_of
@@ -36,14 +38,40 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, JsonScalar
 from sigmascope.units import counted
 
-__all__ = ["Arrival", "Arrivals", "BlockArrival", "arrival_findings", "arrival_of", "arrivals"]
+__all__ = [
+    "SAMPLED_ROWS",
+    "WAYS",
+    "Arrival",
+    "Arrivals",
+    "BlockArrival",
+    "arrival_findings",
+    "arrival_of",
+    "arrivals",
+    "other_ways",
+]
 
 WEAK_SHARE: Final = 0.8
 """Below it, `lora_arrives_weak`."""
 NOISY: Final = 0.5
 """Above it, `lora_arrives_noisy`."""
+WAYS: Final = {
+    "comfyui": "merge it as ComfyUI does, with stochastic rounding",
+    "nearest": "merge it with rounding to the nearest",
+    "bf16": "merge it into a base in bf16",
+}
+"""Ways of merging, by the names that the figures have."""
+_CLEARLY: Final = 0.8  # of the error, at most, of a way that is called better
+_MANY: Final = 10.0  # from here on noise is said in times, not in per cent
+SAMPLED_ROWS: Final = 128
+"""Of each weight, for the ways that are only compared."""
 _PIECE_ELEMENTS: Final = 1 << 20
-_TILE_ROWS: Final = 128
+_BF16: Final = plain_rounding(torch.bfloat16)
+_PLAIN: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
+
+Change = Callable[[slice], Tensor]
+"""Some rows of the wanted change, at its strength."""
+Store = Callable[[Tensor, Tensor], Spread]
+"""The largest magnitude of a whole weight, and some rows of numbers, to what is read once those are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +84,8 @@ class Arrival:
         real: ‖real‖².
         stored: How the weight is stored.
         unavailable: Why nothing is known of it; None if it is.
+        way: How the host merges, a name of `WAYS`; None if it was measured, or differs between weights.
+        others: The same for other ways of merging, from some rows of each weight.
     """
 
     wanted: float
@@ -63,6 +93,8 @@ class Arrival:
     real: float
     stored: str = ""
     unavailable: str | None = None
+    way: str | None = None
+    others: "Mapping[str, Arrival]" = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
@@ -76,10 +108,28 @@ class Arrival:
             return None
         return sqrt(max(self.real / self.wanted - (self.inner / self.wanted) ** 2, 0.0))
 
+    @property
+    def error(self) -> float:
+        """‖real − Δ‖ / ‖Δ‖, which is 1 if nothing arrives; infinite where nothing is known."""
+        share, noise = self.share, self.noise
+        return inf if share is None or noise is None else hypot(1.0 - share, noise)
+
+    @property
+    def better(self) -> "dict[str, Arrival]":
+        """Other ways that are clearly closer to the change and not weak, the best first."""
+        clearly = {
+            name: one
+            for name, one in self.others.items()
+            if one.error < _CLEARLY * self.error and (one.share or 0.0) >= WEAK_SHARE
+        }
+        return dict(sorted(clearly.items(), key=lambda item: item[1].error))
+
     def as_dict(self) -> dict[str, Any]:
         """Share and noise as JSON values."""
-        figures = {"share": self.share, "noise": self.noise, "stored": self.stored}
-        return {**figures, "wanted_norm": sqrt(self.wanted), "unavailable": self.unavailable}
+        figures = {"share": self.share, "noise": self.noise, "stored": self.stored, "way": self.way}
+        others = {name: {"share": one.share, "noise": one.noise} for name, one in self.others.items()}
+        norm = sqrt(self.wanted) if self.unavailable is None else None
+        return {**figures, "wanted_norm": norm, "unavailable": self.unavailable, "other_ways": others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +199,8 @@ class Arrivals:
             "strength": self.strength,
             "share": overall.share,
             "noise": overall.noise,
+            "way": overall.way,
+            "other_ways": overall.as_dict()["other_ways"],
             "findings": [asdict(finding) for finding in self.findings],
             "blocks": [{**asdict(block), "stored": list(block.stored)} for block in self.blocks],
             "weights": {key: arrival.as_dict() for key, arrival in self.weights.items()},
@@ -160,16 +212,19 @@ def arrivals(
     base: Checkpoint,
     *,
     strength: float = 1.0,
+    nearest: bool = False,
     progress: Progress = no_progress,
 ) -> Arrivals:
     """What arrives of a LoRA file if a host merges it into a base and stores the sum as the base is stored.
 
-    Rounding is to the nearest.
+    Formats in which ComfyUI stores such sums are rounded as it rounds them, stochastically, the others to the nearest;
+    `others` of each arrival has the other ways.
 
     Args:
         lora: A file of any format.
         base: The open checkpoint; only the weights that the LoRA changes are read, one at a time.
         strength: Of the LoRA.
+        nearest: Whether the host rounds every format to the nearest.
         progress: Told after each weight.
 
     Returns:
@@ -188,7 +243,7 @@ def arrivals(
         landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}
         wanted = {name: key for name, key in keys.items() if key in landed and len(shapes[key]) > 1}
         for name, key in wanted.items():
-            found[key] = _arrival(own, name, base, key, strength)
+            found[key] = _arrival(own, name, base, key, strength, nearest)
             progress(len(found), len(wanted), key)
     return Arrivals(strength, found)
 
@@ -197,9 +252,12 @@ def _key_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     return next((key for key in (f"{name}{WEIGHT}", name) if key in shapes), None)
 
 
-def _arrival(lora: LoraFile, name: str, base: Checkpoint, key: str, strength: float) -> Arrival:
+def _arrival(
+    lora: LoraFile, name: str, base: Checkpoint, key: str, strength: float, nearest: bool
+) -> Arrival:
     try:
         rounding = base.rounding(key)
+        rounding = replace(rounding, merged=None) if nearest else rounding
         weight = base.tensor(key)
         rows = weight.shape[0]
         weight = weight.reshape(rows, -1).to(torch.float32)
@@ -214,57 +272,120 @@ def _arrival(lora: LoraFile, name: str, base: Checkpoint, key: str, strength: fl
                 .mul_(strength)
             )
             wanted = lambda some: whole[some]  # noqa: E731
-        return arrival_of(weight, wanted, rounding.again, rounding.stored)
+        return arrival_of(weight, wanted, rounding)
     except (SigmascopeError, ImportError) as error:
         why = error.message if isinstance(error, SigmascopeError) else str(error)
         return Arrival(0.0, 0.0, 0.0, base.dequantised.get(key, ""), why.rstrip("."))
 
 
-def arrival_of(
-    weight: Tensor,
-    wanted: Callable[[slice], Tensor],
-    again: Callable[[Tensor, Tensor], Tensor],
-    stored: str = "",
-) -> Arrival:
+def arrival_of(weight: Tensor, wanted: Change, rounding: Rounding) -> Arrival:
     """What arrives of a change of one weight.
 
     Args:
         weight: The base's numbers as a float32 matrix (out, in).
-        wanted: Some rows of the change, at its strength.
-        again: See `sigmascope.checkpoints.checkpoint.Rounding`.
-        stored: How the weight is stored, in words.
+        wanted: The change.
+        rounding: How the weight's format rounds.
 
     Raises:
         NonFiniteError: A number is NaN or infinite.
     """
+    pieces = _pieces(weight)
+    peak = _peak(weight, wanted, pieces)
+    way, store = _of_host(rounding)
+    wanted_square, inner, real = _sums(weight, wanted, store, peak, pieces)
+    others = other_ways(weight, wanted, rounding, wanted_square, peak)
+    return Arrival(wanted_square, inner, real, rounding.stored, None, way, others)
+
+
+def other_ways(
+    weight: Tensor, wanted: Change, rounding: Rounding, wanted_square: float, peak: Tensor | None = None
+) -> dict[str, Arrival]:
+    """What would arrive of a change of one weight by the ways that its host does not go, from some of its rows.
+
+    Args:
+        weight: As in `arrival_of`.
+        wanted: The change.
+        rounding: How the weight's format rounds.
+        wanted_square: ‖Δ‖² of the whole weight, which the sums are scaled to.
+        peak: The largest magnitude of the sum, if it is known.
+    """
+    if rounding.stored in _PLAIN:
+        return {}
+    if peak is None:
+        peak = _peak(weight, wanted, _pieces(weight))
+    start = weight.shape[0] // 2 // SAMPLED_ROWS * SAMPLED_ROWS
+    rows = slice(start, min(start + SAMPLED_ROWS, weight.shape[0]))
+    some = _BF16.again(peak, weight[rows])
+    here = slice(0, some.shape[0])
+    found = {"bf16": _sums(some, lambda _: wanted(rows), _nearest(_BF16), peak, [here])}
+    if rounding.merged is not None:
+        found["nearest"] = _sums(weight, wanted, _nearest(rounding), peak, [rows])
+    return {name: _scaled_to(wanted_square, sums) for name, sums in found.items() if sums[0] > 0.0}
+
+
+def _scaled_to(wanted_square: float, sums: tuple[float, float, float]) -> Arrival:
+    scale = wanted_square / sums[0]
+    return Arrival(wanted_square, sums[1] * scale, sums[2] * scale)
+
+
+def _of_host(rounding: Rounding) -> tuple[str, Store]:
+    return ("nearest", _nearest(rounding)) if rounding.merged is None else ("comfyui", rounding.merged)
+
+
+def _nearest(rounding: Rounding) -> Store:
+    return lambda peak, numbers: Spread(rounding.again(peak, numbers))
+
+
+def _pieces(weight: Tensor) -> list[slice]:
     rows, columns = weight.shape[0], prod(weight.shape[1:])
-    step = max(_TILE_ROWS, _PIECE_ELEMENTS // max(columns, 1) // _TILE_ROWS * _TILE_ROWS)
-    pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    step = max(SAMPLED_ROWS, _PIECE_ELEMENTS // max(columns, 1) // SAMPLED_ROWS * SAMPLED_ROWS)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _peak(weight: Tensor, wanted: Change, pieces: Sequence[slice]) -> Tensor:
+    """The largest magnitude of the sum."""
     peaks = [(weight[some] + wanted(some)).abs().amax() for some in pieces if weight[some].numel()]
-    peak = torch.stack(peaks).amax() if peaks else weight.new_zeros(())
+    return torch.stack(peaks).amax() if peaks else weight.new_zeros(())
+
+
+def _sums(
+    weight: Tensor, wanted: Change, store: Store, peak: Tensor, pieces: Sequence[slice]
+) -> tuple[float, float, float]:
+    """‖Δ‖², <real, Δ> and ‖real‖² of some rows, as expected where chance decides."""
     sums: list[tuple[float, float, float]] = []
     for some in pieces:
         before, change = weight[some], wanted(some)
-        real = again(peak, before + change).sub_(before)
-        products = (change * change, change * real, real * real)
-        sums.append(tuple(float(product.sum(dtype=torch.float64)) for product in products))  # type: ignore[arg-type]  # three of them
+        stored = store(peak, before + change)
+        real = stored.mean.sub_(before)
+        products = (change * change, change * real, real.square_())
+        parts = [float(product.sum(dtype=torch.float64)) for product in products]
+        variance = 0.0 if stored.variance is None else float(stored.variance.sum(dtype=torch.float64))
+        sums.append((parts[0], parts[1], parts[2] + variance))
     total = [fsum(part) for part in zip(*sums, strict=True)] if sums else [0.0, 0.0, 0.0]
-    if not all(map(torch.isfinite, torch.tensor(total, dtype=torch.float64))):
+    if not all(map(isfinite, total)):
         raise NonFiniteError("the weight or its change holds NaN or Inf.")
-    wanted_square, inner, real_square = total
-    return Arrival(wanted_square, inner, real_square, stored)
+    return total[0], total[1], total[2]
 
 
 def together(arrivals: Iterable[Arrival]) -> Arrival:
     """Arrivals of several weights as that of one, without those of which nothing is known."""
     members = [one for one in arrivals if one.unavailable is None]
     stored = dict.fromkeys(one.stored for one in members if one.stored)
+    ways = {one.way for one in members}
+    names = [name for name in WAYS if any(name in one.others for one in members)]
     return Arrival(
         fsum(one.wanted for one in members),
         fsum(one.inner for one in members),
         fsum(one.real for one in members),
         " and ".join(stored),
+        way=ways.pop() if len(ways) == 1 else None,
+        others={name: together(_by_way(one, name) for one in members) for name in names},
     )
+
+
+def _by_way(arrival: Arrival, name: str) -> Arrival:
+    """What arrives by another way; as it does anyway, where the weight has none of that name."""
+    return arrival.others.get(name, replace(arrival, others={}))
 
 
 def _block(name: str, members: list[Arrival]) -> BlockArrival:
@@ -291,13 +412,28 @@ def arrival_findings(whole: Arrival, weights: int, model: str = "") -> Iterator[
         "stored": whole.stored,
         "weights": weights,
     }
+    for name, other in whole.others.items():
+        evidence |= {f"share_{name}": other.share, f"noise_{name}": other.noise}
     figures = {
-        "share": f"{100 * share:.0f} %",
-        "noise": f"{100 * noise:.0f} %",
+        "share": _percent(share),
+        "noise": _times(noise),
         "weights": counted(weights, "weight") + (model and f" of the {model}"),
         "stored": whole.stored or "a coarse type",
     }
+    figures["ways"] = "".join(f", or {WAYS[name]} ({_in_words(one)})" for name, one in whole.better.items())
     if share < WEAK_SHARE:
         yield verdict_finding("lora_arrives_weak", evidence, **figures)
     if noise > NOISY:
         yield verdict_finding("lora_arrives_noisy", evidence, **figures)
+
+
+def _in_words(arrival: Arrival) -> str:
+    return f"{_percent(arrival.share or 0.0)} arrive, with noise of {_times(arrival.noise or 0.0)} its size"
+
+
+def _times(fraction: float) -> str:
+    return f"{_percent(fraction)} of" if fraction < _MANY else f"{fraction:.0f} times"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"

@@ -189,15 +189,14 @@ VERDICTS: Final[dict[str, VerdictRow]] = {
     ),
     "lora_arrives_weak": VerdictRow(
         "warning",
-        "Only {share} of the LoRA arrives in {weights}, with noise of {noise} of its size: merged, the sum is rounded to {stored}.",
-        "Leave it unmerged (100 % arrive, without noise), or merge it into a base in bf16 or fp16 and quantise the "
-        "result. In ComfyUI, int8 ConvRot and scaled fp8 keep more than NVFP4 and int8 per tensor.",
+        "Only {share} of the LoRA arrives in {weights}, with noise of {noise} its size: merged, the sum is rounded to {stored}.",
+        "Leave it unmerged (100 % arrive, without noise){ways}.",
     ),
     "lora_arrives_noisy": VerdictRow(
         "warning",
-        "The LoRA arrives with noise of {noise} of its size in {weights} ({share} of it arrives): merged, the sum is "
+        "The LoRA arrives with noise of {noise} its size in {weights} ({share} of it arrives): merged, the sum is "
         "rounded to {stored}.",
-        "Leave it unmerged (100 % arrive, without noise), raise its strength, or use a base of more bits.",
+        "Leave it unmerged (100 % arrive, without noise){ways}. At a larger strength the noise is a smaller part of it.",
     ),
     "lora_weights_disagree": VerdictRow(
         "warning",

@@ -56,6 +56,7 @@ from sigmascope.stages.schema import (
     PatchAnalysis,
     PatchDetails,
     SameTwice,
+    ShareAndNoise,
     SourceFacts,
     WeightChanges,
     as_dict,
@@ -887,6 +888,12 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         )
     arriving = weights["arriving"]
     if arriving is not None and arriving["share"] is not None and arriving["noise"] is not None:
-        share, noise = arriving["share"], arriving["noise"]
-        whole = Arrival(1.0, share, share**2 + noise**2, arriving["stored"])
+        others = {way: _as_arrival(figures) for way, figures in arriving.get("other_ways", {}).items()}
+        whole = replace(_as_arrival(arriving), stored=arriving["stored"], others=others)
         yield from arrival_findings(whole, arriving["weights"], name)
+
+
+def _as_arrival(figures: ShareAndNoise) -> Arrival:
+    """A change of norm 1 with these figures."""
+    share, noise = figures["share"] or 0.0, figures["noise"] or 0.0
+    return Arrival(1.0, share, share**2 + noise**2)

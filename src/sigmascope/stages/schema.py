@@ -297,13 +297,19 @@ class Drift(TypedDict):
     largest_relative_change: float | None
 
 
-class Arriving(TypedDict):
-    """What arrived of the changes merged into weights of 8 bits; see `sigmascope.lora.arrival`."""
+class ShareAndNoise(TypedDict):
+    """Of a change that was merged; see `sigmascope.lora.arrival`."""
 
     share: float | None
     noise: float | None
+
+
+class Arriving(ShareAndNoise):
+    """What arrived of the changes merged into coarsely stored weights, and what would arrive by other ways."""
+
     stored: str
     weights: int
+    other_ways: dict[str, ShareAndNoise]
 
 
 class WeightCheck(TypedDict):

@@ -22,6 +22,7 @@ from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.peft import UNMERGED_NEXT
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import place_of
+from sigmascope.stages.coarse_weights import arrived
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -29,7 +30,7 @@ from sigmascope.stages.model_snapshot import (
     take_snapshot,
     weights_in,
 )
-from sigmascope.stages.schema import Arriving, Drift, WeightChanges, WeightCheck
+from sigmascope.stages.schema import Arriving, Drift, ShareAndNoise, WeightChanges, WeightCheck
 from sigmascope.stages.signed_patches import (
     Contents,
     KeptPatches,
@@ -41,7 +42,7 @@ from sigmascope.stages.signed_patches import (
 from sigmascope.stages.weight_verdict import NOT_SEEN, WeightEvidence, WeightVerdict, judge_weight
 
 Samples = Mapping[str, Tensor]
-_NOT_COARSE: Final = "no change was merged into weights of 8-bit floats of which the host keeps the originals"
+_NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +76,7 @@ def weight_changes(
     before, after = looks.before, looks.after
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective is not False}
     effects = {key: verdict.effect for key, verdict in changed.items()}
-    arriving = _arriving(verdicts.values())
+    arriving, not_arriving = _arriving(verdicts.values())
     total = _total_effect(effects.values())
     keys_before, keys_after = set(before.keys), set(after.keys)
     names_known = "weights" not in before.unavailable and "weights" not in after.unavailable
@@ -121,17 +122,28 @@ def weight_changes(
         "unavailable": {
             **unavailable,
             **total.unavailable,
-            **({} if arriving else {"arriving": _NOT_COARSE}),
+            **({"arriving": not_arriving} if not_arriving else {}),
         },
     }
 
 
-def _arriving(verdicts: Iterable[WeightVerdict]) -> Arriving | None:
-    known = [verdict.arrival for verdict in verdicts if verdict.arrival is not None]
-    whole = together(known)
+def _arriving(verdicts: Iterable[WeightVerdict]) -> tuple[Arriving | None, str | None]:
+    """Share and noise of the weights that were measured; or else why there are none."""
+    measured = [verdict.arrival for verdict in verdicts if verdict.arrival is not None]
+    known = [arrival for arrival in measured if arrival.unavailable is None]
     if not known:
-        return None
-    return {"share": whole.share, "noise": whole.noise, "stored": whole.stored, "weights": len(known)}
+        return None, next((arrival.unavailable for arrival in measured), _NOT_COARSE)
+    whole = together(known)
+    others: dict[str, ShareAndNoise] = {
+        name: {"share": other.share, "noise": other.noise} for name, other in whole.others.items()
+    }
+    return {
+        "share": whole.share,
+        "noise": whole.noise,
+        "stored": whole.stored,
+        "weights": len(known),
+        "other_ways": others,
+    }, None
 
 
 Verdicts = Mapping[str, WeightVerdict]
@@ -203,6 +215,8 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
     ]
     with norms_at_once(sums, [weight.now for weight in evidence.values()], merged):
         verdicts = {key: judge_weight(weight) for key, weight in evidence.items()}
+    for key, arrival in arrived(evidence).items():
+        verdicts[key] = replace(verdicts[key], arrival=arrival)
     for key, verdict in verdicts.items():
         is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False
         if evidence[key].content_changed or is_told:

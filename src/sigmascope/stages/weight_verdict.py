@@ -57,7 +57,7 @@ class WeightVerdict:
         is_as_predicted: Whether the weight changed as predicted; None if unknown.
         content_relative: ‖ΔW‖/‖W‖ of the weight itself, measured or sampled; None if unknown.
         unread: Why a change on it is not understood; None if all are.
-        arrival: What arrived of the changes that were merged into a weight of 8 bits; None for others, or if unknown.
+        arrival: What arrived of the changes merged into a coarsely stored weight; None for others, or if not measured.
         inside: The changes that explain what became of the content; None if it is as before, was measured, or none do.
     """
 
@@ -158,8 +158,7 @@ def judge_weight(weight: WeightEvidence) -> WeightVerdict:
         or weight.inside.unread
         or weight.beside.same_by_name
         or weight.inside.same_by_name,
-        attempt(lambda: _arrival(weight)).value,
-        found.inside,
+        inside=found.inside,
     )
 
 
@@ -172,21 +171,8 @@ def _is_unseen(weight: WeightEvidence, sampled: Effect | None) -> bool:
     return is_part and sampled is not None and sampled.delta_norm == 0.0
 
 
-def _arrival(weight: WeightEvidence) -> Arrival | None:
-    """What arrived of the merged changes: what the content changed by, beside what it was to change by."""
-    original, now, wanted = weight.original, weight.now, weight.inside.net
-    measurable = original is not None and now.dtype.itemsize == 1 and now.is_floating_point()
-    if not measurable or original is None or not wanted or not all(map(_is_sum, wanted)):
-        return None
-    with torch.no_grad():
-        real = now.to(torch.float32) - original.to(now.device, torch.float32)
-        inner = sum(_inner_product(real, factors_of(patch, tuple(now.shape))) for patch in wanted)
-        norm = net_effect(wanted, None).delta_norm
-        stored = str(now.dtype).removeprefix("torch.")
-    return None if not norm else Arrival(norm**2, float(inner), blocked_norm(real) ** 2, stored)
-
-
-def _is_sum(patch: AppliedPatch) -> bool:
+def is_sum(patch: AppliedPatch) -> bool:
+    """Whether a change is up · down added to the unscaled weight."""
     return is_product(patch) and patch.strength_model == 1.0
 
 
@@ -352,7 +338,7 @@ def with_unmerged_norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedP
 
 
 def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
-    simple = all(map(_is_sum, acting))
+    simple = all(map(is_sum, acting))
     if effect.delta_norm is None or not simple:
         return None
     with torch.no_grad():

@@ -125,7 +125,8 @@ def test_a_parameter_named_as_a_scale_beside_plain_weights_is_a_parameter(
 @pytest.mark.parametrize(
     ("keys", "name"),
     [
-        (["a.weight", "a.SCB"], "bitsandbytes int8"),
+        (["a.W_q", "a.scale", "a.zero"], "HQQ"),
+        (["a._weight_qdata", "a._weight_scale"], "torchao"),
         (["a.qweight", "a.wscales", "a.smooth_factor"], "SVDQuant"),
         (["a.qweight", "a.qzeros", "a.scales"], "GPTQ or AWQ"),
         (["a.weight._data", "a.weight._scale"], "optimum-quanto"),
@@ -202,6 +203,42 @@ def test_bitsandbytes_codes_are_places_in_a_map(save: Callable[[State], Path]) -
         assert dict(checkpoint.dequantised) == {"a.weight": "bitsandbytes NF4"}
 
 
+def test_bitsandbytes_int8_has_the_largest_magnitude_of_each_row(save: Callable[[State], Path]) -> None:
+    """LLM.int8(): the codes of a row are 127ths of it."""
+    rows, largest = torch.tensor([[127, -127, 0], [1, 2, 3]], dtype=torch.int8), torch.tensor([2.0, 12.7])
+    state = {"a.weight": rows, "a.SCB": largest, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    with open_checkpoint(save(state)) as checkpoint:
+        assert list(checkpoint) == ["a.weight"]
+        expected = torch.tensor([[2.0, -2.0, 0.0], [0.1, 0.2, 0.3]])
+        assert torch.allclose(checkpoint.tensor("a.weight"), expected)
+        assert dict(checkpoint.dequantised) == {"a.weight": "bitsandbytes int8"}
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"a.SCB": torch.ones(5)}, r"a\.SCB of shape \(5,\) does not fit"),
+        (
+            {"a.weight_format": torch.tensor(0, dtype=torch.uint8)},
+            r"a\.SCB, the scale of a\.weight, is missing",
+        ),
+        (
+            {"a.SCB": torch.ones(4), "a.weight_format": torch.tensor(2, dtype=torch.uint8)},
+            "in the layout 2 of an old GPU kernel",
+        ),
+    ],
+    ids=["shape", "missing", "layout"],
+)
+def test_what_is_wrong_with_int8_of_bitsandbytes_names_itself(
+    save: Callable[[State], Path], state: State, names: str
+) -> None:
+    path = save({"a.weight": torch.zeros(4, 6, dtype=torch.int8), **state})
+    with pytest.raises(CheckpointError, match=names):
+        open_checkpoint(path)
+    with open_checkpoint(path, keep_unread=True) as checkpoint:
+        assert checkpoint.info("a.weight").shape == (4, 6)
+
+
 @pytest.mark.parametrize(
     ("state", "names"),
     [
@@ -244,8 +281,10 @@ def test_what_is_wrong_with_a_scale_names_itself(
             {"a.weight": torch.zeros(6, 8, dtype=FP8), "a.comfy_quant": comfy_quant('{"format": "fp2"}')},
             (6, 8),
         ),
+        ({"a.W_q": torch.zeros(4, 8, dtype=torch.uint8), "a.shape": torch.tensor([6, 10])}, (6, 10)),
+        ({"a._weight_qdata": torch.zeros(6, 8, dtype=torch.int8), "a._weight_scale": torch.ones(6)}, (6, 8)),
     ],
-    ids=["SVDQuant", "GPTQ", "compressed-tensors", "unknown format"],
+    ids=["SVDQuant", "GPTQ", "compressed-tensors", "unknown format", "HQQ", "torchao"],
 )
 def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
     save: Callable[[State], Path], state: State, shape: tuple[int, ...]
@@ -253,4 +292,12 @@ def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
     with open_checkpoint(save(state), keep_unread=True) as checkpoint:
         assert checkpoint.info("a.weight").shape == shape
         with pytest.raises(CheckpointError, match="has no reader here"):
+            checkpoint.tensor("a.weight")
+
+
+def test_a_damaged_description_leaves_names_and_shapes(save: Callable[[State], Path]) -> None:
+    state = {"a.weight": torch.zeros(6, 8, dtype=FP8), "a.comfy_quant": comfy_quant("{nonsense")}
+    with open_checkpoint(save(state), keep_unread=True) as checkpoint:
+        assert checkpoint.info("a.weight").shape == (6, 8)
+        with pytest.raises(CheckpointError, match="is no JSON text"):
             checkpoint.tensor("a.weight")

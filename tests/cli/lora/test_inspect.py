@@ -219,8 +219,10 @@ def test_what_arrives_is_shown_by_block_with_a_finding(
     arrives = json.loads(outcome.out)["model"]["arrives"]
     assert arrives["strength"] == 0.002
     assert [block["name"] for block in arrives["blocks"]] == ["conv_in", "down_blocks.1", "conv_out"]
-    assert arrives["share"] < 0.8
-    assert "lora_arrives_weak" in {finding["id"] for finding in arrives["findings"]}
+    assert arrives["way"] == "comfyui"
+    assert arrives["noise"] > 0.5
+    assert arrives["other_ways"]["nearest"]["share"] < 0.8
+    assert [finding["id"] for finding in arrives["findings"]] == ["lora_arrives_noisy"]
 
 
 def test_a_strong_lora_arrives_whole(lora: Path, fp8_model: Path, inspect: Terminal) -> None:

@@ -40,7 +40,7 @@ from sigmascope.svg import FAINT, Bar, Label, Line, Shape, mixed, strip
 from sigmascope.units import counted
 
 if TYPE_CHECKING:
-    from sigmascope.lora.arrival import Arrivals
+    from sigmascope.lora.arrival import Arrival, Arrivals
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
@@ -105,7 +105,7 @@ def inspect(
         typer.Option(
             "--arrives",
             help="With --model: also show how much of the LoRA arrives if it is merged and the sum rounded as the model "
-            "is stored (fp8, int8, NVFP4, GGUF, …), and with how much noise.",
+            "is stored (fp8, int8, NVFP4, GGUF, …), and with how much noise. ComfyUI's formats are rounded as it does.",
         ),
     ] = False,
     strength: Annotated[float, typer.Option("--strength", help="With --arrives: the LoRA's strength.")] = 1.0,
@@ -378,13 +378,28 @@ def _print_arrives(console: Console, arrives: "Arrivals") -> None:
         )
         for block in arrives.blocks
     )
-    whole = arrives.overall
     heading = f"If it is merged at strength {arrives.strength:g}"
     console.print(table("Block", "Weights", "Arrives", "Noise", "Stored as", title=heading, rows=rows))
-    console.print(facts([("Arrives", percent(whole.share)), ("Noise", percent(whole.noise))]))
+    console.print(_ways(arrives.overall))
     unknown = [f"{key}: unknown, because {why}" for key, why in arrives.unavailable.items()]
     listed(console, "Weights of which this is unknown", unknown, style="cyan")
     console.print(findings(arrives.findings))
+
+
+def _ways(whole: "Arrival") -> Table:
+    """What arrives of all weights together, by each way to use the LoRA."""
+    from sigmascope.lora.arrival import SAMPLED_ROWS, WAYS
+
+    ways = {WAYS.get(whole.way or "", "merge it as above"): whole}
+    sampled = {f"{WAYS[name]} *": other for name, other in whole.others.items()}
+    rows = [
+        (plain(f"{words[0].upper()}{words[1:]}"), percent(way.share), percent(way.noise))
+        for words, way in (ways | sampled).items()
+    ]
+    rows.append((plain("Leave it unmerged"), "100 %", "0 %"))
+    made = table("All weights", "Arrives", "Noise", rows=rows)
+    made.caption = f"* from {SAMPLED_ROWS} rows of each weight" if sampled else None
+    return made
 
 
 def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:

@@ -1,0 +1,90 @@
+"""NVFP4: 4-bit floats (E2M1) in blocks of 16 along the rows, each times an 8-bit float, all times a scale."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints.checkpoint import TensorInfo
+from sigmascope.checkpoints.kinds import comfy_kitchen
+from sigmascope.checkpoints.kinds.kind import (
+    BLOCK_SCALE_TYPES,
+    BYTE,
+    E4M3,
+    REAL,
+    Config,
+    Kind,
+    Layer,
+    Scale,
+    Scales,
+    in_tiles,
+    is_one,
+    named,
+)
+from sigmascope.checkpoints.rounding import Spread
+
+_TITLE: Final = "NVFP4"
+_LAYOUT: Final = "TensorCoreNVFP4Layout"
+_BLOCK: Final = 16
+_LIMIT: Final = 6.0
+_SEED: Final = 1
+
+_EDGES: Final = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0])
+_LEVELS: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 4.0])
+"""What a magnitude between two edges becomes in ComfyUI 0.33: from 7 on its bits overflow into those of 4."""
+_NOISE: Final = 0.625
+"""ComfyUI's largest noise, in quarters of the power of two below a number, or of 1 where that is smaller."""
+
+
+def _numbers(codes: Tensor, scales: Scales, config: Config) -> Tensor:
+    return comfy_kitchen.dequantised(
+        _LAYOUT,
+        codes,
+        2 * codes.shape[1],
+        scale=scales["tensor"].to(torch.float32).reshape(()),
+        block_scale=scales["blocks"].view(E4M3),
+    )
+
+
+def _scale(peak: Tensor) -> Tensor:
+    return peak / (torch.finfo(E4M3).max * _LIMIT)
+
+
+def _again(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> Tensor:
+    return comfy_kitchen.stored(_LAYOUT, numbers, scale=_scale(peak))
+
+
+def _merged(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> Spread:
+    """One draw by a seed: noise is added and the sum rounded to the nearest, so that the mean is not the number."""
+    whole = _scale(peak).clamp(min=1e-30)
+    blocks = numbers.reshape(numbers.shape[0], -1, _BLOCK)
+    scale = (blocks.abs().amax(2, keepdim=True) / _LIMIT / whole).clamp_(max=torch.finfo(E4M3).max)
+    scale = scale.to(E4M3).to(torch.float32).mul_(whole)
+    codes = (blocks / scale).nan_to_num_()
+    power = torch.frexp(codes).exponent.clamp_(0, 3)
+    generator = torch.Generator(device=codes.device).manual_seed(_SEED)
+    noise = torch.rand(codes.shape, generator=generator, device=codes.device).sub_(0.5).mul_(2 * _NOISE)
+    drawn = codes + torch.ldexp(noise, power - 2)
+    levels = _LEVELS.to(codes.device)[torch.bucketize(drawn.abs(), _EDGES.to(codes.device))]
+    return Spread(levels.copysign_(codes).mul_(scale).reshape(numbers.shape))
+
+
+def _told(info: TensorInfo, beside: Layer) -> Config | None:
+    return {} if beside.info(".weight_scale_2") else None
+
+
+KIND: Final = Kind(
+    _TITLE,
+    frozenset({BYTE}),
+    2,
+    {
+        "blocks": Scale((".weight_scale",), BLOCK_SCALE_TYPES, in_tiles(_BLOCK)),
+        "tensor": Scale((".weight_scale_2",), REAL, is_one),
+    },
+    named=named("nvfp4"),
+    told=_told,
+    numbers=_numbers,
+    again=_again,
+    merged=_merged,
+    unusable=lambda config, shape: comfy_kitchen.missing(_TITLE),
+)

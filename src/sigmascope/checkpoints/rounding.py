@@ -1,0 +1,85 @@
+"""How numbers are rounded when they are stored like a weight: to the nearest, or as ComfyUI stores a sum with a LoRA.
+
+ComfyUI rounds stochastically. A number between two neighbours of a grid becomes the upper one with the probability f of
+how far it lies above the lower one, in steps. So the mean is the number itself, and the variance f·(1 − f)·step².
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_MANTISSA: Final = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
+"""Bits of the mantissa, and the exponent of the smallest normal number, of the types that ComfyUI rounds so."""
+_EXPONENT_BITS: Final = 0x7F800000  # of a float32: with them alone it is the power of two below its magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What is read of numbers once they are stored, where chance decides how each is rounded.
+
+    Attributes:
+        mean: On average.
+        variance: Of each number; None if `mean` is one draw.
+    """
+
+    mean: Tensor
+    variance: Tensor | None = None
+
+    def times(self, scale: Tensor) -> "Spread":
+        """The same of all numbers times a scale. It changes them in place."""
+        variance = None if self.variance is None else self.variance.mul_(scale.square())
+        return Spread(self.mean.mul_(scale), variance)
+
+    def reshape(self, shape: torch.Size) -> "Spread":
+        """The same in another shape."""
+        return Spread(
+            self.mean.reshape(shape), None if self.variance is None else self.variance.reshape(shape)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How numbers are rounded when they are stored like a tensor.
+
+    Attributes:
+        stored: How that is, in words.
+        again: The largest magnitude of all numbers, and some rows of them as a float32 matrix (the first row a multiple
+            of 128), to what is read once they are stored with rounding to the nearest.
+        merged: The same to what is read once ComfyUI has stored them as the sum of a weight and a LoRA, which it rounds
+            stochastically; None if it does not store sums in this format.
+    """
+
+    stored: str
+    again: Callable[[Tensor, Tensor], Tensor]
+    merged: Callable[[Tensor, Tensor], Spread] | None = None
+
+
+def plain_rounding(dtype: torch.dtype) -> Rounding:
+    """How numbers are rounded when they are stored as they are in a floating-point type."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return Rounding(
+        str(dtype).removeprefix("torch."),
+        lambda _, rows: rows.clamp(-limit, limit).to(dtype).to(torch.float32),
+        (lambda _, rows: to_fp8(rows, dtype)) if dtype in _MANTISSA else None,
+    )
+
+
+def to_fp8(numbers: Tensor, dtype: torch.dtype) -> Spread:
+    """The mean and variance of numbers stored as 8-bit floats: ComfyUI rounds them to float16 first."""
+    bits, least = _MANTISSA[dtype]
+    limit = torch.finfo(dtype).max
+    mean = numbers.to(torch.float16).to(torch.float32).clamp_(-limit, limit)
+    power = mean.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    step = power.clamp_(min=2.0**least).mul_(2.0**-bits)
+    part = mean.div(step).frac_().abs_()
+    return Spread(mean, part.sub_(part.square()).mul_(step.square_()))
+
+
+def to_integers(numbers: Tensor, limit: int = 127) -> Spread:
+    """The same for numbers stored as integers of at most this magnitude."""
+    mean = numbers.clamp(-limit, limit)
+    part = mean.frac().abs_()
+    return Spread(mean, part.sub_(part.square()))
