@@ -8,7 +8,7 @@ from sigmascope.checkpoints.checkpoint import (
     tensor_fingerprint,
 )
 from sigmascope.checkpoints.reader import open_checkpoint
-from sigmascope.checkpoints.rounding import Rounding, Spread, plain_rounding
+from sigmascope.checkpoints.rounding import Rounding, Spread, numbers_of, plain_rounding
 from sigmascope.checkpoints.safetensors import (
     SafetensorsHeader,
     SizeWriter,
@@ -34,6 +34,7 @@ __all__ = [
     "atomic_path",
     "checkpoint_fingerprint",
     "file_sha256",
+    "numbers_of",
     "open_checkpoint",
     "plain_rounding",
     "read_header",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _MANTISSA: Final = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number, of the types that ComfyUI rounds so."""
+_NAN: Final = 0x7F
 _EXPONENT_BITS: Final = 0x7F800000  # of a float32: with them alone it is the power of two below its magnitude
 
 
@@ -59,23 +60,70 @@ class Rounding:
 
 def plain_rounding(dtype: torch.dtype) -> Rounding:
     """How numbers are rounded when they are stored as they are in a floating-point type."""
+    if dtype in _MANTISSA:
+        return Rounding(
+            str(dtype).removeprefix("torch."),
+            lambda _, rows: nearest_fp8(rows, dtype),
+            lambda _, rows: to_fp8(rows, dtype),
+        )
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return Rounding(
         str(dtype).removeprefix("torch."),
         lambda _, rows: rows.clamp(-limit, limit).to(dtype).to(torch.float32),
-        (lambda _, rows: to_fp8(rows, dtype)) if dtype in _MANTISSA else None,
     )
+
+
+def numbers_of(codes: Tensor) -> Tensor:
+    """A plain tensor in float32. 8-bit floats are read by their bits, which takes a tenth of the time of a cast.
+
+    Those of E5M2 are the upper half of a float16; those of E4M3 become one that is 2⁻⁸ of their value if sign and the
+    other bits move to where a float16 has them.
+    """
+    bits = codes.contiguous().view(torch.int8).to(torch.int16) if codes.dtype in _MANTISSA else None
+    if bits is None:
+        return codes.to(torch.float32)
+    if codes.dtype == torch.float8_e5m2:
+        return bits.bitwise_left_shift_(8).view(torch.float16).to(torch.float32)
+    not_numbers = bits.bitwise_and(_NAN) == _NAN
+    moved = bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))  # bit 14 is a copy of the sign
+    numbers = moved.view(torch.float16).to(torch.float32).mul_(2.0**8)
+    return numbers.masked_fill_(not_numbers, torch.nan) if bool(not_numbers.any()) else numbers
+
+
+def nearest_fp8(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers as they are read once they are stored as 8-bit floats, with rounding to the nearest."""
+    if dtype not in _MANTISSA:
+        limit = torch.finfo(dtype).max
+        return numbers.clamp(-limit, limit).to(dtype).to(torch.float32)
+    limit = torch.finfo(dtype).max
+    rounded = numbers.clamp(-limit, limit)
+    return to_multiple(rounded, _step(rounded, dtype))
+
+
+def _step(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far the neighbours of each number lie apart."""
+    bits, least = _MANTISSA[dtype]
+    return power_below(numbers).clamp_(min=2.0**least).mul_(2.0**-bits)
+
+
+def power_below(numbers: Tensor) -> Tensor:
+    """The power of two at or below the magnitude of each float32."""
+    return numbers.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+
+
+def to_multiple(numbers: Tensor, step: Tensor) -> Tensor:
+    """The nearest multiple of the step, in place: a number so much larger leaves a float32 just those digits."""
+    much = step.mul(1.5 * 2.0**23)
+    return numbers.add_(much).sub_(much)
 
 
 def to_fp8(numbers: Tensor, dtype: torch.dtype) -> Spread:
     """The mean and variance of numbers stored as 8-bit floats: ComfyUI rounds them to float16 first."""
-    bits, least = _MANTISSA[dtype]
     limit = torch.finfo(dtype).max
     mean = numbers.to(torch.float16).to(torch.float32).clamp_(-limit, limit)
-    power = mean.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
-    step = power.clamp_(min=2.0**least).mul_(2.0**-bits)
-    part = mean.div(step).frac_().abs_()
-    return Spread(mean, part.sub_(part.square()).mul_(step.square_()))
+    step = _step(mean, dtype)
+    away = to_multiple(mean.clone(), step).sub_(mean).abs_()
+    return Spread(mean, step.sub_(away).mul_(away))
 
 
 def to_integers(numbers: Tensor, limit: int = 127) -> Spread:

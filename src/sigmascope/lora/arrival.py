@@ -9,7 +9,7 @@ The share is 1 and the noise 0 where nothing is lost. Small changes lie below ha
 the nearest then gives W again, and the share is 0. ComfyUI rounds its own formats stochastically, which keeps the share
 near 1 and makes noise instead. A LoRA beside the weight, as PEFT and ComfyUI-GGUF run it, arrives whole.
 
-`arrivals` computes both for a file and a base without running either, with one weight in memory at a time. Under
+`arrivals` computes both for a file and a base without running either, with two of the largest weights in memory at a time. Under
 stochastic rounding they are what is to be expected: in closed form for 8-bit floats and integers (the expected ‖real‖²
 is ‖E real‖² and the sum of the variances), by a seeded draw for NVFP4 and int8 ConvRot.
 """
@@ -25,13 +25,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint, Rounding, Spread, plain_rounding
+from sigmascope.checkpoints import Checkpoint, Rounding, Spread, numbers_of, plain_rounding
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.compatibility import place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import WEIGHT, block_of_module, block_position
+from sigmascope.lora.parallel import run_layers_in_order
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import verdict_finding
 from sigmascope.progress import Progress, no_progress
@@ -222,7 +223,7 @@ def arrivals(
 
     Args:
         lora: A file of any format.
-        base: The open checkpoint; only the weights that the LoRA changes are read, one at a time.
+        base: The open checkpoint; only the weights that the LoRA changes are read, a few at a time.
         strength: Of the LoRA.
         nearest: Whether the host rounds every format to the nearest.
         progress: Told after each weight.
@@ -242,9 +243,14 @@ def arrivals(
         keys = {name: key for name in own.names if (key := _key_of(name, shapes)) is not None}
         landed = {key for keys_of_module in placing.keys.values() for key in keys_of_module}
         wanted = {name: key for name, key in keys.items() if key in landed and len(shapes[key]) > 1}
-        for name, key in wanted.items():
-            found[key] = _arrival(own, name, base, key, strength, nearest)
-            progress(len(found), len(wanted), key)
+        sizes = {name: prod(shapes[key]) for name, key in wanted.items()}
+
+        def arrival(name: str) -> Arrival:
+            return _arrival(own, name, base, wanted[name], strength, nearest)
+
+        for name, one in run_layers_in_order(sizes, arrival):
+            found[wanted[name]] = one
+            progress(len(found), len(wanted), wanted[name])
     return Arrivals(strength, found)
 
 
@@ -260,7 +266,7 @@ def _arrival(
         rounding = replace(rounding, merged=None) if nearest else rounding
         weight = base.tensor(key)
         rows = weight.shape[0]
-        weight = weight.reshape(rows, -1).to(torch.float32)
+        weight = numbers_of(weight.reshape(rows, -1))
         change = lora.change(name)
         if isinstance(change, LoraFactors):
             up, down = change.up.to(torch.float32) * (change.scale * strength), change.down.to(torch.float32)

@@ -1,5 +1,6 @@
 """NVFP4: 4-bit floats (E2M1) in blocks of 16 along the rows, each times an 8-bit float, all times a scale."""
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -21,7 +22,7 @@ from sigmascope.checkpoints.kinds.kind import (
     is_one,
     named,
 )
-from sigmascope.checkpoints.rounding import Spread
+from sigmascope.checkpoints.rounding import Spread, power_below, to_multiple
 
 _TITLE: Final = "NVFP4"
 _LAYOUT: Final = "TensorCoreNVFP4Layout"
@@ -29,11 +30,15 @@ _BLOCK: Final = 16
 _LIMIT: Final = 6.0
 _SEED: Final = 1
 
-_EDGES: Final = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0])
-_LEVELS: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 4.0])
-"""What a magnitude between two edges becomes in ComfyUI 0.33: from 7 on its bits overflow into those of 4."""
 _NOISE: Final = 0.625
-"""ComfyUI's largest noise, in quarters of the power of two below a number, or of 1 where that is smaller."""
+"""How far apart the largest and smallest noise of ComfyUI are, in powers of two below a number (at least 0.5)."""
+_DRAWN: Final = 1 << 20
+
+
+@cache
+def _uniform(count: int) -> Tensor:
+    """Uniform between −0.5 and 0.5, by a seed."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(_SEED)).sub_(0.5)
 
 
 def _numbers(codes: Tensor, scales: Scales, config: Config) -> Tensor:
@@ -60,13 +65,12 @@ def _merged(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> Sp
     blocks = numbers.reshape(numbers.shape[0], -1, _BLOCK)
     scale = (blocks.abs().amax(2, keepdim=True) / _LIMIT / whole).clamp_(max=torch.finfo(E4M3).max)
     scale = scale.to(E4M3).to(torch.float32).mul_(whole)
-    codes = (blocks / scale).nan_to_num_()
-    power = torch.frexp(codes).exponent.clamp_(0, 3)
-    generator = torch.Generator(device=codes.device).manual_seed(_SEED)
-    noise = torch.rand(codes.shape, generator=generator, device=codes.device).sub_(0.5).mul_(2 * _NOISE)
-    drawn = codes + torch.ldexp(noise, power - 2)
-    levels = _LEVELS.to(codes.device)[torch.bucketize(drawn.abs(), _EDGES.to(codes.device))]
-    return Spread(levels.copysign_(codes).mul_(scale).reshape(numbers.shape))
+    codes = (blocks / scale).nan_to_num_().reshape(-1)
+    noise = _uniform(max(codes.numel(), _DRAWN))[: codes.numel()].to(codes.device)
+    drawn = power_below(codes).clamp_(0.5, 4.0).mul_(_NOISE).mul_(noise).add_(codes).abs_()
+    levels = to_multiple(drawn, power_below(drawn).clamp_(1.0, 4.0).mul_(0.5))
+    levels.masked_fill_(levels > _LIMIT, 4.0)  # in ComfyUI 0.33 the bits from 7 on overflow into those of 4
+    return Spread(levels.copysign_(codes).reshape(blocks.shape).mul_(scale).reshape(numbers.shape))
 
 
 def _told(info: TensorInfo, beside: Layer) -> Config | None:

@@ -22,7 +22,7 @@ from sigmascope.checkpoints.kinds.kind import (
     Shape,
     named,
 )
-from sigmascope.checkpoints.rounding import Spread, to_fp8, to_integers
+from sigmascope.checkpoints.rounding import Spread, nearest_fp8, numbers_of, to_fp8, to_integers
 
 BLOCK_SIZE: Final = 128
 _ENDINGS: Final = (".weight_scale_inv", ".weight_scale", ".scale_weight")
@@ -54,7 +54,7 @@ def _spread(scale: Tensor, shape: Shape) -> Tensor:
 
 
 def _numbers(codes: Tensor, scales: Scales, config: Config) -> Tensor:
-    return codes.to(torch.float32).mul_(_spread(scales["scale"].to(torch.float32), tuple(codes.shape)))
+    return numbers_of(codes).mul_(_spread(scales["scale"].to(torch.float32), tuple(codes.shape)))
 
 
 def _step(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> tuple[Tensor, float]:
@@ -78,8 +78,8 @@ def _step(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> tupl
 def _again(peak: Tensor, numbers: Tensor, scales: Scales, config: Config) -> Tensor:
     step, limit = _step(peak, numbers, scales, config)
     dtype: torch.dtype = config["dtype"]
-    codes = (numbers / step).clamp_(-limit, limit)
-    rounded: Tensor = codes.round_() if dtype == INT8 else codes.to(dtype).to(torch.float32)
+    codes = numbers / step
+    rounded = codes.clamp_(-limit, limit).round_() if dtype == INT8 else nearest_fp8(codes, dtype)
     return rounded.mul_(step)
 
 
