@@ -117,6 +117,11 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="has the type Q8_K, which Sigmascope cannot read"):
         open_checkpoint(path)
+    with open_checkpoint(path, keep_unread=True) as checkpoint:
+        assert checkpoint.info(WEIGHT).shape == (4, 64)
+        for read in (checkpoint.tensor, checkpoint.rounding):
+            with pytest.raises(CheckpointError, match="has the type Q8_K"):
+                read(WEIGHT)
 
 
 def test_without_the_package_its_installation_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +130,25 @@ def test_without_the_package_its_installation_is_told(file: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install .*\[gguf\]"):
         open_checkpoint(file)
+    with open_checkpoint(file, keep_unread=True) as checkpoint:
+        assert checkpoint.info(WEIGHT).shape == (4, 64)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_XS"])
+def test_a_type_that_the_package_only_reads_is_not_rounded_to(tmp_path: Path, kind: str) -> None:
+    type_ = gguf.GGMLQuantizationType[kind]
+    size, block_bytes = gguf.GGML_QUANT_SIZES[type_]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "flux")
+    writer.add_tensor(WEIGHT, np.zeros((2, block_bytes), dtype=np.uint8), raw_dtype=type_)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    with open_checkpoint(tmp_path / "x.gguf") as checkpoint:
+        assert checkpoint.tensor(WEIGHT).shape == (2, size)
+        with pytest.raises(
+            CheckpointError, match=f"cannot be stored as {kind}.*the gguf package only reads it"
+        ):
+            checkpoint.rounding(WEIGHT)
 
 
 def test_a_closed_file_says_so(file: Path) -> None:

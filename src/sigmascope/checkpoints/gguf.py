@@ -100,17 +100,23 @@ class GgufCheckpoint(Checkpoint):
 
     Shapes are in PyTorch's order. If a tensor was reshaped to be quantised, its original shape is restored from the
     note that ComfyUI-GGUF leaves (`comfy.gguf.orig_shape.<key>`).
+
+    Args:
+        path: The file.
+        keep_unread: Keep tensors of types that cannot be read, or all if the package is not installed, with their names
+            and shapes; reading one is an error then.
     """
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self._gguf = _gguf_package(path)
+    def __init__(self, path: Path, *, keep_unread: bool = False) -> None:
+        self._gguf: ModuleType | None = None
+        self._unread: dict[str, CheckpointError] = {}
         with reading(path):
             stream = path.open("rb")
             try:
                 header = read_gguf_header(stream, path)
-                self._kinds = {entry.name: _type_of(self._gguf, path, entry) for entry in header.tensors}
+                self._kinds = self._types(header, path, keep_unread)
                 self._places = self._checked_places(header, path)
                 infos = {entry.name: self._info(header, entry, path) for entry in header.tensors}
             except BaseException:
@@ -120,8 +126,25 @@ class GgufCheckpoint(Checkpoint):
         metadata = {name: str(value) for name, value in header.fields.items() if not isinstance(value, list)}
         quantised = {
             name: f"GGUF {kind.name}" for name, kind in self._kinds.items() if kind.name not in _PLAIN_TYPES
-        }
+        } | dict.fromkeys(self._unread, "GGUF")
         super().__init__(path, infos, metadata, {}, quantised)
+
+    @property
+    def _package(self) -> ModuleType:
+        return self._gguf or _gguf_package(self.path)
+
+    def _types(self, header: GgufHeader, path: Path, keep_unread: bool) -> dict[str, Any]:
+        """The element type of each tensor that can be read."""
+        kinds: dict[str, Any] = {}
+        for entry in header.tensors:
+            try:
+                self._gguf = self._gguf or _gguf_package(path)
+                kinds[entry.name] = _type_of(self._gguf, path, entry)
+            except CheckpointError as error:
+                if not keep_unread:
+                    raise
+                self._unread[entry.name] = error
+        return kinds
 
     def _checked_places(self, header: GgufHeader, path: Path) -> dict[str, tuple[int, int]]:
         """First byte in the file and number of bytes of each tensor."""
@@ -129,9 +152,11 @@ class GgufCheckpoint(Checkpoint):
         position, previous = header.data_start, "the header"
         for entry in sorted(header.tensors, key=lambda entry: entry.offset):
             begin, name = header.data_start + entry.offset, shortened(entry.name)
+            if entry.name in self._unread:  # how many bytes it has is not known
+                continue
             if begin < position:
                 raise _damaged(path, f"tensor {name} overlaps {previous}.")
-            block, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kinds[entry.name]]
+            block, block_bytes = self._package.GGML_QUANT_SIZES[self._kinds[entry.name]]
             if entry.elements % block or (entry.shape and entry.shape[-1] % block):
                 raise _damaged(
                     path, f"tensor {name} of shape {entry.shape} does not divide into blocks of {block}."
@@ -159,12 +184,15 @@ class GgufCheckpoint(Checkpoint):
                 path,
                 f"{shortened(entry.name)} of shape {entry.shape} does not hold shape {shortened(shape)}.",
             )
-        dtype = _PLAIN_TYPES.get(self._kinds[entry.name].name, torch.float32)
+        kind = self._kinds.get(entry.name)
+        dtype = torch.float32 if kind is None else _PLAIN_TYPES.get(kind.name, torch.float32)
         return TensorInfo(entry.name, tuple(integers), dtype, entry.elements * dtype.itemsize)
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._stream.closed:
             raise self._closed()
+        if info.name in self._unread:
+            raise self._unread[info.name]
         begin, size = self._places[info.name]
         tensor = buffer.view(info.dtype).reshape(info.shape)
         if info.name not in self.dequantised:
@@ -173,32 +201,34 @@ class GgufCheckpoint(Checkpoint):
         raw = torch.empty(size, dtype=torch.uint8)
         read_exactly(self._stream, self.path, info.name, begin, raw)
         kind = self._kinds[info.name]
-        _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        _, block_bytes = self._package.GGML_QUANT_SIZES[kind]
         numbers, blocks = tensor.view(-1), raw.numpy().reshape(-1, block_bytes)
         done = 0
         for start in range(0, len(blocks), _BLOCKS_PER_CALL):
             # One row, as long as all blocks together: the package works on rows, few are faster than many.
             row = blocks[start : start + _BLOCKS_PER_CALL].reshape(1, -1)
-            part = torch.from_numpy(_dequantised(self._gguf, row, kind)).view(-1)
+            part = torch.from_numpy(_dequantised(self._package, row, kind)).view(-1)
             numbers[done : done + part.numel()] = part
             done += part.numel()
         return tensor
 
     def rounding(self, key: str) -> Rounding:
         """See `Checkpoint.rounding`. The package quantises Q4_0 to Q8_0, not the K-quants."""
+        if key in self._unread:
+            raise self._unread[key]
         if key not in self.dequantised:
             return super().rounding(key)
         kind = self._kinds[key]
-        block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        block, block_bytes = self._package.GGML_QUANT_SIZES[kind]
         try:
-            self._gguf.quants.quantize(np.zeros((1, block), dtype=np.float32), kind)
+            self._package.quants.quantize(np.zeros((1, block), dtype=np.float32), kind)
         except NotImplementedError as error:
             message = f"numbers cannot be stored as {kind.name}, the type of {shortened(key)}: the gguf package only reads it."
             raise CheckpointError(self.path, message, hint=_OTHER_FILE_HINT) from error
 
         def again(_: Tensor, rows: Tensor) -> Tensor:
-            codes = self._gguf.quants.quantize(rows.numpy().reshape(-1, block), kind)
-            numbers = _dequantised(self._gguf, codes.reshape(-1, block_bytes), kind)
+            codes = self._package.quants.quantize(rows.numpy().reshape(-1, block), kind)
+            numbers = _dequantised(self._package, codes.reshape(-1, block_bytes), kind)
             return torch.from_numpy(numbers).reshape(rows.shape)
 
         return Rounding(self.dequantised[key], again)

@@ -107,7 +107,7 @@ def _not_read(checkpoint: Checkpoint, weight: StoredWeight) -> CheckpointError:
 
 def _weights(checkpoint: Checkpoint) -> tuple[dict[str, StoredWeight], dict[str, str]]:
     """Quantised weights that a kind or ComfyUI's format tells, and keys that only serve them."""
-    configs = _header_configs(checkpoint)
+    configs, damaged = _header_configs(checkpoint)
     weights: dict[str, StoredWeight] = {}
     hidden: dict[str, str] = {}
     for key in checkpoint:
@@ -118,7 +118,10 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, StoredWeight], dict[str,
             hidden[key] = "marks a quantisation and is not a weight"
         if layer == key or not _is_coded(info):
             continue
-        weight = _stored(Layer(checkpoint, layer), info, configs.get(layer))
+        if damaged is not None:
+            weight: StoredWeight | None = _damaged(info, damaged)
+        else:
+            weight = _stored(Layer(checkpoint, layer), info, configs.get(layer))
         if weight is not None:
             weights[key] = weight
             served = f"is the scale of {key}, which is dequantised on reading"
@@ -133,14 +136,21 @@ def _is_coded(info: TensorInfo) -> bool:
     return info.dtype in FP8 or not (info.dtype.is_floating_point or info.dtype.is_complex)
 
 
-def _header_configs(checkpoint: Checkpoint) -> dict[str, Config]:
-    """What ComfyUI's text in the header says of each layer."""
+def _header_configs(checkpoint: Checkpoint) -> tuple[dict[str, Config], CheckpointError | None]:
+    """What ComfyUI's text in the header says of each layer, or what is wrong with it."""
     header = checkpoint.metadata.get(_HEADER_CONFIG)
     if header is None:
-        return {}
-    layers = parsed(checkpoint, _HEADER_CONFIG, header.encode()).get("layers")
+        return {}, None
+    try:
+        layers = parsed(checkpoint, _HEADER_CONFIG, header.encode()).get("layers")
+    except CheckpointError as error:
+        return {}, error
     given = layers.items() if isinstance(layers, dict) else ()
-    return {name: config for name, config in given if isinstance(config, dict)}
+    return {name: config for name, config in given if isinstance(config, dict)}, None
+
+
+def _damaged(info: TensorInfo, error: CheckpointError) -> StoredWeight:
+    return StoredWeight(info.name, info.shape, "unknown", None, {}, {}, error.message.rstrip("."))
 
 
 def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeight | None:
@@ -150,7 +160,7 @@ def _stored(layer: Layer, info: TensorInfo, config: Config | None) -> StoredWeig
             config = layer.text(_CONFIG)
         name, facts = _kind_of(layer, info, config)
     except CheckpointError as error:
-        return StoredWeight(info.name, info.shape, "unknown", None, {}, {}, error.message.rstrip("."))
+        return _damaged(info, error)
     if name is None:
         return None
     kind = KINDS.get(name)

@@ -98,7 +98,7 @@ def open_checkpoint(
             that cannot be undone here.
         UnsafeCheckpointError: A PyTorch checkpoint that asks to run code.
     """
-    opened = _open(local_model(path), variant)
+    opened = _open(local_model(path), variant, keep_unread)
     if not dequantise:
         return opened
     try:
@@ -108,18 +108,18 @@ def open_checkpoint(
         raise
 
 
-def _open(path: Path, variant: str | None) -> Checkpoint:
+def _open(path: Path, variant: str | None, keep_unread: bool) -> Checkpoint:
     if not is_folder(path):
-        return _open_file(path)
+        return _open_file(path, keep_unread)
     if is_regular_file(path / MODEL_INDEX):
         return _open_pipeline(path, variant)
     files = weight_files(path)
     if variant is not None and variant not in files.by_variant:
         raise no_such_variant(path, variant, files.variants)
-    return _open_file(files.choose(variant) or only_file(path))
+    return _open_file(files.choose(variant) or only_file(path), keep_unread)
 
 
-def _open_file(file: Path) -> Checkpoint:
+def _open_file(file: Path, keep_unread: bool = False) -> Checkpoint:
     if not is_existing(file):
         raise no_such_file(file)
     if not is_regular_file(file):
@@ -130,7 +130,7 @@ def _open_file(file: Path) -> Checkpoint:
         return ShardedCheckpoint(file)
     suffix = file.suffix.lower()
     if suffix == ".gguf":
-        return GgufCheckpoint(file)
+        return GgufCheckpoint(file, keep_unread=keep_unread)
     return _open_pickle(file) if suffix in PICKLE_SUFFIXES else SafetensorsCheckpoint(file)
 
 

@@ -295,9 +295,16 @@ def test_a_weight_without_a_reader_has_its_name_and_shape_when_asked_for(
             checkpoint.tensor("a.weight")
 
 
-def test_a_damaged_description_leaves_names_and_shapes(save: Callable[[State], Path]) -> None:
-    state = {"a.weight": torch.zeros(6, 8, dtype=FP8), "a.comfy_quant": comfy_quant("{nonsense")}
-    with open_checkpoint(save(state), keep_unread=True) as checkpoint:
+@pytest.mark.parametrize("place", ["tensor", "header"])
+def test_a_damaged_description_leaves_names_and_shapes(tmp_path: Path, place: str) -> None:
+    state = {"a.weight": torch.zeros(6, 8, dtype=FP8)}
+    if place == "tensor":
+        state["a.comfy_quant"] = comfy_quant("{nonsense")
+    metadata = {"_quantization_metadata": "{nonsense"} if place == "header" else None
+    save_file(state, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match="is no JSON text"):
+        open_checkpoint(tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path / "model.safetensors", keep_unread=True) as checkpoint:
         assert checkpoint.info("a.weight").shape == (6, 8)
         with pytest.raises(CheckpointError, match="is no JSON text"):
             checkpoint.tensor("a.weight")
