@@ -394,6 +394,10 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
         for block in _mapping(analysis.get(f"{side}_weight_changes")).get("by_block") or ()
         if isinstance(block, Mapping) and is_duration(block.get("relative_change"))
     ]
+    arriving = [
+        _mapping(_mapping(analysis.get(f"{side}_weight_changes")).get("arriving"))
+        for side in ("unet", "clip")
+    ]
     strongest = max((change for _, change in blocks), default=0.0) or 1.0
     checks = [
         (str(key), _mapping(check))
@@ -402,6 +406,12 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
     ]
     against = [(key, check) for key, check in checks if check.get("result") == "contradicted"]
     return {
+        "arrived": [
+            f"Of what was merged into {one.get('stored')} weights, {_whole_percent(one['share'])} arrived, with noise of "
+            f"{_whole_percent(one['noise'])} of its size."
+            for one in arriving
+            if is_duration(one.get("noise")) and isinstance(one.get("share"), int | float)
+        ],
         "effective": analysis.get("effective"),
         "file": file.get("filename"),
         "rank": file.get("rank"),
@@ -422,6 +432,10 @@ def _lora_view(analysis: Mapping[str, Any]) -> dict[str, Any]:
             for name, change in blocks
         ],
     }
+
+
+def _whole_percent(fraction: float) -> str:
+    return f"{100 * fraction:,.0f} %"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -100,6 +100,7 @@ from sigmascope.stages.summary import (
     unknown,
 )
 from sigmascope.stages.weight_changes import (
+    NOT_COARSE,
     BeforeAndAfter,
     Verdicts,
     acts,
@@ -109,6 +110,7 @@ from sigmascope.stages.weight_changes import (
 )
 from sigmascope.stages.weight_check import Checks, begin_checks, follow_weights
 from sigmascope.stages.weight_verdict import NOT_SEEN
+from sigmascope.units import counted
 
 __all__ = [
     "LoraAnalysis",
@@ -754,6 +756,7 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
         yield Row("‖ΔW‖", figure(facts, "delta_norm", number))
         yield Row("‖ΔW‖ / ‖W‖", figure(facts, "relative_change", _share))
     yield from _checked_rows(part(facts, "checked"))
+    yield from _arriving_rows(facts)
     drift = facts.get("drift") or {}
     if drift.get("keys"):
         largest = drift.get("largest_relative_change")
@@ -783,6 +786,20 @@ def checked_in_words(checks: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) + (f" ({why})" if why else "")
 
 
+def _arriving_rows(facts: Facts) -> Iterator[Row]:
+    """What arrived of the changes that were merged into coarsely stored weights."""
+    arriving, why = part(facts, "arriving"), reason_for(facts, "arriving")
+    if arriving:
+        share, noise = figure(arriving, "share", _share), figure(arriving, "noise", _share)
+        weights = counted(int(arriving.get("weights") or 0), "weight")
+        stored = printable(arriving.get("stored"))
+        yield Row(
+            "Arrived", f"{share}, with noise of {noise} of its size ({weights} measured, stored as {stored})"
+        )
+    elif why and why != NOT_COARSE:
+        yield Row("Arrived", unknown(why))
+
+
 def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
     weights = (facts.get("weight_changes") or {}).values()
     for what in ("shape", "dtype", "device"):
@@ -792,7 +809,7 @@ def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _share(value: int | float) -> str:
-    return f"{100 * value:.3g} %"
+    return f"{100 * value:,.0f} %" if abs(value) >= 10 else f"{100 * value:.3g} %"
 
 
 def _block_rows(blocks: Any) -> Iterator[Row]:

@@ -42,7 +42,7 @@ from sigmascope.stages.signed_patches import (
 from sigmascope.stages.weight_verdict import NOT_SEEN, WeightEvidence, WeightVerdict, judge_weight
 
 Samples = Mapping[str, Tensor]
-_NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
+NOT_COARSE: Final = "no change was merged into a coarsely stored weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ def _arriving(verdicts: Iterable[WeightVerdict]) -> tuple[Arriving | None, str |
     measured = [verdict.arrival for verdict in verdicts if verdict.arrival is not None]
     known = [arrival for arrival in measured if arrival.unavailable is None]
     if not known:
-        return None, next((arrival.unavailable for arrival in measured), _NOT_COARSE)
+        return None, next((arrival.unavailable for arrival in measured), NOT_COARSE)
     whole = together(known)
     others: dict[str, ShareAndNoise] = {
         name: {"share": other.share, "noise": other.noise} for name, other in whole.others.items()

@@ -1,14 +1,24 @@
 """A LoRA that ComfyUI merges into fp8 weights: what arrives is measured from both contents."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from tests.comfy_shapes.adapters import lora_adapter, lora_parts
 from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
+from tests.reports.tracing_runs import run_of
 from tests.stages.lora_targets import Analysis
 from torch import Tensor, nn
 
-from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.records.run import Stage
+from sigmascope.reports.html import to_html
+from sigmascope.stages.lora_application import (
+    analyze_lora_application_results,
+    capture_lora_baseline,
+    print_lora_analysis_summary,
+)
 
 FP8 = torch.float8_e4m3fn
 
@@ -61,3 +71,18 @@ def test_plain_weights_have_no_such_figures(unet: ModelPatcher) -> None:
     changes = found["unet_weight_changes"]
     assert changes is not None
     assert changes["arriving"] is None
+
+
+def test_summary_and_page_say_what_arrived(unet: ModelPatcher) -> None:
+    """The figures of the contents, in whole per cent."""
+    found, real, wanted = merged(unet, 0.1)
+    share = float((real * wanted).sum() / (wanted * wanted).sum())
+    noise = float((real - share * wanted).norm() / wanted.norm())
+    text = io.StringIO()
+    print_lora_analysis_summary(found, Console(file=text, width=200))
+    said = " ".join(text.getvalue().split())
+    assert f"Arrived: {100 * share:.3g} %, with noise of {100 * noise:.3g} % of its size" in said
+    assert "(1 weight measured, stored as float8_e4m3fn)" in said
+    page = to_html(run_of(Stage("lora_application", 0.0, 1.0, facts={"lora_application": found})))
+    sentence = f"Of what was merged into float8_e4m3fn weights, {100 * share:.0f} % arrived"
+    assert f"{sentence}, with noise of {100 * noise:.0f} % of its size." in page

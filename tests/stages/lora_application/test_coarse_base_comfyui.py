@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.arrival import arrivals
-from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.stages.lora_application import (
+    analyze_lora_application_results,
+    capture_lora_baseline,
+    weight_rows,
+)
 
 pytestmark = pytest.mark.comfyui
 
@@ -110,26 +114,50 @@ def test_plain_fp8(
     check(merge(layer, relative), {"weight": weight}, relative, tmp_path)
 
 
+@pytest.fixture
+def quantised(comfy: Checkout) -> Callable[[str], tuple[nn.Module, dict[str, Tensor]]]:
+    """A layer that ComfyUI loaded from a state dict of a format, and that state dict."""
+    if not (comfy.folder / "comfy" / "quant_ops.py").is_file():
+        pytest.skip("this version has no quantised tensors")
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+
+    def load(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+        layout, kind, params = LAYOUTS[name]
+        made = getattr(comfy.module("comfy.quant_ops"), layout)
+        rows = {"per_channel": True} if params else {}
+        codes, facts = made.quantize(weight_with_outliers(), scale="recalculate", **rows, **params)
+        state = {f"weight{end}": part for end, part in made.state_dict_tensors(codes, facts).items()}
+        text = json.dumps({"format": kind, **params})
+        state["comfy_quant"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        operations = comfy.ops.mixed_precision_ops({}, torch.float32)
+        layer = operations.Linear(SIZE, SIZE, bias=False, device="cpu", dtype=torch.float32)
+        layer.load_state_dict(dict(state), strict=False)
+        return layer, state
+
+    return load
+
+
 @pytest.mark.parametrize("relative", [0.01, 0.1])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_quantised_tensors(
-    comfy: Checkout,
+    quantised: Callable[[str], tuple[nn.Module, dict[str, Tensor]]],
     merge: Callable[[nn.Module, float], Merged],
     tmp_path: Path,
     name: str,
     relative: float,
 ) -> None:
-    if not (comfy.folder / "comfy" / "quant_ops.py").is_file():
-        pytest.skip("this version has no quantised tensors")
-    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
-    layout, kind, params = LAYOUTS[name]
-    made = getattr(comfy.module("comfy.quant_ops"), layout)
-    rows = {"per_channel": True} if params else {}
-    codes, facts = made.quantize(weight_with_outliers(), scale="recalculate", **rows, **params)
-    state = {f"weight{end}": part for end, part in made.state_dict_tensors(codes, facts).items()}
-    text = json.dumps({"format": kind, **params})
-    state["comfy_quant"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    operations = comfy.ops.mixed_precision_ops({}, torch.float32)
-    layer = operations.Linear(SIZE, SIZE, bias=False, device="cpu", dtype=torch.float32)
-    layer.load_state_dict(dict(state), strict=False)
+    layer, state = quantised(name)
     check(merge(layer, relative), state, relative, tmp_path)
+
+
+def test_what_is_too_large_to_dequantise_is_unknown(
+    quantised: Callable[[str], tuple[nn.Module, dict[str, Tensor]]],
+    merge: Callable[[nn.Module, float], Merged],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sigmascope.stages.coarse_weights._MOST_DEQUANTISED", 1)
+    changes = merge(quantised("NVFP4")[0], 0.1).analysis["unet_weight_changes"]
+    assert changes["arriving"] is None
+    assert "too large to be dequantised" in changes["unavailable"]["arriving"]
+    (row,) = (row for row in weight_rows(changes) if row.label == "Arrived")
+    assert "too large to be dequantised" in row.value
