@@ -17,6 +17,7 @@ from sigmascope.reports.html import to_html
 from sigmascope.stages.lora_application import (
     analyze_lora_application_results,
     capture_lora_baseline,
+    in_short,
     print_lora_analysis_summary,
 )
 
@@ -83,6 +84,7 @@ def test_summary_and_page_say_what_arrived(unet: ModelPatcher) -> None:
     said = " ".join(text.getvalue().split())
     assert f"Arrived: {100 * share:.3g} %, with noise of {100 * noise:.3g} % of its size" in said
     assert "(1 weight measured, stored as float8_e4m3fn)" in said
-    page = to_html(run_of(Stage("lora_application", 0.0, 1.0, facts={"lora_application": found})))
+    changes = {"unet_weight_changes": in_short(found["unet_weight_changes"])}
+    page = to_html(run_of(Stage("lora_application", 0.0, 1.0, facts={"lora_application": changes})))
     sentence = f"Of what was merged into float8_e4m3fn weights, {100 * share:.0f} % arrived"
     assert f"{sentence}, with noise of {100 * noise:.0f} % of its size." in page
