@@ -31,8 +31,8 @@ _LIMIT: Final = 6.0
 _SEED: Final = 1
 
 _NOISE: Final = 0.625
-"""How far apart the largest and smallest noise of ComfyUI are, in powers of two below a number (at least 0.5)."""
-_DRAWN: Final = 1 << 20
+"""The width of the noise that ComfyUI adds, times the power of two below a number (at least 0.5)."""
+_DRAWN: Final = 1 << 20  # numbers, that most pieces of weights share
 
 
 @cache
