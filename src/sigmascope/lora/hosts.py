@@ -9,9 +9,10 @@ The factor differs where the hosts look for alpha in different places. ComfyUI r
 √r. Neither scales a whole difference.
 """
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -21,9 +22,10 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import scale_of
 from sigmascope.lora.families import family_named, row_of_diffusers, row_of_original, unflattened
 from sigmascope.lora.families.family import Family, Reads, Row
-from sigmascope.lora.file import PEFT_CONFIGS, LoraFile
+from sigmascope.lora.families.text_encoders import ENCODER_READS, EncoderReads
+from sigmascope.lora.file import PEFT_CONFIGS, LoraFile, ModuleFacts
 from sigmascope.lora.formats import is_attention_projection
-from sigmascope.lora.layer_names import block_of_module
+from sigmascope.lora.layer_names import to_diffusers, to_sgm
 from sigmascope.lora.module_names import FileFamily, file_family, flat, parse_name, unflattened_denoiser
 from sigmascope.lora.reader import PeftConfig, open_any_kind, read_configs
 from sigmascope.lora.verdict import verdict_finding
@@ -57,9 +59,16 @@ _STARTS: Final = (
     "",
 )
 _PEFT_START: Final = "base_model.model."
-_FACTORS: Final = frozenset({"A", "A+alpha", "A.default", "down", "down+alpha", "lokr", "lokr+alpha"})
+_FACTORS: Final = frozenset(
+    f"{end}{alpha}" for end in ("A", "A.default", "down", "lora.down", "lokr") for alpha in ("", "+alpha")
+)
 _ENDS: Final[Mapping[str, Mapping[str, str]]] = {
-    "lora": {"lora_A.weight": "A", "lora_A.default.weight": "A.default", "lora_down.weight": "down"},
+    "lora": {
+        "lora_A.weight": "A",
+        "lora_A.default.weight": "A.default",
+        "lora_down.weight": "down",
+        "lora.down.weight": "lora.down",
+    },
     "tucker": {"lora_mid.weight": "tucker"},
     "loha": {"hada_w1_a": "loha"},
     "lokr": {"lokr_w1": "lokr", "lokr_w1_a": "lokr"},
@@ -82,15 +91,16 @@ _SGM: Final = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed."
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """What one host makes of a file.
+    """What one host makes of a file, or of its part for text encoders.
 
     Attributes:
         host: Its title, with the version.
-        modules: How many modules the file has for the denoiser.
+        modules: How many modules the file has for the denoiser; in `encoders`, for text encoders.
         taken: How many of them the host applies; None if that is not known.
         strengths: By which factor it multiplies up·down (or a whole change), and how many modules have it, the most
             frequent first; None if that is not known.
         unavailable: The reason for each field that is not known, and for what the figures leave out.
+        encoders: The same of the modules for text encoders; None if the file has none.
     """
 
     host: str
@@ -98,21 +108,28 @@ class HostReading:
     taken: int | None
     strengths: Mapping[float, int] | None
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    encoders: "HostReading | None" = None
 
     def as_dict(self) -> dict[str, Any]:
         """The reading as JSON values."""
         return asdict(self) | {"unavailable": dict(self.unavailable)}
 
+    @property
+    def parts(self) -> "tuple[HostReading, ...]":
+        """The readings of the denoiser's modules and of the text encoders', where the file has any."""
+        encoders = () if self.encoders is None else (self.encoders,)
+        return (self, *encoders) if self.modules or not encoders else encoders
+
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module of the denoiser, as loaders see it.
+    """A module of the denoiser or of a text encoder, as loaders see it.
 
     Attributes:
         name: As in the file.
-        start: How the name begins, one of `_STARTS`.
-        path: The rest, dotted where it could be told.
-        namings: Those of `Reads.naming` whose layers it names.
+        start: How the name begins, one of `_STARTS`; as in `EncoderReads.starts` for a text encoder.
+        path: The rest, dotted where it could be told; with underscores for dots for a text encoder.
+        namings: Those of `Reads.naming` whose layers it names; ComfyUI's name of a text encoder.
         ending: As `ending_of` gives it.
         kind: As in `ModuleFacts`.
         rank: Of its factors; None without any.
@@ -150,14 +167,30 @@ def host_readings(path: str | PathLike[str]) -> tuple[HostReading, ...]:
         CheckpointError: The file is missing or damaged.
         LoraFormatError: Its keys follow no known format.
     """
-    with open_any_kind(Path(path), check_finite=False) as lora, open_checkpoint(Path(path)) as checkpoint:
+    return tuple(_reading(file) for file in _before_hosts(Path(path)))
+
+
+def _before_hosts(path: Path) -> "tuple[_File, ...]":
+    with open_any_kind(path, check_finite=False) as lora, open_checkpoint(path) as checkpoint:
         told = file_family(lora)
         family = family_named("sd15" if told.family is None and told.is_unet else told.family)
         modules = tuple(_modules(lora, checkpoint, family))
-        others = len(lora.names) - len(modules)
+        encoders = tuple(_encoder_modules(lora, checkpoint, family))
+        others = len(lora.names) - len(modules) - len(encoders)
         configs = _configs(checkpoint)
-    left_out = {"others": f"{counted(others, 'module')} of other parts of the model"} if others else {}
-    return tuple(_reading(host, modules, family, told, configs, left_out) for host in HOSTS)
+    return tuple(_File(host, family, told, modules, encoders, others, configs) for host in HOSTS)
+
+
+class _File(NamedTuple):
+    """A file before a host; see `_Module` and `_configs`."""
+
+    host: Host
+    family: Family
+    told: FileFamily
+    modules: Sequence[_Module]
+    encoders: Sequence[_Module]
+    others: int
+    configs: Mapping[str, PeftConfig] | str
 
 
 def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
@@ -170,35 +203,43 @@ def _configs(checkpoint: Checkpoint) -> dict[str, PeftConfig] | str:
         return error.message
 
 
-def _reading(
-    host: Host,
+def _reading(file: _File) -> HostReading:
+    if file.host.name == "comfyui":
+        reading = _judged(file, file.modules, _comfyui, _comfyui_strengths)
+    else:
+        reading = _judged(file, file.modules, _diffusers, _diffusers_strengths)
+    encoders = None
+    if file.encoders:
+        encoders = _judged(file, file.encoders, _of_encoders, _encoder_strengths)
+    others = (
+        {"others": f"{counted(file.others, 'module')} of other parts of the model"} if file.others else {}
+    )
+    return replace(reading, unavailable={**reading.unavailable, **others}, encoders=encoders)
+
+
+def _judged(
+    file: _File,
     modules: Sequence[_Module],
-    family: Family,
-    told: FileFamily,
-    configs: Mapping[str, PeftConfig] | str,
-    left_out: Mapping[str, str],
+    read: Callable[[_File], tuple[_Module, ...]],
+    scale: Callable[[_File, Sequence[_Module]], list[float]],
 ) -> HostReading:
+    title, count = file.host.title, len(modules)
     try:
         if not modules:
             raise _Unknown("the file changes no denoiser")
-        if not any(row.host == host.name for row in family.reads):
-            what = (
-                "the model family is not known" if told.family is None else f"{family.title} was not measured"
+        if not any(row.host == file.host.name for row in file.family.reads):
+            unknown_family = file.told.family is None
+            raise _Unknown(
+                "the model family is not known" if unknown_family else f"{file.family.title} was not measured"
             )
-            raise _Unknown(what)
-        read = _comfyui if host.name == "comfyui" else _diffusers
-        taken = read(host, modules, family)
+        taken = read(file)
     except _Unknown as reason:
-        return HostReading(host.title, len(modules), None, None, {"taken": str(reason), **left_out})
+        return HostReading(title, count, None, None, {"taken": str(reason)})
     try:
-        if host.name == "comfyui":
-            factors = [_comfyui_strength(module) for module in taken]
-        else:
-            factors = _diffusers_strengths(taken, modules, family, configs)
+        strengths = dict(Counter(scale(file, taken)).most_common())
     except (_Unknown, LoraFormatError) as reason:
-        return HostReading(host.title, len(modules), len(taken), None, {"strengths": str(reason), **left_out})
-    strengths = dict(Counter(factors).most_common())
-    return HostReading(host.title, len(modules), len(taken), strengths, left_out)
+        return HostReading(title, count, len(taken), None, {"strengths": str(reason)})
+    return HostReading(title, count, len(taken), strengths)
 
 
 def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
@@ -211,12 +252,36 @@ def _modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator
         start = next(start for start in _STARTS if own.startswith(start))
         path, facts = own[len(start) :], lora.facts_of(name)
         dotted, namings = _namings(path, family, is_flat=start.endswith("_"))
-        ending = ending_of(own, facts.kind, keys)
-        alpha = None
-        if f"{own}.alpha" in keys:
-            stored = checkpoint.tensor(f"{own}.alpha")
-            alpha, ending = (float(stored), ending) if stored.numel() == 1 else (None, "other")
-        yield _Module(own, start, dotted, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
+        yield _module(own, start, dotted, namings, facts, checkpoint, keys)
+
+
+def _encoder_modules(lora: LoraFile, checkpoint: Checkpoint, family: Family) -> Iterator[_Module]:
+    keys = frozenset(checkpoint.keys())
+    for name in lora.names:
+        parsed, own = parse_name(name), name.removesuffix(_BIAS)
+        if not (parsed.parts and parsed.parts[0].startswith("text_encoder")):
+            continue
+        known = [family.encoders[part] for part in parsed.parts if part in family.encoders]
+        encoder = parsed.encoder or (known[0][0] if known else "")
+        start = name.removesuffix(parsed.path).replace(f".{encoder}.", ".{}.")
+        path = flat(parsed.path.removesuffix(_BIAS))
+        yield _module(own, start, path, frozenset({encoder}), lora.facts_of(name), checkpoint, keys)
+
+
+def _module(
+    name: str,
+    start: str,
+    path: str,
+    namings: frozenset[str],
+    facts: ModuleFacts,
+    checkpoint: Checkpoint,
+    keys: frozenset[str],
+) -> _Module:
+    ending, alpha = ending_of(name, facts.kind, keys), None
+    if f"{name}.alpha" in keys:
+        stored = checkpoint.tensor(f"{name}.alpha")
+        alpha, ending = (float(stored), ending) if stored.numel() == 1 else (None, "other")
+    return _Module(name, start, path, namings, ending, facts.kind, facts.rank, alpha, facts.weight_shape)
 
 
 def _name_in_keys(name: str, keys: frozenset[str]) -> str:
@@ -260,11 +325,15 @@ def _names_of(row: Row) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "also", (row.also or row.original,)
 
 
-def _comfyui(host: Host, modules: Sequence[_Module], family: Family) -> tuple[_Module, ...]:
+def _comfyui(file: _File) -> tuple[_Module, ...]:
     """It looks up each name by itself."""
-    if family.in_comfyui_since not in (None, host.version):
-        raise _Unknown(f"this version has no {family.title}")
-    return tuple(module for module in modules if _comfyui_takes(host, module, family))
+    _require_in_comfyui(file)
+    return tuple(module for module in file.modules if _comfyui_takes(file.host, module, file.family))
+
+
+def _require_in_comfyui(file: _File) -> None:
+    if file.host.name == "comfyui" and file.family.in_comfyui_since not in (None, file.host.version):
+        raise _Unknown(f"this version has no {file.family.title}")
 
 
 def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
@@ -276,6 +345,7 @@ def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
         if (row.host, row.start) == (host.name, module.start)
         and row.naming in module.namings
         and row.since in (None, host.version)
+        and not _any_of(row.leaves_out, [module])
     ]
     if rows and not any(row.known for row in rows):
         raise _Unknown(f"names such as {module.name} were not measured for {family.title}")
@@ -285,14 +355,19 @@ def _comfyui_takes(host: Host, module: _Module, family: Family) -> bool:
     return bool(rows) and not (dotted_unet and family.loses("comfyui", "peft", module.path))
 
 
+def _comfyui_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+    return [_comfyui_strength(module) for module in taken]
+
+
 def _comfyui_strength(module: _Module) -> float:
     if module.kind in ("oft", "boft", "glora"):
         raise _Unknown(f"{module.kind.upper()} has no such factor")
     return 1.0 if module.kind in ("diff", "set") else module.by_alpha
 
 
-def _diffusers(host: Host, modules: Sequence[_Module], family: Family) -> tuple[_Module, ...]:
+def _diffusers(file: _File) -> tuple[_Module, ...]:
     """It converts a file as a whole, so what was measured holds for files of one kind of names."""
+    modules, family = file.modules, file.family
     endings, starts = {module.ending for module in modules}, {module.start for module in modules}
     if endings <= _NEVER_IN_DIFFUSERS:
         return ()
@@ -304,68 +379,69 @@ def _diffusers(host: Host, modules: Sequence[_Module], family: Family) -> tuple[
     for module in modules:
         if not module.namings:
             raise _Unknown(f"{module.name} is no known layer of {family.title}")
-    rows = _rows(host, start, ending, modules, family)
+    rows = _rows(file.host.name, start, ending, modules, family)
     if not rows:
         return ()
     row = next((row for row in rows if row.known), None)
     if row is None:
         raise _Unknown(f"names such as {modules[0].name} were not measured for {family.title}")
+    if not _goes_with_encoders(file):
+        return ()
+    if _any_of(row.refuses, modules) or (row.whole_blocks and not _has_whole_blocks(row, modules)):
+        return ()
     if row.width is not None and not all(row.width in module.shape for module in modules):
         raise _Unknown(f"its loader divides such layers at a width of {row.width} only")
-    is_peft = (start, ending) == (f"{family.component}.", "A")
-    if row.block_layers is not None:
-        in_block = Counter(block_of_module(module.path) for module in modules).values()
-        if min(in_block) < row.block_layers:
-            return ()
-        if max(in_block) > row.block_layers:
-            raise _Unknown(f"blocks of more than {row.block_layers} layers were not measured")
-    outside = next(
-        (module.name for module in modules if not any(map(str.isdigit, module.path.split(".")))), None
+    return tuple(module for module in modules if not _diffusers_leaves_out(row, module, family))
+
+
+def _any_of(layers: str | None, modules: Sequence[_Module]) -> bool:
+    """Whether a regular expression for layers, as in `Reads`, is that of one of the modules."""
+    return layers is not None and any(re.fullmatch(layers, module.path) for module in modules)
+
+
+def _has_whole_blocks(row: Reads, modules: Sequence[_Module]) -> bool:
+    blocks: dict[str, set[str]] = {}
+    for _, number, layer in (module.path.split(".", 2) for module in modules):
+        blocks.setdefault(number, set()).add(layer)
+    return set(blocks) == {str(number) for number in range(len(blocks))} and any(
+        all(layers == set(wanted.split()) for layers in blocks.values()) for wanted in row.whole_blocks
     )
-    if outside is not None and not is_peft and not family.is_unet:
-        raise _Unknown(f"layers outside of blocks, such as {outside}, were not measured")
-    return tuple(module for module in modules if not _diffusers_loses(module, family))
 
 
 def _rows(
-    host: Host, start: str, ending: str, modules: Sequence[_Module], family: Family
+    host: str, start: str, ending: str, modules: Sequence[_Module], family: Family
 ) -> tuple[Reads, ...]:
     return tuple(
         row
         for row in family.reads
-        if (row.host, row.start) == (host.name, start)
+        if (row.host, row.start) == (host, start)
         and all(row.naming in module.namings for module in modules)
         and (not row.endings or ending in row.endings.split())
     )
 
 
-def _diffusers_loses(module: _Module, family: Family) -> bool:
-    down = "lora_A" if module.ending.startswith("A") else "lora_down"
-    return module.start == "diffusion_model." and family.loses("diffusers", "comfyui", module.path, down)
+def _diffusers_leaves_out(row: Reads, module: _Module, family: Family) -> bool:
+    down = {"A": "lora_A", "down": "lora_down"}.get(module.ending.partition("+")[0])
+    lost = {"diffusion_model.": ("comfyui", module.path), "lora_unet_": ("kohya", flat(module.path))}
+    format, path = lost.get(module.start, ("", ""))
+    return _any_of(row.leaves_out, [module]) or family.loses("diffusers", format, path, down)
 
 
-def _diffusers_strengths(
-    taken: Sequence[_Module],
-    modules: Sequence[_Module],
-    family: Family,
-    configs: Mapping[str, PeftConfig] | str,
-) -> list[float]:
-    if isinstance(configs, str):
-        raise _Unknown(configs)
-    config = configs.get(family.component, configs.get(""))
+def _diffusers_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+    modules, family = file.modules, file.family
+    config = _config(file, family.component)
     has_alphas = any(module.alpha is not None for module in taken)
     if config is not None and has_alphas:
         raise _Unknown("it has alphas in its header and beside its factors")
     if config is not None:
         return [_by_config(config, module) for module in taken]
-    if not has_alphas or not taken:
-        return [1.0 for _ in taken]
-    (row, *_) = [
-        row
-        for row in family.reads
-        if (row.host, row.start) == ("diffusers", taken[0].start) and taken[0].ending in row.endings.split()
-    ]
-    if not row.folds_alpha:
+    if not taken:
+        return []
+    row = _rows("diffusers", taken[0].start, taken[0].ending, modules, family)[0]
+    misread = next((module.name for module in taken if _any_of(row.misreads, [module])), None)
+    if misread is not None:
+        raise _Unknown(f"its loader gives {misread} another change than the file has")
+    if not has_alphas or not row.folds_alpha:
         return [1.0 for _ in taken]
     if not family.is_unet:
         return [module.by_alpha for module in taken]
@@ -373,6 +449,12 @@ def _diffusers_strengths(
     if len(usual) > 1 and usual[0][1] == usual[1][1]:
         raise _Unknown("two alphas are equally frequent, and attention gets the most frequent one")
     return [_of_unet(module, usual[0][0]) for module in taken]
+
+
+def _config(file: _File, component: str) -> PeftConfig | None:
+    if isinstance(file.configs, str):
+        raise _Unknown(file.configs)
+    return file.configs.get(component, file.configs.get(""))
 
 
 def _by_config(config: PeftConfig, module: _Module) -> float:
@@ -387,27 +469,64 @@ def _of_unet(module: _Module, usual_alpha: float | None) -> float:
     return scale_of(usual_alpha, module.rank)
 
 
-def host_findings(
-    readings: Sequence[HostReading], path: Path, family: str | None, kinds: Collection[str]
-) -> tuple[Finding, ...]:
+def _of_encoders(file: _File) -> tuple[_Module, ...]:
+    _require_in_comfyui(file)
+    rows = [
+        row
+        for row in ENCODER_READS
+        if row.host == file.host.name and file.family.name in row.families.split()
+    ]
+    if file.host.name == "diffusers":
+        return tuple(module for module in file.encoders if _encoder_row(module, rows))
+    measured = {encoder for row in rows for encoder in row.encoders.split()}
+    for module in file.encoders:
+        (encoder,) = module.namings
+        if encoder not in measured:
+            raise _Unknown(f"names such as {module.name} were not measured for {file.family.title}")
+    return tuple(module for module in file.encoders if _encoder_row(module, rows))
+
+
+def _encoder_row(module: _Module, rows: Sequence[EncoderReads]) -> bool:
+    return any(
+        module.start in row.starts.split()
+        and not module.namings.isdisjoint(row.encoders.split())
+        and re.fullmatch(row.layers, module.path) is not None
+        and (not row.endings or module.ending in row.endings.split())
+        for row in rows
+    )
+
+
+def _goes_with_encoders(file: _File) -> bool:
+    """For a U-Net and SD 3, diffusers refuses a file, or loads nothing, if it has other names for a text encoder too."""
+    if not (file.family.is_unet or file.family.name == "sd3"):
+        return True
+    all_peft = all(module.ending == "A" for module in file.encoders)
+    return all_peft or len(_of_encoders(file)) == len(file.encoders)
+
+
+def _encoder_strengths(file: _File, taken: Sequence[_Module]) -> list[float]:
+    if file.host.name == "comfyui":
+        return _comfyui_strengths(file, taken)
+    if isinstance(file.configs, str):
+        raise _Unknown(file.configs)
+    if any(component.startswith("text_encoder") for component in file.configs):
+        raise _Unknown("its header has PEFT's configuration for a text encoder")
+    factors = [module.by_alpha for module in taken]
+    if file.family.is_unet and len(set(factors)) > 1:
+        raise _Unknown("alphas that differ were not measured for text encoders")
+    return factors
+
+
+def host_findings(readings: Sequence[HostReading], path: Path) -> tuple[Finding, ...]:
     """`lora_hosts_differ`, if the newest hosts take other modules, or apply them with another strength.
 
     Args:
         readings: Of the file, as `host_readings` gives them.
-        path: The file, for the command.
-        family: The model family that it is for.
-        kinds: Of its modules.
+        path: The file.
     """
-    first, second = (
-        reading for reading, host in zip(readings, HOSTS, strict=True) if host.version != "0.3.64"
-    )
-    modules = first.taken is not None and second.taken is not None and first.taken != second.taken
-    strengths = (
-        bool(first.taken and second.taken)
-        and None not in (first.strengths, second.strengths)
-        and first.strengths != second.strengths
-    )
-    if not modules and not strengths:
+    first, second = _newest(readings)
+    differing = [pair for pair in zip(first.parts, second.parts, strict=True) if _differ(*pair)]
+    if not differing:
         return ()
     return (
         verdict_finding(
@@ -415,14 +534,32 @@ def host_findings(
             {"diffusers": first.taken, "comfyui": second.taken, "modules": first.modules},
             first=_in_words(first),
             second=_in_words(second),
-            how=_conversion(path, family_named(family), kinds),
+            how=_conversion(path),
         ),
     )
 
 
+def _newest(readings: Iterable[HostReading]) -> list[HostReading]:
+    return [reading for reading, host in zip(readings, HOSTS, strict=True) if host.version != "0.3.64"]
+
+
+def _differ(first: HostReading, second: HostReading) -> bool:
+    if None in (first.taken, second.taken):
+        return False
+    known = None not in (first.strengths, second.strengths)
+    return first.taken != second.taken or bool(first.taken and known and first.strengths != second.strengths)
+
+
 def _in_words(reading: HostReading) -> str:
-    at = f" with strength {strengths_in_words(reading)}" if reading.taken and reading.strengths else ""
-    return f"{reading.host} takes {reading.taken} of {counted(reading.modules, 'module')}{at}"
+    counts = [counted(part.modules, "module") for part in reading.parts]
+    if reading.encoders is not None:
+        counts[-1] += " of text encoders"
+    said = [
+        f"{'an unknown number' if part.taken is None else part.taken} of {count}"
+        + (f" with strength {strengths_in_words(part)}" if part.taken and part.strengths else "")
+        for part, count in zip(reading.parts, counts, strict=True)
+    ]
+    return f"{reading.host} takes {' and '.join(said)}"
 
 
 def strengths_in_words(reading: HostReading) -> str:
@@ -438,11 +575,13 @@ def strengths_in_words(reading: HostReading) -> str:
     return ", ".join(f"{factor:.3g} ({count})" for factor, count in shown[:3]) + more
 
 
-def _conversion(path: Path, family: Family, kinds: Collection[str]) -> str:
-    format = _read_by_both(family)
-    if format is None or not _TO_FACTORS.issuperset(kinds):
+def _conversion(path: Path) -> str:
+    files = _before_hosts(path)
+    kinds = {module.kind for module in (*files[0].modules, *files[0].encoders)}
+    format = _read_by_both(files) if _TO_FACTORS.issuperset(kinds) else None
+    if format is None:
         return " for each host: to peft for diffusers, to comfyui for ComfyUI (sigmascope lora convert)"
-    rank = "" if set(kinds) == {"lora"} else f" --rank {_WHOLE_RANK}"
+    rank = "" if kinds == {"lora"} else f" --rank {_WHOLE_RANK}"
     return f" to what both apply alike: sigmascope lora convert {path.name} NEW.safetensors --format {format}{rank}"
 
 
@@ -454,18 +593,56 @@ _WRITTEN: Final = (
 """How Sigmascope's formats begin names, with which naming and endings; None for the family's own."""
 
 
-def _read_by_both(family: Family) -> str | None:
-    """The first format that both hosts read whole."""
+def _read_by_both(files: Sequence[_File]) -> str | None:
+    """The first format in which the newest hosts read the whole file, and alike."""
     for format, start, naming, ending in _WRITTEN:
-        wanted = (start or f"{family.component}.", naming or family.kohya_naming)
-        readers = {
-            row.host
-            for row in family.reads
-            if (row.start, row.naming) == wanted
-            and row.known
-            and (not row.endings or ending in row.endings.split())
-        }
-        lost = any(lost.format == format and lost.down in (None, "lora_down") for lost in family.lost)
-        if len(readers) > 1 and not lost:
+        first, second = _newest(_reading(_as_written(file, format, start, naming, ending)) for file in files)
+        whole = all(part.taken == part.modules for reading in (first, second) for part in reading.parts)
+        if whole and not any(_differ(*pair) for pair in zip(first.parts, second.parts, strict=True)):
             return format
     return None
+
+
+def _as_written(file: _File, format: str, start: str | None, naming: str | None, ending: str) -> _File:
+    """The file as `convert_lora` writes it, with alpha = rank."""
+    family = file.family
+    start, naming = start or f"{family.component}.", naming or family.kohya_naming
+    paths = {path: module for module in file.modules for path in _paths_in(naming, module, family)}
+    modules = [
+        replace(
+            _in_factors(module, ending),
+            name=start + path,
+            start=start,
+            path=path,
+            namings=_namings(path, family, is_flat=False)[1],
+        )
+        for path, module in paths.items()
+    ]
+    starts = {"peft": {part: f"{part}." for part in family.encoders}, "kohya": family.kohya_encoders}
+    parts = {frozenset({name}): part for part, names in family.encoders.items() for name in names}
+    starts_of = {
+        encoder: starts.get(format, {}).get(part, "text_encoders.{}.transformer.")
+        for encoder, part in parts.items()
+    }
+    encoders = [
+        replace(_in_factors(module, ending), start=starts_of.get(module.namings, ""))
+        for module in file.encoders
+    ]
+    return file._replace(modules=modules, encoders=encoders, configs={})
+
+
+def _in_factors(module: _Module, ending: str) -> _Module:
+    alpha = None if ending == "A" or module.rank is None else float(module.rank)
+    return replace(module, ending=ending, kind="lora", alpha=alpha)
+
+
+def _paths_in(naming: str, module: _Module, family: Family) -> tuple[str, ...]:
+    """A module's layers, by their names in another naming; its own path where they are not known."""
+    if family.is_unet:
+        other = to_sgm if naming == "original" else to_diffusers
+        path = module.path if naming in module.namings else other(module.path, family.unet_blocks)
+        return (path or module.path,)
+    row = row_of_original(family.name, module.path) or row_of_diffusers(family.name, module.path)
+    if row is None:
+        return (module.path,)
+    return row.parts if naming == "diffusers" else (row.original,)

@@ -28,7 +28,6 @@ from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.hosts import HostReading, host_findings, host_readings
 from sigmascope.lora.layer_names import block_of_module, block_position
 from sigmascope.lora.linalg import as_float64, effective_rank, max_rank, root_sum_square, stable_rank
-from sigmascope.lora.module_names import file_family
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict
@@ -284,9 +283,7 @@ def inspect_lora(
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
             hosts=hosts,
-            findings=host_findings(
-                hosts, Path(path), file_family(lora).family, {module.kind for module in strengths.values()}
-            ),
+            findings=host_findings(hosts, Path(path)),
         )
 
 

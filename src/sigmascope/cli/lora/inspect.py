@@ -276,15 +276,22 @@ def _blocks(report: "LoraInspection") -> Table:
 
 
 def _hosts(report: "LoraInspection") -> Table:
-    """What each host makes of the denoiser's modules."""
+    """What each host makes of the denoiser's modules, and of the text encoders' where the file has any."""
     from sigmascope.lora.hosts import strengths_in_words
 
-    made = table("Host", "Modules taken", "Strength", "Not known", left=("Not known",))
+    columns = ["Modules taken", "Strength"]
+    if any(host.encoders for host in report.hosts):
+        columns += ["Text encoders", "Strength"]
+    made = table("Host", *columns, "Not known", left=("Not known",))
     for host in report.hosts:
-        taken = "unknown" if host.taken is None else f"{host.taken} of {host.modules}"
-        made.add_row(
-            plain(host.host), taken, strengths_in_words(host), plain("; ".join(host.unavailable.values()))
-        )
+        cells: list[str] = []
+        reasons: list[str] = []
+        for part in (host, host.encoders):
+            if part is not None:
+                taken = "unknown" if part.taken is None else f"{part.taken} of {part.modules}"
+                cells += [taken, strengths_in_words(part)]
+                reasons += part.unavailable.values()
+        made.add_row(plain(host.host), *cells, plain("; ".join(dict.fromkeys(reasons))))
     return made
 
 

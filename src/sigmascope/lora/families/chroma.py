@@ -3,7 +3,9 @@
 from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
-from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX
+from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, KOHYA_READS
+
+_GUIDANCE: Final = r"distilled_guidance_layer.*"
 
 CHROMA: Final = Family(
     name="chroma",
@@ -34,14 +36,13 @@ CHROMA: Final = Family(
     encoders={"text_encoder": ("t5xxl",)},
     reads=(
         *COMFYUI_READS,
-        Reads("comfyui", "transformer.", "diffusers"),
-        Reads("comfyui", "lycoris_", "diffusers"),
-        Reads("comfyui", "lora_transformer_", "diffusers"),
-        Reads("comfyui", "", "diffusers", since="0.33"),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha"),
-        Reads("diffusers", "lora_transformer_", "diffusers", "down down+alpha", known=False),
+        Reads("comfyui", "transformer.", "diffusers", leaves_out=_GUIDANCE),
+        Reads("comfyui", "lycoris_", "diffusers", leaves_out=_GUIDANCE),
+        Reads("comfyui", "lora_transformer_", "diffusers", leaves_out=_GUIDANCE),
+        Reads("comfyui", "", "diffusers", since="0.33", leaves_out=_GUIDANCE),
+        *KOHYA_READS,
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha lora.down lora.down+alpha"),
         Reads("diffusers", "transformer.", "diffusers", "down down+alpha", folds_alpha=False),
-        Reads("diffusers", "lora_unet_", "original", "down down+alpha", known=False),
-        Reads("diffusers", "diffusion_model.", "original", "down down+alpha", known=False),
+        Reads("diffusers", "lora_transformer_", "diffusers", "down down+alpha", known=False),
     ),
 )

@@ -147,7 +147,11 @@ class Reads:
         endings: How the tensors' keys may end (`lora.hosts.ending_of`), separated by spaces; "" for any ending.
         since: The first version that reads them; None if all of `lora.hosts.HOSTS` do.
         width: The loader divides fused layers at this width, and no other.
-        block_layers: The loader refuses the file unless every block has this many layers.
+        leaves_out: A regular expression for the paths of layers that it leaves out.
+        refuses: The same for layers whose presence makes it refuse the whole file.
+        misreads: The same for layers that it gives another change than the file has.
+        whole_blocks: The loader refuses the file unless all blocks, from 0 on without a gap, have one of these sets of
+            layers and no others; separated by spaces.
         known: Whether what it does was measured. If not, all that is known is that it might read them.
         folds_alpha: Whether it multiplies by alpha / rank; otherwise it ignores `.alpha` tensors.
     """
@@ -158,7 +162,10 @@ class Reads:
     endings: str = ""
     since: str | None = None
     width: int | None = None
-    block_layers: int | None = None
+    leaves_out: str | None = None
+    refuses: str | None = None
+    misreads: str | None = None
+    whole_blocks: tuple[str, ...] = ()
     known: bool = True
     folds_alpha: bool = True
 

@@ -33,6 +33,19 @@ LAST: Final = """
     final_layer.linear = proj_out
 """
 """After the blocks, at HunyuanVideo too."""
+KOHYA_READS: Final = tuple(
+    Reads(
+        "diffusers",
+        start,
+        "original",
+        "down down+alpha",
+        width=3072,
+        leaves_out=r"(?!double_blocks|single_blocks).*",
+        refuses=r"distilled_guidance_layer.*",
+    )
+    for start in ("lora_unet_", "diffusion_model.")
+)
+"""What diffusers' converter reads of kohya's names, at Chroma too."""
 
 FLUX: Final = Family(
     name="flux",
@@ -97,16 +110,15 @@ FLUX: Final = Family(
     encoders={"text_encoder": ("clip_l",), "text_encoder_2": ("t5xxl",)},
     decides=("clip_l", "t5xxl"),
     kohya_encoders={**KOHYA_ENCODERS, "text_encoder_2": "lora_te3_"},
-    lost=(Lost("diffusers", "comfyui", down="lora_A"), Lost("diffusers", "kohya")),
+    lost=(Lost("diffusers", "comfyui", down="lora_A"),),
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "transformer.", "diffusers"),
         Reads("comfyui", "lycoris_", "diffusers"),
         Reads("comfyui", "lora_transformer_", "diffusers"),
         Reads("comfyui", "", "diffusers", since="0.33"),
-        Reads("diffusers", "lora_unet_", "original", "down down+alpha", width=3072),
-        Reads("diffusers", "diffusion_model.", "original", "down down+alpha", width=3072),
-        Reads("diffusers", "transformer.", "diffusers", "A A+alpha"),
+        *KOHYA_READS,
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha lora.down lora.down+alpha"),
         Reads("diffusers", "transformer.", "diffusers", "down down+alpha", folds_alpha=False),
         Reads("diffusers", "lora_transformer_", "diffusers", "down down+alpha", known=False),
         Reads("diffusers", "base_model.model.", "diffusers", known=False),

@@ -4,6 +4,9 @@ from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Ratio, Reads
 
+_AROUND: Final = r"time_guidance_embed\..*|.*_stream_modulation.*"
+_SWAPPED: Final = r"final_layer\.adaLN_modulation\.1"
+
 FLUX2: Final = Family(
     name="flux2",
     title="FLUX.2",
@@ -78,19 +81,32 @@ FLUX2: Final = Family(
     lost=(Lost("diffusers", "comfyui", down="lora_down"),),
     reads=(
         *COMFYUI_READS,
-        Reads("comfyui", "transformer.", "diffusers"),
-        Reads("comfyui", "lycoris_", "diffusers"),
-        Reads("comfyui", "lora_transformer_", "diffusers"),
-        Reads("comfyui", "", "diffusers"),
-        Reads("diffusers", "lora_unet_", "original", "down down+alpha"),
-        Reads("diffusers", "diffusion_model.", "original", "A"),
+        Reads("comfyui", "transformer.", "diffusers", leaves_out=_AROUND),
+        Reads("comfyui", "lycoris_", "diffusers", leaves_out=_AROUND),
+        Reads("comfyui", "lora_transformer_", "diffusers", leaves_out=_AROUND),
+        Reads("comfyui", "", "diffusers", leaves_out=_AROUND),
+        Reads(
+            "diffusers",
+            "lora_unet_",
+            "original",
+            "down down+alpha",
+            leaves_out=r".*_stream_modulation_?.*|guidance_in\..*|final_layer\.adaLN_modulation\.1",
+        ),
+        Reads("diffusers", "diffusion_model.", "original", "A", misreads=_SWAPPED),
         Reads("diffusers", "diffusion_model.", "diffusers", "A"),
-        Reads("diffusers", "base_model.model.", "original", "A"),
+        Reads("diffusers", "base_model.model.", "original", "A", misreads=_SWAPPED),
         Reads("diffusers", "base_model.model.", "diffusers", "A"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
         Reads("diffusers", "lycoris_", "diffusers", "lokr lokr+alpha"),
         Reads("diffusers", "", "diffusers", "lokr lokr+alpha"),
-        Reads("diffusers", "diffusion_model.", "original", "lokr lokr+alpha", known=False),
+        Reads(
+            "diffusers",
+            "diffusion_model.",
+            "original",
+            "lokr lokr+alpha",
+            leaves_out=r".*_attn\.qkv",
+            misreads=_SWAPPED,
+        ),
         Reads("diffusers", "base_model.model.", "original", "lokr lokr+alpha", known=False),
     ),
     in_comfyui_since="0.33",

@@ -77,6 +77,6 @@ HIDREAM: Final = Family(
         Reads("comfyui", "transformer.", "diffusers"),
         Reads("comfyui", "lycoris_", "diffusers"),
         Reads("diffusers", "diffusion_model.", "diffusers", "A"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
     ),
 )

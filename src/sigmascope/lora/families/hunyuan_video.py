@@ -5,6 +5,8 @@ from typing import Final
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, POOLED_TEXT
 
+_EMBEDDERS: Final = r"(?:time_in|guidance_in)\.mlp\..*"
+
 HUNYUAN_VIDEO: Final = Family(
     name="hunyuan_video",
     title="HunyuanVideo",
@@ -66,9 +68,22 @@ HUNYUAN_VIDEO: Final = Family(
     decides=("llama",),
     reads=(
         *COMFYUI_READS,
-        Reads("comfyui", "diffusion_model.", "also"),
-        Reads("comfyui", "transformer.", "also"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("comfyui", "diffusion_model.", "also", leaves_out=_EMBEDDERS),
+        Reads("comfyui", "transformer.", "also", leaves_out=_EMBEDDERS),
+        Reads("comfyui", "transformer.", "original", leaves_out=r"(?!time_in|guidance_in).*"),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
+        *(
+            Reads(
+                "diffusers",
+                start,
+                "also",
+                "A",
+                leaves_out=r"txt_in\.[tc]_embedder\..*",
+                misreads=r"final_layer\.adaLN_modulation\.1",
+                refuses=r"txt_in\.individual_token_refiner\..*qkv",
+            )
+            for start in ("diffusion_model.", "transformer.", "")
+        ),
         Reads("diffusers", "lora_unet_", "original", known=False),
         Reads("diffusers", "lora_unet_", "also", known=False),
         Reads("diffusers", "diffusion_model.", "original", known=False),

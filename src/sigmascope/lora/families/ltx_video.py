@@ -48,8 +48,19 @@ LTX_VIDEO: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "", "original", since="0.33"),
-        Reads("diffusers", "diffusion_model.", "original", "A"),
-        Reads("diffusers", "diffusion_model.", "diffusers", "A"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        *(
+            read
+            for start in ("diffusion_model.", "transformer.")
+            for read in (
+                Reads("diffusers", start, "diffusers", "A lora.down"),
+                Reads(
+                    "diffusers",
+                    start,
+                    "original",
+                    "A lora.down",
+                    leaves_out=r"patchify_proj|adaln_single\..*",
+                ),
+            )
+        ),
     ),
 )

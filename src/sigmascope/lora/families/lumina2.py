@@ -58,7 +58,7 @@ LUMINA2: Final = Family(
         Reads("comfyui", "transformer.", "diffusers", known=False),
         Reads("comfyui", "lycoris_", "original", known=False),
         Reads("comfyui", "lycoris_", "diffusers", known=False),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
         Reads("diffusers", "diffusion_model.", "original", known=False),
     ),
 )

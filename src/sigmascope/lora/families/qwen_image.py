@@ -4,6 +4,8 @@ from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 
+_ALL: Final = "A A+alpha A.default A.default+alpha down down+alpha"
+
 QWEN_IMAGE: Final = Family(
     name="qwen_image",
     title="Qwen-Image",
@@ -48,9 +50,9 @@ QWEN_IMAGE: Final = Family(
         Reads("comfyui", "transformer.", "diffusers"),
         Reads("comfyui", "lycoris_", "diffusers"),
         Reads("comfyui", "", "diffusers"),
-        Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
-        Reads("diffusers", "diffusion_model.", "diffusers", "A A+alpha down down+alpha A.default"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
-        Reads("diffusers", "", "diffusers", "A+alpha down+alpha A.default"),
+        Reads("diffusers", "lora_unet_", "diffusers", _ALL),
+        Reads("diffusers", "diffusion_model.", "diffusers", _ALL),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
+        Reads("diffusers", "", "diffusers", "A+alpha down+alpha A.default A.default+alpha"),
     ),
 )

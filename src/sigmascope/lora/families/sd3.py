@@ -65,6 +65,6 @@ SD3: Final = Family(
         Reads("comfyui", "base_model.model.", "diffusers"),
         Reads("comfyui", "lora_transformer_", "diffusers"),
         Reads("comfyui", "lycoris_", "diffusers"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
     ),
 )

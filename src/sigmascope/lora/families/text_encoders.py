@@ -1,6 +1,9 @@
-"""Layers of text encoders that single files and transformers name differently or fuse; as in `Family.layers`."""
+"""Text encoders: layers that single files and transformers name differently or fuse, and the names that hosts read.
 
-from typing import Final
+Layers are written as in `Family.layers`.
+"""
+
+from typing import Final, Literal, NamedTuple
 
 from sigmascope.lora.families.family import Row, parsed_rows
 
@@ -25,3 +28,57 @@ T5: Final = """
         encoder.block.#.layer.1.DenseReluDense.wo
 """
 ENCODERS: Final[dict[str, tuple[Row, ...]]] = {"open_clip": parsed_rows(OPEN_CLIP), "t5": parsed_rows(T5)}
+
+
+class EncoderReads(NamedTuple):
+    """Names of text encoders' modules that a host's loader reads.
+
+    Attributes:
+        host: As in `Reads.host`.
+        families: The model families whose files are concerned, separated by spaces.
+        starts: What names begin with, separated by spaces; `{}` is ComfyUI's name of the encoder.
+        encoders: ComfyUI's names of the encoders, separated by spaces.
+        layers: A regular expression for the paths, with underscores for dots.
+        endings: As in `Reads.endings`.
+    """
+
+    host: Literal["diffusers", "comfyui"]
+    families: str
+    starts: str
+    encoders: str
+    layers: str = ".*"
+    endings: str = ""
+
+
+_CLIP: Final = r"text_model_encoder_layers_\d+_(?:self_attn_(?:q|k|v|out)_proj|mlp_fc[12])"
+_LAYERS: Final = rf"{_CLIP}|{_CLIP.removeprefix('text_model_')}"
+_WITH_PROJECTION: Final = f"{_LAYERS}|text_projection"
+_WITH_CLIP: Final = "sd15 sd2 sdxl sd3 flux hidream hunyuan_video"
+ENCODER_READS: Final = (
+    EncoderReads(
+        "comfyui",
+        f"{_WITH_CLIP} chroma ltx_video",
+        "text_encoders.{}.transformer.",
+        "clip_l clip_g clip_h t5xxl",
+    ),
+    EncoderReads("comfyui", _WITH_CLIP, "lora_te_ lora_te1_ text_encoder.", "clip_l clip_h", _CLIP),
+    EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te2_ text_encoder_2.", "clip_g", _CLIP),
+    EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te1_", "clip_l", "text_projection"),
+    EncoderReads("comfyui", "sdxl sd3 hidream", "lora_te2_", "clip_g", "text_projection"),
+    EncoderReads("comfyui", "flux sd3 hidream", "lora_te3_", "t5xxl"),
+    EncoderReads("comfyui", "flux", "lora_te2_", "t5xxl"),
+    EncoderReads("comfyui", "chroma ltx_video", "lora_te1_", "t5xxl"),
+    *(
+        EncoderReads("diffusers", families, starts, encoders, layers, endings)
+        for families, starts, encoders, layers, endings in (
+            ("sd15 sd2 sdxl flux", "lora_te_ lora_te1_", "clip_l clip_h", _LAYERS, "down down+alpha"),
+            ("sdxl", "lora_te2_", "clip_g", _WITH_PROJECTION, "down down+alpha"),
+            ("flux", "text_encoders.{}.transformer.", "clip_l", _LAYERS, "down down+alpha"),
+            ("flux", "text_encoder.", "clip_l", _LAYERS, "A A+alpha"),
+            ("sd15 sd2 sdxl", "text_encoder.", "clip_l clip_h", _LAYERS, "A"),
+            ("sd3", "text_encoder.", "clip_l", _WITH_PROJECTION, "A"),
+            ("sdxl sd3", "text_encoder_2.", "clip_g", _WITH_PROJECTION, "A"),
+        )
+    ),
+)
+"""As measured of the hosts' loaders; other encoders than those of these rows' `encoders` were not."""

@@ -31,9 +31,9 @@ LOST: Final = (Lost("diffusers", "comfyui", or_refused=True), Lost("comfyui", "p
 READS: Final = (
     *COMFYUI_READS,
     *(Reads("comfyui", start, "diffusers") for start in ("lora_unet_", "lycoris_", "unet.", "")),
-    Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
+    Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha", leaves_out=r"add_embedding\..*"),
     Reads("diffusers", "lora_unet_", "original", "down down+alpha", known=False),
-    Reads("diffusers", "unet.", "diffusers", "A"),
+    Reads("diffusers", "unet.", "diffusers", "A lora.down"),
 )
 SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
 """SD 1 and SD 2."""

@@ -2,7 +2,10 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Lost, Reads
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
+
+_OUTSIDE: Final = r"(?!blocks\.).*"
+_BLOCK: Final = "self_attn.q self_attn.k self_attn.v self_attn.o cross_attn.q cross_attn.k cross_attn.v cross_attn.o ffn.0 ffn.2"
 
 WAN: Final = Family(
     name="wan",
@@ -68,11 +71,18 @@ WAN: Final = Family(
     """,
     extra_blocks=("audio_injector", "casual_audio_encoder"),
     encoders={"text_encoder": ("umt5xxl",)},
-    lost=(Lost("diffusers", "kohya"),),
     reads=(
         *COMFYUI_READS,
-        Reads("diffusers", "lora_unet_", "original", "down+alpha", block_layers=10),
-        Reads("diffusers", "diffusion_model.", "original", "A A+alpha down down+alpha"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads(
+            "diffusers",
+            "lora_unet_",
+            "original",
+            "down+alpha",
+            refuses=_OUTSIDE,
+            whole_blocks=(_BLOCK, f"{_BLOCK} cross_attn.k_img cross_attn.v_img"),
+        ),
+        Reads("diffusers", "diffusion_model.", "original", "A down", refuses=r"patch_embedding|vace_.*"),
+        Reads("diffusers", "diffusion_model.", "original", "A+alpha down+alpha", refuses=_OUTSIDE),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down"),
     ),
 )

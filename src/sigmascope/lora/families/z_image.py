@@ -20,6 +20,9 @@ _BLOCK: Final = """
     LIST.#.ffn_norm2
 """
 
+_FUSED: Final = r".*\.attention\.qkv|x_embedder|final_layer\..*"
+_FUSED_OR_OUT: Final = rf".*\.attention\.out|{_FUSED}"
+
 Z_IMAGE: Final = Family(
     name="z_image",
     title="Z-Image",
@@ -62,8 +65,8 @@ Z_IMAGE: Final = Family(
     around=r"\.feed_forward\.",
     encoders={"text_encoder": ("qwen3_4b",)},
     lost=(
-        Lost("diffusers", "comfyui", r".*\.attention\.qkv|x_embedder|final_layer\..*"),
-        Lost("diffusers", "comfyui", r".*\.attention\.out", down="lora_A"),
+        Lost("diffusers", "comfyui", _FUSED),
+        Lost("diffusers", "comfyui", _FUSED_OR_OUT, down="lora_A"),
         Lost("diffusers", "kohya", r"x_embedder|final_layer_.*"),
     ),
     reads=(
@@ -74,17 +77,21 @@ Z_IMAGE: Final = Family(
         Reads("comfyui", "", "diffusers"),
         Reads("diffusers", "lora_unet_", "original", "down down+alpha"),
         Reads("diffusers", "lora_unet_", "diffusers", "down down+alpha"),
-        Reads("diffusers", "diffusion_model.", "original", "A down down+alpha"),
-        Reads("diffusers", "diffusion_model.", "original", "lokr lokr+alpha A.default", known=False),
         Reads(
             "diffusers",
             "diffusion_model.",
             "diffusers",
             "A A+alpha down down+alpha lokr lokr+alpha A.default",
         ),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "diffusion_model.", "original", "A lokr lokr+alpha", leaves_out=_FUSED_OR_OUT),
+        Reads("diffusers", "diffusion_model.", "original", "down down+alpha", leaves_out=_FUSED),
+        Reads("diffusers", "diffusion_model.", "original", "A.default A.default+alpha", known=False),
+        Reads("diffusers", "transformer.", "diffusers", "A lora.down lokr"),
+        Reads("diffusers", "transformer.", "original", "A lora.down lokr", leaves_out=_FUSED_OR_OUT),
         Reads("diffusers", "", "diffusers", "A+alpha down+alpha lokr lokr+alpha A.default"),
-        Reads("diffusers", "", "original", known=False),
+        Reads("diffusers", "", "original", "down+alpha", leaves_out=_FUSED),
+        Reads("diffusers", "", "original", "lokr+alpha", leaves_out=_FUSED_OR_OUT),
+        Reads("diffusers", "", "original", "A A+alpha A.default lokr", known=False),
     ),
     in_comfyui_since="0.33",
 )

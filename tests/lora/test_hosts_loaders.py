@@ -1,0 +1,212 @@
+"""What `lora inspect` says of hosts, held to the hosts' own loaders, over layouts of public reports and of trainers.
+
+ComfyUI's part needs a checkout, as the other tests of the marker `comfyui` do.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from tests.comfy_shapes.checkout import Checkout, why_not
+from tests.lora.host_loaders import (
+    ENCODERS,
+    PIPELINES,
+    Made,
+    by_comfyui,
+    by_diffusers,
+    encoder,
+    encoder_targets,
+    known_to_comfyui,
+    known_to_comfyui_clip,
+)
+from tests.lora.reported_layouts import MAKE, REPORTED, WHOLE, Layout, Target, denoiser, tensors_of
+from tests.lora.test_hosts import of_host
+from tests.lora.test_hosts_comfyui import of_checkout
+from typer.testing import CliRunner
+
+from sigmascope.cli.root import app
+from sigmascope.lora.families.known import FAMILIES
+from sigmascope.lora.hosts import HostReading
+from sigmascope.lora.inspect import inspect_lora
+from sigmascope.lora.reader import load_lora
+
+LAYOUTS = REPORTED | WHOLE
+MISREAD = {"diffusers 13484", "diffusers 13484 by fal"}
+"""diffusers gives the last layer's modulation a change with its halves exchanged, so that no factor is right."""
+
+if why_not() is None:  # a checkout hides packages that diffusers looks for when it is imported
+    import diffusers
+
+    for family, made in ENCODERS.items():
+        for part in made:
+            encoder(family, part)
+    for name in MAKE:
+        denoiser(name)
+        getattr(diffusers, PIPELINES[name])
+
+
+def said(reading: HostReading) -> Made:
+    assert reading.taken is not None
+    return reading.taken, {round(factor, 3): count for factor, count in (reading.strengths or {}).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_diffusers_takes_what_is_said(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    named = LAYOUTS[name].save(path)
+    reading = of_host(path)
+    if name in MISREAD:
+        assert "another change than the file has" in reading.unavailable["strengths"]
+        with pytest.raises(AssertionError, match=r"adaLN_modulation\.1 is changed otherwise"):
+            by_diffusers(LAYOUTS[name].family, path, named)
+    elif reading.taken is None:
+        assert "not measured" in reading.unavailable["taken"]
+    else:
+        assert said(reading) == by_diffusers(LAYOUTS[name].family, path, named)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_comfyui_takes_what_is_said(comfy: Checkout, name: str, tmp_path: Path) -> None:
+    layout, path = LAYOUTS[name], tmp_path / "lora.safetensors"
+    named, known = layout.save(path), known_to_comfyui(comfy, layout.family)
+    reading = of_checkout(comfy, path)
+    family = FAMILIES[layout.family.partition(" ")[0]]
+    if known is None or not comfy.version.startswith(family.in_comfyui_since or ""):
+        assert reading.unavailable["taken"] == f"this version has no {family.title}"
+    else:
+        assert said(reading) == by_comfyui(comfy, known, path, named)
+
+
+# How the parts of a file begin and end: its denoiser's modules, and each text encoder's.
+WITH_ENCODERS: dict[str, tuple[Layout, dict[str, str]]] = {
+    "kohya's SD 1.5": (
+        Layout("sd15", "lora_unet_", "diffusers", "down", only="mid.*attn1.to_q"),
+        {"lora_te_": "text_encoder"},
+    ),
+    "kohya's SDXL": (
+        Layout("sdxl", "lora_unet_", "original", "down", only="middle.*attn2.to_k"),
+        {"lora_te1_": "text_encoder", "lora_te2_": "text_encoder_2"},
+    ),
+    "PEFT's SDXL": (
+        Layout("sdxl", "unet.", "diffusers", "A", None, "mid.*attn2.to_k"),
+        {"text_encoder.": "text_encoder", "text_encoder_2.": "text_encoder_2"},
+    ),
+    "kohya's FLUX": (
+        Layout("flux", "lora_unet_", "original", "down", only="img_attn"),
+        {"lora_te1_": "text_encoder", "lora_te3_": "text_encoder_2"},
+    ),
+    "ComfyUI's FLUX": (
+        Layout("flux", "diffusion_model.", "original", "down", only="img_attn"),
+        {
+            "text_encoders.clip_l.transformer.": "text_encoder",
+            "text_encoders.t5xxl.transformer.": "text_encoder_2",
+        },
+    ),
+    "PEFT's FLUX": (
+        Layout("flux", "transformer.", "diffusers", "A", only="attn.to_out"),
+        {"text_encoder.": "text_encoder", "text_encoder_2.": "text_encoder_2"},
+    ),
+    "PEFT's SD 3": (
+        Layout("sd3", "transformer.", "diffusers", "A", None, "attn.to_out"),
+        {"text_encoder.": "text_encoder", "text_encoder_2.": "text_encoder_2"},
+    ),
+    "kohya's U-Net, ComfyUI's encoder": (
+        Layout("sd15", "lora_unet_", "diffusers", "down", only="mid.*attn1.to_q"),
+        {"text_encoders.clip_l.transformer.": "text_encoder"},
+    ),
+}
+Parts = dict[str, dict[str, Target]]
+
+
+def with_encoders(name: str, path: Path) -> tuple[Layout, dict[str, Target], Parts]:
+    """Write a file with text encoders; what its modules change, the encoders' by the part."""
+    layout, starts = WITH_ENCODERS[name]
+    state, denoiser = layout.build()
+    encoders: Parts = {}
+    for start, part in starts.items():
+        for layer, target in encoder_targets(layout.family, part).items():
+            module = start + (layer.replace(".", "_") if start.endswith("_") else layer)
+            encoders.setdefault(part, {})[module] = target
+            state |= tensors_of(module, layout.ending, target.shape, layout.alpha)
+    save_file(state, path, metadata={"modelspec.architecture": FAMILIES[layout.family].architecture})
+    return layout, denoiser, encoders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_ENCODERS)
+def test_diffusers_takes_what_is_said_of_text_encoders(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    layout, denoiser, encoders = with_encoders(name, path)
+    family, reading = layout.family, of_host(path)
+    assert said(reading) == by_diffusers(family, path, denoiser, **all_encoders(family))
+    measured = [
+        by_diffusers(family, path, named, part, **all_encoders(family)) for part, named in encoders.items()
+    ]
+    assert reading.encoders is not None
+    assert said(reading.encoders) == together(measured)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", WITH_ENCODERS)
+def test_comfyui_takes_what_is_said_of_text_encoders(comfy: Checkout, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    layout, denoiser, encoders = with_encoders(name, path)
+    reading = of_checkout(comfy, path)
+    known = known_to_comfyui(comfy, layout.family)
+    assert known is not None
+    assert said(reading) == by_comfyui(comfy, known, path, denoiser)
+    known = known_to_comfyui_clip(comfy, layout.family)
+    assert reading.encoders is not None
+    assert said(reading.encoders) == together(
+        by_comfyui(comfy, known, path, named) for named in encoders.values()
+    )
+
+
+def all_encoders(family: str) -> dict[str, Any]:
+    return {part: encoder(family, part) for part in ENCODERS[family]}
+
+
+def together(made: Iterable[Made]) -> Made:
+    factors: Counter[float] = Counter()
+    for _, more in made:
+        factors.update(more)
+    return factors.total(), dict(factors)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_hosts_agree_after_the_command_that_is_advised(comfy: Checkout, name: str, tmp_path: Path) -> None:
+    layout, path = LAYOUTS[name], tmp_path / "lora.safetensors"
+    layout.save(path)
+    known = known_to_comfyui(comfy, layout.family)
+    advice = [
+        finding.advice or "" for finding in inspect_lora(path).findings if finding.id == "lora_hosts_differ"
+    ]
+    command = re.search(r"sigmascope (lora convert .*)\.", "".join(advice))
+    if known is None or command is None:
+        return
+    words = [
+        str(path.with_name(word)) if word.endswith(".safetensors") else word for word in command[1].split()
+    ]
+    outcome = CliRunner().invoke(app, words)
+    assert outcome.exit_code == 0, outcome.output
+    mended = path.with_name("NEW.safetensors")
+    writings = [
+        Layout(layout.family, "transformer.", "diffusers", "A"),
+        Layout(layout.family, "unet.", "diffusers", "A"),
+        Layout(layout.family, "diffusion_model.", "original", "A"),
+        Layout(layout.family, "lora_unet_", "original", "A"),
+        Layout(layout.family, "lora_unet_", "diffusers", "A"),
+    ]
+    everything = {module: target for one in writings for module, target in one.names().items()}
+    modules = load_lora(mended).names
+    named = {module: everything[module] for module in modules}
+    whole = (len(modules), {1.0: len(modules)})
+    assert by_diffusers(layout.family, mended, named) == by_comfyui(comfy, known, mended, named) == whole
+    assert inspect_lora(mended).findings == ()
