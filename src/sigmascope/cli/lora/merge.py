@@ -45,7 +45,7 @@ from sigmascope.cli.options import (
     option_groups,
 )
 from sigmascope.errors import ConfigError
-from sigmascope.lora.families import FAMILIES, family_named
+from sigmascope.lora.families import FAMILIES
 from sigmascope.lora.format_names import FormatName
 
 if TYPE_CHECKING:
@@ -532,12 +532,10 @@ def _factored(report: "ConversionReport") -> str:
 
 def _usable_in(report: "ConversionReport") -> str:
     from sigmascope.lora.formats import format_named
+    from sigmascope.lora.hosts import host_readings
 
-    in_diffusers = (
-        report.format == "kohya"
-        and report.family in FAMILIES
-        and not family_named(report.family).loses("diffusers", "kohya")
-    )
+    diffusers = host_readings(report.target)[0]
+    in_diffusers = report.format == "kohya" and diffusers.taken == diffusers.modules
     return format_named(report.format).used_by + (
         "; diffusers through pipeline.load_lora_weights(...)" if in_diffusers else ""
     )
