@@ -6,6 +6,7 @@ ComfyUI's part needs a checkout, as the other tests of the marker `comfyui` do.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,8 @@ def together(made: Iterable[Made]) -> Made:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_hosts_agree_after_the_command_that_is_advised(comfy: Checkout, name: str, tmp_path: Path) -> None:
     layout, path = LAYOUTS[name], tmp_path / "lora.safetensors"
+    if layout.ending == "lokr":  # each takes seconds to become factors
+        layout = replace(layout, only=r"\b0\..*(attn1?\.to_out\.0|attn\.proj|attention\.(to_)?out(\.0)?)$")
     layout.save(path)
     known = known_to_comfyui(comfy, layout.family)
     advice = [
