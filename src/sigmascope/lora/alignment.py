@@ -350,7 +350,7 @@ def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:
         LoraFormatError: The layer's rows cannot be those of its parts.
     """
     if row.swapped:
-        return {row.parts[0]: _swapped(factors)}
+        return {row.parts[0]: _swapped(factors, row)}
     ups = torch.split(factors.up, part_sizes(factors.weight_shape, row))
     return {
         part: LoraFactors(up, factors.down, factors.alpha, (len(up), *factors.weight_shape[1:]))
@@ -369,7 +369,7 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
         LoraFormatError: The parts are of different width.
     """
     if row.swapped:
-        return _swapped(parts[row.parts[0]])
+        return _swapped(parts[row.parts[0]], row)
     widths = {factors.weight_shape[1:] for factors in parts.values()}
     if len(widths) > 1:
         raise LoraFormatError(
@@ -393,10 +393,10 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
     return LoraFactors(up, torch.cat(downs), float(rank), (sum(sizes), *width))
 
 
-def _swapped(factors: LoraFactors) -> LoraFactors:
-    """The halves of the rows exchanged, in a layer of twice as many outputs as inputs; any other as it is."""
+def _swapped(factors: LoraFactors, row: Row) -> LoraFactors:
+    """The halves of the rows exchanged, where the row says so of a layer of that size; any other as it is."""
     out, inner = factors.up.shape[0], factors.down.shape[1]
-    if out != 2 * inner:
+    if not row.swaps(out, inner):
         return factors
     up = factors.up.roll(out // 2, dims=0)
     return LoraFactors(up, factors.down, factors.alpha, factors.weight_shape)

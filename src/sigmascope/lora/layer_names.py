@@ -45,7 +45,14 @@ from sigmascope.lora.families import (
     row_of_diffusers,
     row_of_original,
 )
-from sigmascope.lora.families.known import AROUND_ATTENTION, ATTENTION, BLOCK_LISTS, FLOW, SINGLE_BLOCKS
+from sigmascope.lora.families.known import (
+    AROUND_ATTENTION,
+    ATTENTION,
+    BLOCK_LISTS,
+    FLOW,
+    LISTS_OF_LAYERS,
+    SINGLE_BLOCKS,
+)
 from sigmascope.lora.families.unet import SDXL_BLOCKS
 
 Coverage = Literal["full", "attention", "extended"]
@@ -86,7 +93,16 @@ def _any_of(names: Iterable[str]) -> str:
     return "|".join(re.escape(name).replace(r"\.", "[._]") for name in sorted(names, key=len, reverse=True))
 
 
-_NUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(BLOCK_LISTS)})[._](\d+)")
+_NUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(BLOCK_LISTS)})[._](?:block)?(\d+)")
+_OF_LAYERS: Final = {
+    shown: re.compile(
+        rf"(?:{_any_of(name for name, list_ in LISTS_OF_LAYERS.items() if list_ == shown)})(?=[._]|$)".replace(
+            r"\#", r"\d+"
+        )
+    )
+    for shown in set(LISTS_OF_LAYERS.values())
+}
+"""The layers of blocks whose list another family has under the same name, by what reports call the list."""
 _UNNUMBERED: Final = re.compile(rf"(?:^|[._])({_any_of(SINGLE_BLOCKS)})(?=[._]|$)")
 _SINGLE_BY_FLAT: Final = {name.replace(".", "_"): shown for name, shown in SINGLE_BLOCKS.items()}
 _LAYER: Final = re.compile(r"(?:layers?|block|resblocks)[._](\d+)")
@@ -219,7 +235,7 @@ def _block_in(name: str) -> str:
     numbered = _NUMBERED.search(name)
     single = _UNNUMBERED.search(name)
     if numbered is not None and (single is None or numbered.start() <= single.start()):
-        return _numbered_block(numbered[1], int(numbered[2]))
+        return _numbered_block(numbered[1], int(numbered[2]), name[numbered.start(1) :])
     if single is not None:
         return _SINGLE_BY_FLAT[single[1].replace(".", "_")]
     layer = _LAYER.search(name)
@@ -229,14 +245,15 @@ def _block_in(name: str) -> str:
     return re.split(r"[._]", path, maxsplit=1)[0]
 
 
-def _numbered_block(kind: str, number: int) -> str:
+def _numbered_block(kind: str, number: int, path: str) -> str:
     """Sgm numbers the layers of all levels in one sequence, beginning with `conv_in`."""
     if kind == "input_blocks":
         level = (number - 1) // _SGM_LAYERS_PER_LEVEL
         return f"down_blocks.{level}" if number > 0 else "conv_in"
     if kind == "output_blocks":
         return f"up_blocks.{number // _SGM_LAYERS_PER_LEVEL}"
-    return f"{BLOCK_LISTS[kind]}.{number}"
+    shown = next((shown for shown, layers in _OF_LAYERS.items() if layers.match(path)), BLOCK_LISTS[kind])
+    return f"{shown}.{number}"
 
 
 def block_position(block: str) -> tuple[int, str, int]:

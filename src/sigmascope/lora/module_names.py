@@ -27,6 +27,7 @@ from sigmascope.lora.families import (
     UNET_FAMILIES,
     ModelLayout,
     Part,
+    Row,
     UnetBlocks,
     attends_to_itself,
     families_with,
@@ -261,13 +262,12 @@ class LayerIndex:
     Attributes:
         layers: The paths.
         by_name: The layers of each flat name, in each part of the model.
-        swapped: Layers whose halves are in the opposite order under that name, if they have twice as many outputs as
-            inputs.
+        swapped: The lines of layers whose halves may be in the opposite order under that name (`Row.swaps`).
     """
 
     layers: frozenset[str] = frozenset()
     by_name: defaultdict[tuple[Part, str], set[str]] = field(default_factory=lambda: defaultdict(set))
-    swapped: set[tuple[Part, str]] = field(default_factory=set)
+    swapped: dict[tuple[Part, str], Row] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layers: Iterable[str], layout: ModelLayout) -> "LayerIndex":
@@ -283,11 +283,11 @@ class LayerIndex:
         index = cls(frozenset(layer for layer, _, _ in placed))
         blocks = blocks_of(path for _, part, path in placed if part == "denoiser")
         for layer, part, path in placed:
-            for name, swapped in _names_of_layer(part, path, layout, blocks):
+            for name, row in _names_of_layer(part, path, layout, blocks):
                 key = part, _comparable(part, name)
                 index.by_name[key].add(layer)
-                if swapped:
-                    index.swapped.add(key)
+                if row is not None and row.swapped:
+                    index.swapped[key] = row
         return index
 
     def match(self, lora: LoraFile) -> NameMatch:
@@ -336,7 +336,8 @@ class LayerIndex:
             for part in candidate.parts or _PARTS:
                 key = part, _comparable(part, candidate.path)
                 layers = self.by_name.get(key, set())
-                is_swapped = key in self.swapped and len(shape) > 1 and shape[0] == 2 * shape[1]
+                row = self.swapped.get(key)
+                is_swapped = row is not None and len(shape) > 1 and row.swaps(*shape[:2])
                 if len(layers) == 1 and not is_swapped:
                     return next(iter(layers))
         return None
@@ -350,29 +351,29 @@ def _comparable(part: Part, path: str) -> str:
 
 def _names_of_layer(
     part: Part, path: str, layout: ModelLayout, blocks: UnetBlocks
-) -> Iterator[tuple[str, bool]]:
-    """A layer's own path and its name in the other naming; and whether its rows are swapped there."""
-    yield path, False
+) -> Iterator[tuple[str, Row | None]]:
+    """A layer's own path and its name in the other naming; and the line of its family that says so."""
+    yield path, None
     if part.startswith("text_encoder"):
         row = row_of_original("open_clip", path)
         if row is not None and row.is_rename:
-            yield row.parts[0], False
+            yield row.parts[0], row
     elif part in {"denoiser", "denoiser_2"} and is_unet_layer(path, layout):
         other = to_diffusers(path, blocks) or to_sgm(path, blocks)
         if other is not None:
-            yield other, False
+            yield other, None
     elif part in {"denoiser", "denoiser_2"}:
         yield from _transformer_names(path, layout)
 
 
-def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bool]]:
+def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, Row]]:
     by_original, by_part = row_of_original(layout.family, path), row_of_diffusers(layout.family, path)
     if layout.naming == "original" and by_original is not None and len(by_original.parts) == 1:
-        yield by_original.parts[0], by_original.swapped
+        yield by_original.parts[0], by_original
     elif layout.naming == "diffusers" and by_part is not None and len(by_part.parts) == 1:
-        yield by_part.original, by_part.swapped
+        yield by_part.original, by_part
         if by_part.also is not None:
-            yield by_part.also, by_part.swapped
+            yield by_part.also, by_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,11 +459,22 @@ def _family(lora: LoraFile, names: Iterable[str], shapes: Mapping[str, tuple[int
         return named
     if any(name.startswith("denoiser.") for name in names):
         return "lbm"
-    if any(to_sgm(path) is not None or to_diffusers(path) is not None for path in shapes):
+    if _are_of_unet(shapes):
         return _unet_family(shapes)
     fitting = [family for family in families_with(shapes) if family_misfit(family, shapes) is None]
     candidates = likeliest(fitting, shapes)
     return candidates[0] if len(candidates) == 1 else "unknown"
+
+
+def _are_of_unet(paths: Iterable[str]) -> bool:
+    """Whether any path is a U-Net's alone. CogVideoX has a few of its names, such as `time_embedding.linear_1`."""
+    shared = [
+        (to_sgm(path) is not None or to_diffusers(path) is not None, bool(families_with([path])))
+        for path in paths
+    ]
+    return any(is_unet and not others for is_unet, others in shared) or (
+        bool(shared) and all(is_unet for is_unet, _ in shared)
+    )
 
 
 def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:

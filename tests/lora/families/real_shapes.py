@@ -47,6 +47,7 @@ XL_ADDED: Final[dict[str, Any]] = {
     "addition_time_embed_dim": 256,
     "projection_class_embeddings_input_dim": 2816,
 }
+COSMOS2: Final[dict[str, Any]] = {"extra_pos_embed_type": None}
 MODELS: Final = {
     "sd15": Published("sd15", lambda d: d.UNet2DConditionModel(cross_attention_dim=768), {}),
     "sd21": Published(
@@ -131,6 +132,72 @@ MODELS: Final = {
             llama_layers=(0, 1),  # of 48: each has a matrix in `caption_projection`, all alike
         ),
         {"double_stream_blocks": 16, "single_stream_blocks": 32},
+    ),
+    "pixart-sigma": Published(
+        "pixart",
+        lambda d: d.PixArtTransformer2DModel(num_layers=1, caption_channels=4096),
+        {"transformer_blocks": 28},
+    ),
+    "sana-1.6b": Published(
+        "sana", lambda d: d.SanaTransformer2DModel(num_layers=1), {"transformer_blocks": 20}
+    ),
+    "sana-0.6b": Published(
+        "sana",
+        lambda d: d.SanaTransformer2DModel(
+            num_layers=1,
+            num_attention_heads=36,
+            num_cross_attention_heads=16,
+            cross_attention_head_dim=72,
+            cross_attention_dim=1152,
+        ),
+        {"transformer_blocks": 28},
+    ),
+    "kandinsky5-lite": Published(
+        "kandinsky5",
+        lambda d: d.Kandinsky5Transformer3DModel(
+            num_text_blocks=1, num_visual_blocks=1, model_dim=1792, ff_dim=7168, axes_dims=(16, 24, 24)
+        ),
+        {"text_transformer_blocks": 2, "visual_transformer_blocks": 32},
+    ),
+    "cosmos1-7b": Published(
+        "cosmos", lambda d: d.CosmosTransformer3DModel(num_layers=1), {"transformer_blocks": 28}
+    ),
+    "cosmos2-2b": Published(
+        "cosmos",
+        lambda d: d.CosmosTransformer3DModel(num_layers=1, **COSMOS2, num_attention_heads=16),
+        {"transformer_blocks": 28},
+    ),
+    "cogvideox-2b": Published(
+        "cogvideox", lambda d: d.CogVideoXTransformer3DModel(num_layers=1), {"transformer_blocks": 30}
+    ),
+    "cogvideox-5b": Published(
+        "cogvideox",
+        lambda d: d.CogVideoXTransformer3DModel(num_layers=1, num_attention_heads=48),
+        {"transformer_blocks": 42},
+    ),
+    "mochi": Published(
+        "mochi", lambda d: d.MochiTransformer3DModel(num_layers=2), {"transformer_blocks": 48}
+    ),
+    "auraflow": Published(
+        "auraflow",
+        lambda d: d.AuraFlowTransformer2DModel(num_mmdit_layers=1, num_single_dit_layers=1),
+        {"joint_transformer_blocks": 4, "single_transformer_blocks": 32},
+    ),
+    "ltx2.3": Published(
+        "ltx2",
+        lambda d: d.LTX2VideoTransformer3DModel(
+            num_layers=1,
+            gated_attn=True,
+            cross_attn_mod=True,
+            audio_gated_attn=True,
+            audio_cross_attn_mod=True,
+        ),
+        {"transformer_blocks": 48},
+    ),
+    "hunyuan-video-1.5": Published(
+        "hunyuan_video15",
+        lambda d: d.HunyuanVideo15Transformer3DModel(num_layers=1, use_meanflow=True),
+        {"transformer_blocks": 54},
     ),
 }
 

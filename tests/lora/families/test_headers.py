@@ -24,7 +24,8 @@ ARCHITECTURES = {
     "lumina-2": "lumina2",
     "hunyuan-image-2.1": None,
     "hunyuan-video": "hunyuan_video",  # musubi-tuner
-    "hunyuan-video-1.5": None,
+    "hunyuan-video-1.5": "hunyuan_video15",
+    "Kandinsky-5": "kandinsky5",
     "wan2.1": "wan",
     "framepack": "hunyuan_video",
     "Flux.1-dev": "flux",
@@ -39,7 +40,10 @@ ARCHITECTURES = {
     "hidream-i1": "hidream",
     "stable-diffusion-v3-medium": "sd3",
     "stable-diffusion-v3.5": "sd3",
-    "sana": None,
+    "sana": "sana",
+    "pixart-alpha": "pixart",
+    "pixart-sigma": "pixart",
+    "Anima": "cosmos",
 }
 BASE_VERSIONS = {
     "flux1": "flux",  # sd-scripts
@@ -47,7 +51,7 @@ BASE_VERSIONS = {
     "lumina2": "lumina2",
     "sdxl_base_v1-0": "sdxl",
     "hunyuan_video": "hunyuan_video",  # musubi-tuner
-    "hunyuan_video_1_5": None,
+    "hunyuan_video_1_5": "hunyuan_video15",
     "flux_kontext": "flux",
     "flux_2_dev": "flux2",
     "flux_2_klein_9b": "flux2",
@@ -59,7 +63,8 @@ BASE_VERSIONS = {
     "hidream_i1": "hidream",
     "wan_2.2_14b": "wan",
     "zimage": "z_image",
-    "ltx2": None,
+    "ltx2": "ltx2",
+    "anima": "cosmos",
     "zeta_chroma": None,
     "sd_1.5": "sd15",
     "sd_2.1": "sd2",

@@ -49,6 +49,7 @@ class Row:
         grouped: Whether the parts are query, key and value of grouped attention: the query has as many rows as the
             matrix has columns; key and value have half of the remaining rows each.
         also: The layer's name in a second dialect of original files.
+        gated: Whether the halves that are swapped are a gate and what it gates: then they are in a layer of any size.
     """
 
     original: str
@@ -56,6 +57,7 @@ class Row:
     swapped: bool = False
     grouped: bool = False
     also: str | None = None
+    gated: bool = False
 
     @property
     def originals(self) -> tuple[str, ...]:
@@ -67,6 +69,10 @@ class Row:
         """Whether the two layers hold the same matrix under two names."""
         return len(self.parts) == 1 and not self.swapped
 
+    def swaps(self, outputs: int, inputs: int) -> bool:
+        """Whether the halves of the rows are in the opposite order in a matrix of that size."""
+        return self.swapped and (self.gated or outputs == 2 * inputs)
+
     def numbered(self, number: str) -> "Row":
         """The line for one block; the line itself if `number` is empty."""
         if not number:
@@ -77,6 +83,7 @@ class Row:
             self.swapped,
             self.grouped,
             None if self.also is None else self.also.replace("#", number),
+            self.gated,
         )
 
 
@@ -95,7 +102,7 @@ class UnetBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Outputs and inputs of a layer as multiples of the family's width.
+    """Outputs and inputs of a layer as multiples of the family's width. Of several for the same layers, one must fit.
 
     Attributes:
         layers: A regular expression, of the whole path in either naming.
@@ -106,6 +113,17 @@ class Ratio:
     layers: str
     outputs: int
     inputs: int
+
+    @property
+    def words(self) -> str:
+        """Such as `4 times as many outputs as inputs`."""
+        if self.inputs == self.outputs:
+            return "as many outputs as inputs"
+        if min(self.inputs, self.outputs) > 1:
+            return f"{self.outputs} outputs to {self.inputs} inputs"
+        if self.inputs > self.outputs:
+            return f"{self.inputs} times as many inputs as outputs"
+        return f"{self.outputs} times as many outputs as inputs"
 
     def matches(self, path: str) -> bool:
         """Whether it is about that layer. Answers are cached, so ask with the same number for all blocks."""
@@ -196,9 +214,10 @@ class Family:
         widths: Features of the blocks of its published models; they tell where names and shapes fit several families.
         else_: The family to assume for a file whose names both have, unless shapes or blocks rule it out.
         layers: One a line, `original = diffusers`; `#` is the number of a block, the first
-            number of the name. A name alone is the same in both.
+            number of the name. A name alone is the same in both. A line for one block, with its number, goes first.
             Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
             `swapped`: the halves of the rows are in the opposite order, if the layer gives only (shift, scale).
+            `gated`: the same of a gate and what it gates, whatever the layer's size.
             `grouped`: the parts are the query, key and value of grouped attention (`Row.grouped`).
         aliases: What a second dialect of original files writes for parts of the names in `layers`.
         variant: A regular expression for layers that only variants of it have.
@@ -312,5 +331,10 @@ def _parsed_row(line: str, aliases: Mapping[str, str]) -> Row:
     for name, other in aliases.items():
         also = also.replace(name, other)
     return Row(
-        original, (*names, last), mark == "swapped", mark == "grouped", also if also != original else None
+        original,
+        (*names, last),
+        swapped=mark in ("swapped", "gated"),
+        grouped=mark == "grouped",
+        also=also if also != original else None,
+        gated=mark == "gated",
     )

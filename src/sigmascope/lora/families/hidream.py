@@ -4,18 +4,11 @@ from typing import Final
 
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 
-_BLOCK: Final = """
+_OF_PICTURE: Final = """
     LIST.#.block.attn1.to_q
     LIST.#.block.attn1.to_k
     LIST.#.block.attn1.to_v
     LIST.#.block.attn1.to_out
-    LIST.#.block.attn1.to_q_t
-    LIST.#.block.attn1.to_k_t
-    LIST.#.block.attn1.to_v_t
-    LIST.#.block.attn1.to_out_t
-    LIST.#.block.ff_t.w1
-    LIST.#.block.ff_t.w2
-    LIST.#.block.ff_t.w3
     LIST.#.block.ff_i.shared_experts.w1
     LIST.#.block.ff_i.shared_experts.w2
     LIST.#.block.ff_i.shared_experts.w3
@@ -33,6 +26,15 @@ _BLOCK: Final = """
     LIST.#.block.ff_i.experts.3.w3
     LIST.#.block.adaLN_modulation.1
 """
+_OF_TEXT: Final = """
+    double_stream_blocks.#.block.attn1.to_q_t
+    double_stream_blocks.#.block.attn1.to_k_t
+    double_stream_blocks.#.block.attn1.to_v_t
+    double_stream_blocks.#.block.attn1.to_out_t
+    double_stream_blocks.#.block.ff_t.w1
+    double_stream_blocks.#.block.ff_t.w2
+    double_stream_blocks.#.block.ff_t.w3
+"""
 _CAPTION_MATRICES: Final = 49
 """Matrices of `caption_projection`: one for each of the 48 blocks, which read a layer of Llama each, and one for T5."""
 HIDREAM: Final = Family(
@@ -44,7 +46,10 @@ HIDREAM: Final = Family(
         "diffusers": "x_embedder.proj.weight caption_projection.0.linear.weight double_stream_blocks.0.block.attn1.to_q.weight"
     },
     widths=(2560,),
-    layers="".join(_BLOCK.replace("LIST", name) for name in ("double_stream_blocks", "single_stream_blocks"))
+    layers="".join(
+        _OF_PICTURE.replace("LIST", name) for name in ("double_stream_blocks", "single_stream_blocks")
+    )
+    + _OF_TEXT
     + "".join(f"caption_projection.{number}.linear\n" for number in range(_CAPTION_MATRICES))
     + """
         x_embedder.proj

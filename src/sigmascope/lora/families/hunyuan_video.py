@@ -7,16 +7,29 @@ from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, 
 
 _EMBEDDERS: Final = r"(?:time_in|guidance_in)\.mlp\..*"
 
+TEXT: Final = """
+    txt_in.input_embedder = context_embedder.proj_in
+    txt_in.t_embedder.in_layer = context_embedder.time_text_embed.timestep_embedder.linear_1
+    txt_in.t_embedder.out_layer = context_embedder.time_text_embed.timestep_embedder.linear_2
+    txt_in.c_embedder.in_layer = context_embedder.time_text_embed.text_embedder.linear_1
+    txt_in.c_embedder.out_layer = context_embedder.time_text_embed.text_embedder.linear_2
+    txt_in.individual_token_refiner.blocks.#.self_attn.qkv = context_embedder.token_refiner.refiner_blocks.#.attn.to_q, context_embedder.token_refiner.refiner_blocks.#.attn.to_k, context_embedder.token_refiner.refiner_blocks.#.attn.to_v
+    txt_in.individual_token_refiner.blocks.#.self_attn.proj = context_embedder.token_refiner.refiner_blocks.#.attn.to_out.0
+    txt_in.individual_token_refiner.blocks.#.mlp.0 = context_embedder.token_refiner.refiner_blocks.#.ff.net.0.proj
+    txt_in.individual_token_refiner.blocks.#.mlp.2 = context_embedder.token_refiner.refiner_blocks.#.ff.net.2
+    txt_in.individual_token_refiner.blocks.#.adaLN_modulation.1 = context_embedder.token_refiner.refiner_blocks.#.norm_out.linear
+"""
+"""How the text comes in, at HunyuanVideo 1.5 too."""
+
 HUNYUAN_VIDEO: Final = Family(
     name="hunyuan_video",
     title="HunyuanVideo",
     architecture="hunyuan-video",
     base_version="hunyuan_video",
     also_called=("framepack",),  # it has the same blocks
-    not_called=("hunyuan-video-1.5",),
     signatures={
         "diffusers": "x_embedder.proj.weight context_embedder.proj_in.weight single_transformer_blocks.0.proj_mlp.weight",
-        "original": "img_in.proj.weight txt_in.input_embedder.weight double_blocks.0.img_attn.qkv.weight",
+        "original": "img_in.proj.weight txt_in.input_embedder.weight vector_in.in_layer.weight",
     },
     widest=FLUX.widest,
     widths=(3072,),
@@ -32,18 +45,9 @@ HUNYUAN_VIDEO: Final = Family(
     + MODULATION
     + POOLED_TEXT
     + LAST
+    + TEXT
     + """
         img_in.proj = x_embedder.proj
-        txt_in.input_embedder = context_embedder.proj_in
-        txt_in.t_embedder.in_layer = context_embedder.time_text_embed.timestep_embedder.linear_1
-        txt_in.t_embedder.out_layer = context_embedder.time_text_embed.timestep_embedder.linear_2
-        txt_in.c_embedder.in_layer = context_embedder.time_text_embed.text_embedder.linear_1
-        txt_in.c_embedder.out_layer = context_embedder.time_text_embed.text_embedder.linear_2
-        txt_in.individual_token_refiner.blocks.#.self_attn.qkv = context_embedder.token_refiner.refiner_blocks.#.attn.to_q, context_embedder.token_refiner.refiner_blocks.#.attn.to_k, context_embedder.token_refiner.refiner_blocks.#.attn.to_v
-        txt_in.individual_token_refiner.blocks.#.self_attn.proj = context_embedder.token_refiner.refiner_blocks.#.attn.to_out.0
-        txt_in.individual_token_refiner.blocks.#.mlp.0 = context_embedder.token_refiner.refiner_blocks.#.ff.net.0.proj
-        txt_in.individual_token_refiner.blocks.#.mlp.2 = context_embedder.token_refiner.refiner_blocks.#.ff.net.2
-        txt_in.individual_token_refiner.blocks.#.adaLN_modulation.1 = context_embedder.token_refiner.refiner_blocks.#.norm_out.linear
         time_in.in_layer = time_text_embed.timestep_embedder.linear_1
         time_in.out_layer = time_text_embed.timestep_embedder.linear_2
         guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
@@ -60,6 +64,10 @@ HUNYUAN_VIDEO: Final = Family(
         "time_in.out_layer": "time_in.mlp.2",
         "guidance_in.in_layer": "guidance_in.mlp.0",
         "guidance_in.out_layer": "guidance_in.mlp.2",
+        "t_embedder.in_layer": "t_embedder.mlp.0",
+        "t_embedder.out_layer": "t_embedder.mlp.2",
+        "c_embedder.in_layer": "c_embedder.linear_1",
+        "c_embedder.out_layer": "c_embedder.linear_2",
     },
     blocks=FLUX.blocks,
     attention=FLUX.attention,

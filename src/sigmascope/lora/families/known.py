@@ -8,7 +8,7 @@ number.
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -82,24 +82,27 @@ class RowIndex:
         block = _FLAT_BLOCK.search(flat) if path is None else None
         if block is None:
             return path
-        path = self.by_flat.get(f"{flat[: block.start()]}_#_{flat[block.end() :]}")
-        return None if path is None else path.replace("#", block[1])
+        path = self.by_flat.get(f"{flat[: block.start(2)]}#{flat[block.end() :]}")
+        return None if path is None else path.replace("#", block[2])
 
 
-_BLOCK: Final = re.compile(r"\.(\d+)\.")
-_FLAT_BLOCK: Final = re.compile(r"_(\d+)_")
+_BLOCK: Final = re.compile(r"(?<=\.)((?:block)?)(\d+)(?=\.)")  # Cosmos 1: `blocks.block3`
+_FLAT_BLOCK: Final = re.compile(r"(?<=_)((?:block)?)(\d+)(?=_)")
 
 
 def _template(path: str) -> tuple[str, str]:
     """A path with `#` for its first number, and that number; what tables call it, if it is in a block."""
     block = _BLOCK.search(path)
-    return (path, "") if block is None else (f"{path[: block.start()]}.#.{path[block.end() :]}", block[1])
+    return (path, "") if block is None else (f"{path[: block.start(2)]}#{path[block.end() :]}", block[2])
 
 
 def _looked_up(names: Mapping[str, Mapping[str, Row]], table: str, path: str) -> Row | None:
+    row = names.get(path, {}).get(table)
+    if row is not None:
+        return row
     template, number = _template(path)
     row = names.get(template, {}).get(table)
-    return names.get(path, {}).get(table) if row is None else row.numbered(number)
+    return None if row is None else row.numbered(number)
 
 
 def parts_by_encoder(families: Iterable[Family]) -> dict[str, Part]:
@@ -146,21 +149,49 @@ def encoder_parts(families: Iterable[Family]) -> dict[str, tuple[Part, ...]]:
     }
 
 
-def shown_blocks(families: Iterable[Family]) -> tuple[dict[str, str], dict[str, str]]:
+def shown_blocks(families: Iterable[Family]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """What reports call numbered lists of blocks, and layers outside of blocks, by any family's name for them.
+
+    One family's original list may have the name of another family's own: WAN calls its blocks `blocks` in both namings,
+    PixArt calls `transformer_blocks` so in its original files. Then the layers in a block tell them apart.
+
+    Returns:
+        The lists, the layers outside of blocks, and the lists of layers (such as `blocks.#.attn.qkv`) whose list has
+        another name there.
 
     Raises:
         ValueError: Two families show one name differently.
     """
+    known = list(families)
+    said: dict[str, set[str]] = {}
+    for family in known:
+        for name, shown in (*family.shown_blocks, *((name, name) for name in family.extra_blocks)):
+            said.setdefault(name, set()).add(shown)
     lists: dict[str, str] = {}
     singles: dict[str, str] = {}
+    for name, ways in said.items():
+        own = {name.removesuffix(".#")} & ways or ways
+        if len(own) > 1:
+            raise ValueError(f"families call {name} {' and '.join(sorted(own))}")
+        (lists if name.endswith(".#") else singles)[name.removesuffix(".#")] = next(iter(own))
+    return lists, singles, _lists_of_layers(known, {name for name, ways in said.items() if len(ways) > 1})
+
+
+def _lists_of_layers(families: Iterable[Family], shared: Collection[str]) -> dict[str, str]:
+    """A layer that both kinds of families have, such as `blocks.#.scale_shift_table`, is left to the list's own."""
+    said: dict[str, set[str]] = {}
     for family in families:
-        for name, shown in (*family.shown_blocks, *((name, name) for name in family.extra_blocks)):
-            table = lists if name.endswith(".#") else singles
-            known = table.setdefault(name.removesuffix(".#"), shown)
-            if known != shown:
-                raise ValueError(f"{family.name} calls {name} {shown}, another family {known}")
-    return lists, singles
+        for name, shown in family.shown_blocks:
+            if name in shared:
+                inside = re.compile(rf"{re.escape(name.removesuffix('.#'))}\.(?:block)?#\.")
+                names = (one for row in family.rows for one in (*row.originals, *row.parts))
+                for layer in filter(inside.match, names):
+                    said.setdefault(layer, set()).add(shown)
+    return {
+        layer: next(iter(shown))
+        for layer, shown in sorted(said.items())
+        if len(shown) == 1 and not layer.startswith(f"{next(iter(shown))}.")
+    }
 
 
 def flow(families: Iterable[Family]) -> tuple[str, ...]:
@@ -213,7 +244,7 @@ WIDTHS_BY_NAMES: Final = {width: family.name for family in _ALL for width in fam
 """The same for files that show only names, not what else the model has."""
 PARTS_BY_ENCODER: Final = parts_by_encoder(_ALL)
 ENCODER_PARTS: Final = encoder_parts(_ALL)
-BLOCK_LISTS, SINGLE_BLOCKS = shown_blocks(_ALL)
+BLOCK_LISTS, SINGLE_BLOCKS, LISTS_OF_LAYERS = shown_blocks(_ALL)
 FLOW: Final = flow(_ALL)
 """What reports call blocks, in the order in which a latent passes them."""
 ATTENTION: Final = tuple(family.attention for family in _ALL if family.attention is not None)

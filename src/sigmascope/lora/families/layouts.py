@@ -17,6 +17,7 @@ from sigmascope.lora.families.known import (
     FAMILIES,
     PARTS_BY_ENCODER,
     family_named,
+    known_names,
     likeliest,
 )
 
@@ -111,7 +112,7 @@ def layout_of(infos: Shapes) -> ModelLayout:
         namings = dict(_signed(infos, prefix))
         layers = _layers_under(infos, prefix) if namings else {}
         fitting = [name for name in namings if family_misfit(name, layers) is None]
-        told = likeliest(fitting, layers)
+        told = likeliest(_with_most_names(fitting, layers), layers)
         if len(told) == 1:
             return ModelLayout(told[0], namings[told[0]], _prefixes(infos, prefix, told[0]))
     return _without_denoiser(infos)
@@ -131,6 +132,15 @@ def _signed(infos: Shapes, prefix: str) -> Iterator[tuple[str, str]]:
                 yield from unets.items()
 
 
+def _with_most_names(families: Sequence[str], layers: Iterable[str]) -> list[str]:
+    """Of families that fit, those that have the most of its names: LTX-2 has all of LTX-Video's, and more."""
+    if len(families) < 2:
+        return list(families)
+    counts = known_names(layers)
+    most = max(counts[name] for name in families)
+    return [name for name in families if counts[name] == most]
+
+
 def _layers_under(infos: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
     return {
         key[len(prefix) : -len(_WEIGHT)]: shape
@@ -148,12 +158,12 @@ def family_misfit(family: str, shapes: Shapes) -> str | None:
 
     Returns:
         Such as "double_blocks.0.img_mlp.0 is 36864 × 6144, not 4 times as many outputs as inputs"; None if all fits,
-        or if at most half of the telling layers do not: a single layer of another shape is damage.
+        or if at most half of the layers of a kind do not: a single layer of another shape is damage.
     """
     record = family_named(family)
     blocks, widest = record.most_blocks, record.widest
     attention: list[str | None] = []
-    multiples: list[str | None] = []
+    multiples: dict[str, list[str | None]] = {}
     for path, shape in shapes.items():
         name, _, rest = path.partition(".")
         number = rest.partition(".")[0]
@@ -165,15 +175,12 @@ def family_misfit(family: str, shapes: Shapes) -> str | None:
             wide = f"{path} reads {shape[1]} features, more than {widest}"
             attention.append(wide if shape[1] > widest else None)
         layer = _NUMBER.sub(".0.", path)
-        for ratio in record.ratios:
-            if ratio.matches(layer):
-                out, inner = ratio.outputs, ratio.inputs
-                times = f"{out} times as many outputs as inputs"
-                if inner > out:
-                    times = f"{inner} times as many inputs as outputs"
-                other = f"{path} is {shape[0]} × {shape[1]}, not {times}"
-                multiples.append(other if shape[0] * inner != shape[1] * out else None)
-    for told in (multiples, attention):
+        ratios = [ratio for ratio in record.ratios if ratio.matches(layer)]
+        if ratios:
+            fits = any(shape[0] * ratio.inputs == shape[1] * ratio.outputs for ratio in ratios)
+            other = f"{path} is {shape[0]} × {shape[1]}, not {' or '.join(ratio.words for ratio in ratios)}"
+            multiples.setdefault(ratios[0].layers, []).append(None if fits else other)
+    for told in (*multiples.values(), attention):
         if 2 * told.count(None) < len(told):
             return next(filter(None, told))
     return None

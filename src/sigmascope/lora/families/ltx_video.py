@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from sigmascope.lora.families.family import COMFYUI_READS, Family, Ratio, Reads
+from sigmascope.lora.families.cross_attention import BLOCK, FEED_FORWARD, TEXT_AS_WIDE
+from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 
 LTX_VIDEO: Final = Family(
     name="ltx_video",
@@ -13,22 +14,10 @@ LTX_VIDEO: Final = Family(
         "diffusers": "proj_in.weight time_embed.linear.weight transformer_blocks.0.attn1.to_q.weight",
         "original": "patchify_proj.weight adaln_single.linear.weight transformer_blocks.0.attn1.to_q.weight",
     },
-    ratios=(
-        Ratio(r"transformer_blocks\.\d+\.ff\.net\.0\.proj", 4, 1),
-        Ratio(r"transformer_blocks\.\d+\.ff\.net\.2", 1, 4),
-    ),
+    ratios=(*FEED_FORWARD, TEXT_AS_WIDE),
     widths=(2048, 4096),
-    layers="""
-        transformer_blocks.#.attn1.to_q
-        transformer_blocks.#.attn1.to_k
-        transformer_blocks.#.attn1.to_v
-        transformer_blocks.#.attn1.to_out.0
-        transformer_blocks.#.attn2.to_q
-        transformer_blocks.#.attn2.to_k
-        transformer_blocks.#.attn2.to_v
-        transformer_blocks.#.attn2.to_out.0
-        transformer_blocks.#.ff.net.0.proj
-        transformer_blocks.#.ff.net.2
+    layers=BLOCK
+    + """
         patchify_proj = proj_in
         adaln_single.emb.timestep_embedder.linear_1 = time_embed.emb.timestep_embedder.linear_1
         adaln_single.emb.timestep_embedder.linear_2 = time_embed.emb.timestep_embedder.linear_2
@@ -39,8 +28,11 @@ LTX_VIDEO: Final = Family(
     """,
     blocks="""
         patchify_proj = img_in
+        proj_in = img_in
         caption_projection = txt_in
-        adaln_single = time_embedding
+        adaln_single = time_text_embed
+        time_embed.emb = time_text_embed
+        time_embed.linear = time_text_embed
         transformer_blocks.#
         proj_out
     """,

@@ -13,7 +13,10 @@ _BLOCK: Final = """
     LIST.#.feed_forward.w1 = LIST.#.feed_forward.linear_1
     LIST.#.feed_forward.w2 = LIST.#.feed_forward.linear_2
     LIST.#.feed_forward.w3 = LIST.#.feed_forward.linear_3
-    LIST.#.adaLN_modulation.1 = LIST.#.norm1.linear
+"""
+_MODULATION: Final = """
+    noise_refiner.#.adaLN_modulation.1 = noise_refiner.#.norm1.linear
+    layers.#.adaLN_modulation.1 = layers.#.norm1.linear
 """
 LUMINA2: Final = Family(
     name="lumina2",
@@ -27,6 +30,7 @@ LUMINA2: Final = Family(
     widths=(2304,),
     else_="z_image",
     layers="".join(_BLOCK.replace("LIST", name) for name in _LISTS)
+    + _MODULATION
     + """
     x_embedder
     cap_embedder.0 = time_caption_embed.caption_embedder.0
@@ -39,7 +43,9 @@ LUMINA2: Final = Family(
     blocks="""
         x_embedder = img_in
         cap_embedder = txt_in
+        time_caption_embed.caption_embedder = txt_in
         t_embedder = time_text_embed
+        time_caption_embed.timestep_embedder = time_text_embed
         noise_refiner.#
         context_refiner.#
         layers.#

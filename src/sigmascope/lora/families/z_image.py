@@ -13,7 +13,6 @@ _BLOCK: Final = """
     LIST.#.feed_forward.w1
     LIST.#.feed_forward.w2
     LIST.#.feed_forward.w3
-    LIST.#.adaLN_modulation.0
     LIST.#.attention_norm1
     LIST.#.attention_norm2
     LIST.#.ffn_norm1
@@ -38,6 +37,8 @@ Z_IMAGE: Final = Family(
     widths=(3840,),
     layers="".join(_BLOCK.replace("LIST", name) for name in _LISTS)
     + """
+    noise_refiner.#.adaLN_modulation.0
+    layers.#.adaLN_modulation.0
     x_embedder = all_x_embedder.2-1
     cap_embedder.0
     cap_embedder.1
