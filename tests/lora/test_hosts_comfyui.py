@@ -30,6 +30,14 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "hidream": ("HiDream", {}),
     "ltx_video": ("LTXV", {}),
     "sd3": ("SD3", {"depth": 1}),
+    "auraflow": ("AuraFlow", {"n_layers": 2, "n_double_layers": 1}),
+    "cogvideox": ("CogVideoX", {}),
+    "cosmos": ("CosmosPredict2", {}),
+    "hunyuan_video15": ("HunyuanVideo15", {}),
+    "kandinsky5": ("Kandinsky5", {}),
+    "ltx2": ("LTXAV", {}),
+    "mochi": ("GenmoMochi", {}),
+    "pixart": ("PixArt", {"depth": 1, "hidden_size": WIDTH}),
 }
 STARTS = (
     "lora_unet_",
@@ -41,7 +49,7 @@ STARTS = (
     "unet.",
 )
 IN_BLOCKS = re.compile(
-    r"(?:double_blocks|single_blocks|joint_blocks|layers|blocks|transformer_blocks|double_stream_blocks|single_stream_blocks)\.0\."
+    r"(?:(?:double|single|joint|(?:text_|visual_)?transformer|double_stream|single_stream)_blocks|(?:double_|single_)?layers|blocks)\.0\."
 )
 
 
@@ -51,6 +59,7 @@ def rows(family: Family) -> Iterator[tuple[str, tuple[str, ...]]]:
         one = row.numbered("0")
         if (
             IN_BLOCKS.match(one.original)
+            and not re.search("_attn_[qkv]$", one.original)  # of HunyuanVideo 1.5's own files
             and not row.swapped
             and not re.search("norm|modulation$|embed|scale", one.original)
         ):

@@ -204,7 +204,7 @@ MODELS: Final = {
 
 @cache
 def published(name: str) -> tuple[str, Shapes]:
-    """The family of a published model, and the shapes of its weights by path."""
+    """The family of a published model, and the shapes of the weights of its first blocks and its last by path."""
     import diffusers
 
     family, make, blocks = MODELS[name]
@@ -217,5 +217,6 @@ def published(name: str) -> tuple[str, Shapes]:
     shapes = dict(made)
     for path, shape in made.items():
         name, _, layer = path.partition(".0.")
-        shapes |= {f"{name}.{number}.{layer}": shape for number in range(blocks.get(name, 0) if layer else 0)}
+        last = blocks.get(name, 0) - 1 if layer else 0
+        shapes |= {f"{name}.{number}.{layer}": shape for number in {1, 2, last} if number <= last}
     return family, shapes

@@ -65,7 +65,7 @@ MAKERS: Final[dict[str, Callable[[Any], nn.Module]]] = {
         sample_size=16, in_channels=4, num_layers=2, num_refiner_layers=2, axes_lens=[32, 32, 32], cap_feat_dim=32,
     ),
     "mochi": lambda d: d.MochiTransformer3DModel(
-        num_layers=48, num_attention_heads=3, attention_head_dim=8, pooled_projection_dim=12, in_channels=4,
+        num_layers=2, num_attention_heads=3, attention_head_dim=8, pooled_projection_dim=12, in_channels=4,
         text_embed_dim=24, time_embed_dim=8,
     ),
     "pixart": lambda d: d.PixArtTransformer2DModel(

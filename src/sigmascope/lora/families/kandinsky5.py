@@ -68,7 +68,7 @@ KANDINSKY5: Final = Family(
         *COMFYUI_READS,
         Reads("comfyui", "", "diffusers"),
         Reads("comfyui", "transformer.", "diffusers"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
     ),
     in_comfyui_since="0.33",
 )

@@ -75,6 +75,6 @@ MOCHI: Final = Family(
     reads=(
         *COMFYUI_READS,
         Reads("comfyui", "", "original"),
-        Reads("diffusers", "transformer.", "diffusers", "A"),
+        Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),
     ),
 )

@@ -64,5 +64,5 @@ SANA: Final = Family(
         final_layer.scale_shift_table = proj_out
     """,
     encoders={"text_encoder": ("gemma2_2b",)},
-    reads=(Reads("diffusers", "transformer.", "diffusers", "A"),),
+    reads=(Reads("diffusers", "transformer.", "diffusers", "A A+alpha", folds_alpha=False),),
 )
