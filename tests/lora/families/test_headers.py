@@ -109,6 +109,14 @@ LLAMA = "model.layers.0.self_attn.q_proj"
         ("z_image", "text_encoders.qwen3_4b.transformer", f"text_encoder.{LLAMA}"),
         ("flux2", "text_encoders.qwen3_8b.transformer", f"text_encoder.{LLAMA}"),
         ("flux2", "text_encoders.mistral3_24b.transformer", f"text_encoder.{LLAMA}"),
+        ("cosmos", "text_encoders.qwen3_06b.transformer", f"text_encoder.{LLAMA}"),
+        ("cosmos", "lora_te", "text_encoder.layers.6.mlp.gate_proj"),  # Anima, Comfy-Org/ComfyUI 13747
+        ("lumina2", "lora_te", f"text_encoder.{LLAMA}"),
+        ("qwen_image", "lora_te1", "text_encoder.model.language_model.layers.0.self_attn.o_proj"),
+        ("kandinsky5", "text_encoders.clip_l.transformer", f"text_encoder_2.{CLIP}"),
+        ("auraflow", "text_encoders.pile_t5xl.transformer", f"text_encoder.{T5}"),
+        ("mochi", "text_encoders.t5xxl.transformer", f"text_encoder.{T5}"),
+        ("ltx2", "text_encoders.gemma3_12b.transformer", f"text_encoder.{LLAMA}"),
     ],
 )
 def test_a_name_is_of_the_encoder_that_its_family_counts_it_as(family: str, name: str, layer: str) -> None:

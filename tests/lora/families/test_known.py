@@ -23,6 +23,17 @@ def test_flux_1_and_flux_2_are_told_by_shapes() -> None:
     assert "not 6 times" in str(family_misfit("flux2", {"double_blocks.0.img_mlp.0": (4 * 64, 64)}))
 
 
+def test_the_connectors_of_ltx_2_do_not_hide_its_family() -> None:
+    """As SimpleTuner wrote them (its issue 2349): most of the file's names are of no layer of the transformer."""
+    names = [f"diffusion_model.transformer_blocks.{number}.audio_attn1.to_q" for number in range(4)]
+    names += [
+        f"diffusion_model.connectors.audio_connector.transformer_blocks.{number}.attn1.to_q"
+        for number in range(6)
+    ]
+    factors = LoraFactors(torch.zeros(2048, 1), torch.zeros(1, 2048), 1.0, (2048, 2048))
+    assert file_family(LoraFile(dict.fromkeys(names, factors), format="comfyui")).family == "ltx2"
+
+
 def test_no_two_families_have_a_name_in_headers() -> None:
     for field in ("architecture", "base_version"):
         names = [getattr(family, field) for family in FAMILIES.values()]

@@ -42,6 +42,14 @@ from sigmascope.lora.layer_names import block_of_module, block_position
         ("diffusion_model.audio_injector.injector.0.q", "audio_injector"),
         ("lora_unet_casual_audio_encoder_encoder_final_linear", "casual_audio_encoder"),
         ("transformer.scale_shift_table", "proj_out"),
+        # Several families call their list `blocks`: WAN's is its own name, others' is `transformer_blocks` in diffusers
+        ("lora_unet_blocks_4_self_attn_q_proj", "transformer_blocks.4"),
+        ("diffusion_model.blocks.4.mlp_x.w1", "transformer_blocks.4"),
+        ("lora_unet_blocks_4_ffn_0", "blocks.4"),
+        ("diffusion_model.blocks.block12.blocks.2.block.layer1", "transformer_blocks.12"),
+        # LTX-2, as in bghira/SimpleTuner 2349
+        ("diffusion_model.connectors.audio_connector.transformer_blocks.0.attn1.to_k", "txt_in"),
+        ("transformer.transformer_blocks.3.audio_to_video_attn.to_q", "transformer_blocks.3"),
         ("diffusion_model.head.modulation", "proj_out"),
         ("layers.3.fc", "layers.3"),
         ("my_layer", "my"),

@@ -77,6 +77,7 @@ LTX2: Final = Family(
         proj_out
         audio_proj_out
     """,
+    variant=r"(?:connectors\.)?(?:audio|video)_(?:embeddings_)?connector\..*",
     blocks="""
         patchify_proj = img_in
         proj_in = img_in
@@ -84,6 +85,10 @@ LTX2: Final = Family(
         audio_proj_in = audio_in
         caption_projection = txt_in
         audio_caption_projection = txt_in
+        video_connector = txt_in
+        audio_connector = txt_in
+        video_embeddings_connector = txt_in
+        audio_embeddings_connector = txt_in
     """
     + "".join(
         f"{name} = time_text_embed\n"

@@ -27,7 +27,20 @@ T5: Final = """
         encoder.block.#.layer.1.DenseReluDense.wi_1
         encoder.block.#.layer.1.DenseReluDense.wo
 """
-ENCODERS: Final[dict[str, tuple[Row, ...]]] = {"open_clip": parsed_rows(OPEN_CLIP), "t5": parsed_rows(T5)}
+LLAMA: Final = "".join(
+    f"{start}layers.#.{layer}\n"
+    for start in ("", "model.", "model.language_model.")
+    for layer in (
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+)
+"""Llama, Qwen, Gemma and Mistral, with what stands before their layers in the models that hold them."""
+ENCODERS: Final[dict[str, tuple[Row, ...]]] = {
+    "open_clip": parsed_rows(OPEN_CLIP),
+    "t5": parsed_rows(T5),
+    "llama": parsed_rows(LLAMA),
+}
 
 
 class EncoderReads(NamedTuple):
