@@ -412,7 +412,7 @@ def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:
 def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
     """How many rows of a fused weight belong to each of its parts.
 
-    Three parts share the rows equally. Of four, as in FLUX' single blocks, the first three have as many rows as the
+    Two or three parts share the rows equally. Of four, as in FLUX' single blocks, the first three have as many rows as the
     layer has inputs, and the last has the rest.
 
     Raises:
@@ -423,7 +423,7 @@ def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
         return [out]
     if row.grouped:
         return [inner] + [(out - inner) // (count - 1)] * (count - 1)
-    sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
+    sizes = [out // count] * count if count < 4 else [inner] * (count - 1) + [out - (count - 1) * inner]
     if min(sizes) < 1 or sum(sizes) != out:
         raise LoraFormatError(
             f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
@@ -445,5 +445,9 @@ def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
     if row.grouped:
         known = next((sizes[name] for name in row.parts[1:] if name in sizes), inner)
         return [sizes.get(row.parts[0], inner), *(sizes.get(name, known) for name in row.parts[1:])]
-    usual = [inner] * 3 + [_FLUX_MLP_RATIO * inner] * (len(row.parts) - 3)
+    if (
+        len(row.parts) < 4
+    ):  # of one size, which need not be the inputs': Mochi's text is narrower than its attention
+        return [next(iter(sizes.values()))] * len(row.parts)
+    usual = [inner] * 3 + [_FLUX_MLP_RATIO * inner]
     return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]

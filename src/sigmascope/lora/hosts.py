@@ -320,8 +320,11 @@ def _namings(path: str, family: Family, *, is_flat: bool) -> tuple[str, frozense
 
 
 def _names_of(row: Row) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "original", (row.original,)
     yield "diffusers", row.parts
+    if row.read_only:
+        yield "read-only", (row.original,)
+        return
+    yield "original", (row.original,)
     yield "also", (row.also or row.original,)
 
 

@@ -487,13 +487,16 @@ def _unet_family(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
-    """`diffusers` if any path exists only there; otherwise the other naming."""
+    """`diffusers` if any path exists only there, or is read but not written; otherwise the other naming."""
     if family == "unknown":
         return {"peft": "diffusers", "comfyui": "original"}.get(lora.format, "unknown")
     if family in UNET_FAMILIES:
         return "diffusers" if any(to_sgm(path) is not None for path in paths) else "sgm"
-    own = [row_of_diffusers(family, path) for path in paths]
-    is_diffusers = any(row is not None and row.original not in row.parts for row in own)
+    own = [(row_of_diffusers(family, path), row_of_original(family, path)) for path in paths]
+    is_diffusers = any(
+        (row is not None and row.original not in row.parts) or (original is not None and original.read_only)
+        for row, original in own
+    )
     return "diffusers" if is_diffusers or family_named(family).has_one_naming else "original"
 
 
@@ -582,6 +585,10 @@ def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
     Returns:
         The end of a sentence, such as "the nearest is FLUX, but …"; "" where no family has any of the names.
     """
+    fitting = [family for family in families_with(layers) if family_misfit(family, layers) is None]
+    alike = likeliest(fitting, layers)
+    if len(alike) > 1:
+        return f"; its names and shapes fit {' and '.join(map(title_of, alike))}"
     counts = known_names(layers)
     if not counts:
         return ""

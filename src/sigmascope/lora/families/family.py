@@ -50,6 +50,8 @@ class Row:
             matrix has columns; key and value have half of the remaining rows each.
         also: The layer's name in a second dialect of original files.
         gated: Whether the halves that are swapped are a gate and what it gates: then they are in a layer of any size.
+        read_only: Whether the original name is that of files which no host's LoRA loader reads; another line has the
+            name that is written.
     """
 
     original: str
@@ -58,6 +60,7 @@ class Row:
     grouped: bool = False
     also: str | None = None
     gated: bool = False
+    read_only: bool = False
 
     @property
     def originals(self) -> tuple[str, ...]:
@@ -84,6 +87,7 @@ class Row:
             self.grouped,
             None if self.also is None else self.also.replace("#", number),
             self.gated,
+            self.read_only,
         )
 
 
@@ -218,6 +222,7 @@ class Family:
             Several names on the right, with commas, are the rows of one fused matrix on the left, in that order.
             `swapped`: the halves of the rows are in the opposite order, if the layer gives only (shift, scale).
             `gated`: the same of a gate and what it gates, whatever the layer's size.
+            `read-only`: the name is read, but another is written, whose line follows (`Row.read_only`).
             `grouped`: the parts are the query, key and value of grouped attention (`Row.grouped`).
         aliases: What a second dialect of original files writes for parts of the names in `layers`.
         variant: A regular expression for layers that only variants of it have.
@@ -337,4 +342,5 @@ def _parsed_row(line: str, aliases: Mapping[str, str]) -> Row:
         grouped=mark == "grouped",
         also=also if also != original else None,
         gated=mark == "gated",
+        read_only=mark == "read-only",
     )

@@ -7,11 +7,11 @@ from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION
 from sigmascope.lora.families.hunyuan_video import HUNYUAN_VIDEO, TEXT
 
 _APART: Final = "".join(
-    f"double_blocks.#.{stream}_attn_{letter} = transformer_blocks.#.attn.{name.replace('*', letter)}\n"
+    f"double_blocks.#.{stream}_attn_{letter} = transformer_blocks.#.attn.{name.replace('*', letter)} read-only\n"
     for stream, name in (("img", "to_*"), ("txt", "add_*_proj"))
     for letter in "qkv"
 )
-"""As in the files that it was published in; it is written as ComfyUI has it, which comes after it in the table."""
+"""As in the files that it was published in, and in musubi-tuner's LoRAs."""
 _DOUBLE: Final = "\n".join(
     line for line in (BLOCK_LAYERS + MODULATION).splitlines() if "single_blocks" not in line
 )
