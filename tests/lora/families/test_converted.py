@@ -1,15 +1,17 @@
 """A LoRA in a family's original names becomes diffusers' by name, order and halves, as diffusers converts weights."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tests.lora.families.small_models import family_of, small
+from safetensors.torch import load_file, save_file
+from tests.lora.families.small_models import small
 from tests.lora.families.test_names_of_models import CONVERSIONS, Lenient, original_shape, rows_of
 from torch import Tensor
 
-from sigmascope import convert_lora
+from sigmascope import convert_lora, merge_into_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.families import FAMILIES, row_of_diffusers
 from sigmascope.lora.hosts import host_readings
@@ -19,9 +21,8 @@ NAMES = ("auraflow", "cosmos", "flux2", "ltx2", "mochi", "sana", "z_image")
 STARTS = ("diffusion_model.", "lora_unet_")
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lora_in_original_names_becomes_diffusers(name: str, start: str, tmp_path: Path) -> None:
+def lora_in_original_names(name: str, start: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A LoRA of the first blocks, and its change of each original weight."""
     generator = torch.Generator().manual_seed(0)
     linears = {path for path, module in small(name).named_modules() if isinstance(module, torch.nn.Linear)}
     lora: dict[str, Tensor] = {}
@@ -34,9 +35,14 @@ def test_a_lora_in_original_names_becomes_diffusers(name: str, start: str, tmp_p
         path = start + (row.original.replace(".", "_") if start.endswith("_") else row.original)
         lora |= {f"{path}.lora_down.weight": down, f"{path}.lora_up.weight": up}
         changes[f"{row.original}.weight"] = up @ down
-    save_file(
-        lora, tmp_path / "in.safetensors", {"modelspec.architecture": FAMILIES[family_of(name)].architecture}
-    )
+    return lora, changes
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_in_original_names_becomes_diffusers(name: str, start: str, tmp_path: Path) -> None:
+    lora, changes = lora_in_original_names(name, start)
+    save_file(lora, tmp_path / "in.safetensors", {"modelspec.architecture": FAMILIES[name].architecture})
     convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "peft")
     converted = CONVERSIONS[name](Lenient(changes))
     made = {
@@ -48,6 +54,27 @@ def test_a_lora_in_original_names_becomes_diffusers(name: str, start: str, tmp_p
         torch.testing.assert_close(change, converted[path.removeprefix("transformer.") + ".weight"], msg=path)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_in_original_names_is_merged_into_diffusers_model(name: str, tmp_path: Path) -> None:
+    model: Any = copy.deepcopy(small(name)).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    model.save_pretrained(tmp_path / "model")
+    lora, changes = lora_in_original_names(name, "diffusion_model.")
+    save_file(lora, tmp_path / "lora.safetensors")
+    merge_into_checkpoint(
+        [tmp_path / "lora.safetensors"], tmp_path / "model", tmp_path / "merged.safetensors"
+    )
+    before = load_file(tmp_path / "model" / "diffusion_pytorch_model.safetensors")
+    after = load_file(tmp_path / "merged.safetensors")
+    converted = CONVERSIONS[name](Lenient(changes))
+    for key, weight in before.items():
+        change = converted.get(key)
+        if change is None or change.shape != weight.shape:
+            change = torch.zeros_like(weight)
+        torch.testing.assert_close(after[key] - weight, change, rtol=1e-4, atol=1e-4, msg=key)
+
+
 @pytest.mark.parametrize("only", ["", "_k"], ids=["all", "keys alone"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lora_of_diffusers_becomes_the_originals(name: str, only: str, tmp_path: Path) -> None:
@@ -56,7 +83,7 @@ def test_a_lora_of_diffusers_becomes_the_originals(name: str, only: str, tmp_pat
     lora: dict[str, Tensor] = {}
     changes: dict[str, Tensor] = {}
     for path, module in small(name).named_modules():
-        has_row = row_of_diffusers(family_of(name), path) is not None
+        has_row = row_of_diffusers(name, path) is not None
         if isinstance(module, torch.nn.Linear) and has_row and ".0." in path and only in path:
             down, up = (
                 torch.randn(shape, generator=generator)
@@ -64,7 +91,7 @@ def test_a_lora_of_diffusers_becomes_the_originals(name: str, only: str, tmp_pat
             )
             lora |= {f"transformer.{path}.lora_A.weight": down, f"transformer.{path}.lora_B.weight": up}
             changes[f"{path}.weight"] = up @ down
-    header = {"modelspec.architecture": FAMILIES[family_of(name)].architecture}
+    header = {"modelspec.architecture": FAMILIES[name].architecture}
     save_file(lora, tmp_path / "in.safetensors", header)
     convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "comfyui")
     originals = {
