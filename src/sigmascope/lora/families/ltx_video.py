@@ -1,4 +1,4 @@
-"""LTX-Video: diffusers' names, except for three."""
+"""LTX-Video: diffusers' names, except for three and the norms of attention."""
 
 from typing import Final
 
@@ -18,6 +18,10 @@ LTX_VIDEO: Final = Family(
     widths=(2048, 4096),
     layers=BLOCK
     + """
+        transformer_blocks.#.attn1.q_norm = transformer_blocks.#.attn1.norm_q
+        transformer_blocks.#.attn1.k_norm = transformer_blocks.#.attn1.norm_k
+        transformer_blocks.#.attn2.q_norm = transformer_blocks.#.attn2.norm_q
+        transformer_blocks.#.attn2.k_norm = transformer_blocks.#.attn2.norm_k
         patchify_proj = proj_in
         adaln_single.emb.timestep_embedder.linear_1 = time_embed.emb.timestep_embedder.linear_1
         adaln_single.emb.timestep_embedder.linear_2 = time_embed.emb.timestep_embedder.linear_2
