@@ -5,7 +5,7 @@ from typing import Final
 from sigmascope.lora.families.family import COMFYUI_READS, Family, Reads
 from sigmascope.lora.families.flux import BLOCK_LAYERS, FLUX, LAST, MODULATION, POOLED_TEXT
 
-_EMBEDDERS: Final = r"(?:time_in|guidance_in)\.mlp\..*"
+_EMBEDDERS: Final = r"(?:time_in|guidance_in|txt_in\.t_embedder)\.mlp\..*|txt_in\.c_embedder\.linear_.*"
 
 TEXT: Final = """
     txt_in.input_embedder = context_embedder.proj_in
@@ -86,7 +86,7 @@ HUNYUAN_VIDEO: Final = Family(
                 start,
                 "also",
                 "A",
-                leaves_out=r"txt_in\.[tc]_embedder\..*",
+                leaves_out=r"txt_in\.[tc]_embedder\.(?:in|out)_layer",
                 misreads=r"final_layer\.adaLN_modulation\.1",
                 refuses=r"txt_in\.individual_token_refiner\..*qkv",
             )
