@@ -84,7 +84,7 @@ def verdicts() -> Iterator[str]:
     for name, row in VERDICTS.items():
         says = f"… {row.many}" if row.many else row.says
         shown = re.sub(r"(\{\w+\})+", "…", says).replace("… …", "…").replace("|", "&#124;")
-        advice = row.advice or "Nothing."
+        advice = re.sub(r"\{\w+\}", "…", row.advice or "Nothing.")
         yield f"| `{name}` | {row.severity} | {shown} | {OF_THE_ERROR.get(name) or advice} |"
 
 
