@@ -23,6 +23,7 @@ from sigmascope.probes.peft import UNMERGED_NEXT
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.probes.tensors import place_of
 from sigmascope.stages.coarse_weights import arrived
+from sigmascope.stages.codes import in_codes, in_numbers, scales_of
 from sigmascope.stages.model_snapshot import (
     ModelPatches,
     ModelSnapshot,
@@ -206,7 +207,8 @@ def _why_not_comparable(before: ModelSnapshot, after: ModelSnapshot) -> str | No
 
 def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
-    evidence = dict(_evidence(looks))
+    scales = scales_of(looks.held.base)
+    evidence = dict(_evidence(looks, scales))
     sums = [(*(weight.beside.net or ()), *(weight.inside.net or ())) for weight in evidence.values()]
     merged = [
         (weight.now, (*weight.inside.net, *weight.known))
@@ -217,13 +219,15 @@ def weight_verdicts(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightVerdict]
         verdicts = {key: judge_weight(weight) for key, weight in evidence.items()}
     for key, arrival in arrived(evidence).items():
         verdicts[key] = replace(verdicts[key], arrival=arrival)
+    for key in scales.keys() & verdicts.keys():
+        verdicts[key] = in_numbers(verdicts[key], scales[key])
     for key, verdict in verdicts.items():
         is_told = verdict.is_effective is not False or verdict.unread or verdict.is_as_predicted is False
         if evidence[key].content_changed or is_told:
             yield key, verdict
 
 
-def _evidence(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightEvidence]]:
+def _evidence(looks: BeforeAndAfter, scales: Mapping[str, float]) -> Iterator[tuple[str, WeightEvidence]]:
     """What is known of each weight whose content or changes are other than before."""
     before = looks.before
     held, kept = looks.held, looks.kept.value or KeptPatches()
@@ -242,6 +246,8 @@ def _evidence(looks: BeforeAndAfter) -> Iterator[tuple[str, WeightEvidence]]:
         if not content and twin not in keys:
             continue
         sides = patches_now.get(twin, []), patches_before.get(twin, [])
+        if key in scales:
+            sides = in_codes(sides[0], scales[key]), in_codes(sides[1], scales[key])
         own = sides if twin == key else ([], [])
         beside = signed_patches(beside_content(own[0]), beside_content(own[1]), contents)
         # Tied: what is merged into the one is in the other.

@@ -172,10 +172,16 @@ def test_a_quantised_weight_is_dequantised_by_the_host(comfy: Checkout, kind: st
     else:
         clone.patch_model(device_to=CPU)
     change = used_by(clone.model.matrix) - before
-    check = checked(analysis(baseline, clone))
+    found = analysis(baseline, clone)
+    check, told = checked(found), found["unet_weight_changes"]
     assert check["result"] == "confirmed"
     assert check["used_norm"] == pytest.approx(float(change.norm()), rel=1e-3)
     assert check["weight_norm"] == pytest.approx(float(before.norm()), rel=1e-3)
+    if kind == "scaled fp8":
+        wanted = 0.5 * float((UP.double() @ DOWN.double()).norm())
+        assert told["delta_norm"] == pytest.approx(wanted if in_part else float(change.norm()), rel=1e-3)
+        assert told["relative_change"] == pytest.approx(told["delta_norm"] / float(before.norm()), rel=1e-3)
+        assert "lora_not_as_predicted" not in {finding["id"] for finding in found["findings"]}
 
 
 def test_a_function_that_forgets_the_scale_of_a_layer_contradicts(
