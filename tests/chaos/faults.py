@@ -108,7 +108,7 @@ def _count(activity: Activity, points: list[Point], place: Path) -> None:
 
 _ENDS = re.compile(
     "close|close_stage|closed|detach|end|ended|_end|exit|forget|_forget|leave|leave_stacks|leave_recorder|pop|push|remove|restore"
-    "|stop|stop_sampling|take_off|undo|give_back|clear|release|_wait_no_more|__exit__"
+    "|stop|stop_sampling|take_off|undo|give_back|clear|release|_wait_no_more|time_no_more|__exit__"
     "|to_the_end|_leave|_detach|end_stage|_close_entry|shutdown"
 )
 """Functions whose whole work is to take something off, which nobody could do in their place."""
