@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from sigmascope.probes.models import named_modules_in
-from sigmascope.probes.module_tree import tree_of
+from sigmascope.probes.module_tree import one_look, tree_of
 
 
 class Twin(nn.ReLU):
@@ -78,3 +78,12 @@ def test_nothing_is_kept_alive() -> None:
     del made
     gc.collect()
     assert whole() is None
+
+
+def test_a_block_in_which_nothing_runs_compares_each_model_once() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
+    with one_look():
+        seen = tree_of(model)
+        assert tree_of(model) is seen
+    model.append(nn.Linear(1, 1))
+    assert len(tree_of(model).modules) == len(seen.modules) + 1

@@ -6,8 +6,9 @@ still the same takes a tenth of what walking them takes. Nothing is called on a 
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeVar
@@ -81,8 +82,30 @@ class _Outline:
 _OUTLINES: "weakref.WeakKeyDictionary[nn.Module, _Outline]" = weakref.WeakKeyDictionary()
 
 
+_LOOK: "ContextVar[dict[int, ModuleTree] | None]" = ContextVar("trees of this look", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """A block in which nothing of the host's runs, so that each model's modules are compared once."""
+    outer = _LOOK.set({})
+    try:
+        yield
+    finally:
+        _LOOK.reset(outer)
+
+
 def tree_of(model: nn.Module) -> ModuleTree:
     """The modules of a model as they are now."""
+    seen = _LOOK.get()
+    if seen is None:
+        return _tree_now(model)
+    if id(model) not in seen:
+        seen[id(model)] = _tree_now(model)
+    return seen[id(model)]
+
+
+def _tree_now(model: nn.Module) -> ModuleTree:
     try:
         known = _OUTLINES.get(model)
         tree = None if known is None else known.tree()

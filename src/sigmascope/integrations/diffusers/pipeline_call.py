@@ -47,6 +47,7 @@ from sigmascope.monitor.hooks import After, Arguments, Keywords, holder_of
 from sigmascope.monitor.output_hashes import FAILED, ON_ITS_WAY
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.model_fingerprints import told
+from sigmascope.probes.module_tree import one_look
 from sigmascope.probes.reading import Reading
 from sigmascope.records.prompts import stored_prompts, texts_of_call
 from sigmascope.records.run import IDLE_LORAS, RECIPE, THUMBNAIL, CallFacts
@@ -179,9 +180,10 @@ class CallObserver(Observer):
         """
         read = self.guard.read
         others = read("watch.recipe", lambda: other_arguments(arguments))
-        seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
-        loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
-        models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
+        with one_look():
+            seen = read("watch.recipe", lambda: weights_states(pipeline)) if why_not is None else None
+            loras = read("watch.recipe", lambda: loras_of(pipeline, why_not, seen))
+            models = read("watch.recipe", lambda: models_of(pipeline, why_not, seen))
         recipe: dict[str, object] = {"arguments": others, "threads": torch.get_num_threads()}
         recipe |= {"generator_states": states} if states else {}
         idle = read("watch.lora", lambda: idle_lora_findings(pipeline, loras or {}, arguments))
